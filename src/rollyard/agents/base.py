@@ -1,0 +1,69 @@
+"""The door of this wing: an `Agent` drives RUN.
+
+It talks to the model through a `Conversation` (which keeps every token exact, or is text only) and to the world
+through tools. It ends by returning; a limit ends it by raising a PolicyFailure, which truncates and never
+loses what was sampled: the conversation, not the agent, holds the traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from rollyard.core import Deadline, Json, Message, Task, Trace
+from rollyard.sandbox.base import Sandbox
+from rollyard.tokens.base import Parsed, ToolSchema
+from rollyard.tools.base import Tool
+
+
+class Conversation(Protocol):
+    """One append-only exchange with the policy."""
+
+    @property
+    def messages(self) -> Sequence[Message]: ...
+
+    @property
+    def sampled_tokens(self) -> int: ...
+
+    @property
+    def turns(self) -> int: ...
+
+    async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
+        """Appends the new messages, samples the next assistant turn, appends and returns it."""
+        ...
+
+    def append(self, messages: Sequence[Message]) -> None:
+        """Messages that end the conversation: kept in the history, in no trace."""
+        ...
+
+    def traces(self) -> tuple[Trace, ...]:
+        """What has been sampled so far, at any moment."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """All that an agent gets. `beat` tells the stall watch that something moved."""
+
+    task: Task
+    rollout_id: str
+    conversation: Conversation
+    tools: Mapping[str, Tool]
+    sandbox: Sandbox | None
+    clock: Deadline
+    beat: Callable[[], None] = lambda: None
+    info: dict[str, Json] = field(default_factory=dict[str, Json])  # ends up in Trajectory.info
+
+
+class Agent(Protocol):
+    name: ClassVar[str]
+    default_tools: ClassVar[tuple[str, ...]]
+
+    def check(self, task: Task) -> None:
+        """Raises TaskInvalid for options that can never work. Called at submit: no I/O."""
+        ...
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        """Works from the environment's messages; returns why it ended ("stop", "finish")."""
+        ...

@@ -1,0 +1,53 @@
+"""The ground floor: plain data and rules. No I/O, and no import from any other wing."""
+
+from rollyard.core.deadline import Deadline, DeadlineExpired
+from rollyard.core.failure import CODES, Blame, Failure, Outcome, RollyardError
+from rollyard.core.ids import check_id, new_id, sampling_seed
+from rollyard.core.json import Json, canonical, digest
+from rollyard.core.rollout import Ending, LostAttempt, Rollout, Summary, Timings
+from rollyard.core.score import Score, TurnReward
+from rollyard.core.state import LIVE, MOVES, IllegalMove, Position, State
+from rollyard.core.task import AgentSpec, Limits, Mode, Run, Sampling, SandboxOptions, Task
+from rollyard.core.trace import Artifact, Message, Span, Trace, Trajectory, ids_array, logprobs_array
+
+__all__ = [
+    "CODES",
+    "LIVE",
+    "MOVES",
+    "AgentSpec",
+    "Artifact",
+    "Blame",
+    "Deadline",
+    "DeadlineExpired",
+    "Ending",
+    "Failure",
+    "IllegalMove",
+    "Json",
+    "Limits",
+    "LostAttempt",
+    "Message",
+    "Mode",
+    "Outcome",
+    "Position",
+    "Rollout",
+    "RollyardError",
+    "Run",
+    "Sampling",
+    "SandboxOptions",
+    "Score",
+    "Span",
+    "State",
+    "Summary",
+    "Task",
+    "Timings",
+    "Trace",
+    "Trajectory",
+    "TurnReward",
+    "canonical",
+    "check_id",
+    "digest",
+    "ids_array",
+    "logprobs_array",
+    "new_id",
+    "sampling_seed",
+]

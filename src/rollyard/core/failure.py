@@ -1,0 +1,385 @@
+"""Every way a thing can go wrong here, once: its code, whose fault it is, and what follows from that.
+
+    RollyardError                      code · blame · retryable · trainable · HTTP status
+    ├── PolicyFailure                  the model's own doing: keeps its reward, is trained on
+    │   ├── TurnLimit  TokenLimit  ContextLimit        (outcome truncated)
+    │   ├── RunDeadline                                (truncated; untrainable unless the run says so)
+    │   ├── MemoryLimit  ProcessLimit  DiskLimit  SandboxEndedByPolicy
+    │   └── EvalDeadline                               (the environment's failing score)
+    ├── InfraFailure                   ours or the cluster's: never has a reward, is tried again
+    │   ├── EngineFailure
+    │   │   ├── EngineUnavailable  EngineRefused  EngineTimeout
+    │   │   └── EngineBroken  TokenizerMismatch
+    │   ├── SandboxFailure
+    │   │   ├── SandboxStartFailed  SandboxLost  SandboxStuck
+    │   ├── VerifierCrashed  JudgeUnreachable  ArtifactLost
+    │   ├── Stalled  LostToRestarts
+    │   └── TraceInvalid  InternalError
+    ├── TaskFailure                    the task as given cannot be done: no reward, no retry
+    │   ├── SetupFailed  SetupDeadline  PromptTooLong  TaskInvalid  EnvironmentBroken
+    ├── Cancelled                      the client asked for it
+    └── RequestError                   an HTTP answer only; never in a record
+        ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool  RuntimeNotAllowed
+        ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  EngineExists
+        └── BodyTooLarge  QueueFull  Draining
+
+Invariants. A code is stable for ever: trainers switch on it. Blame follows the cause, and infra needs
+positive evidence from the host. Only a PolicyFailure may carry a reward. `no model call was made` is never
+the policy's fault: `Failure.without_model_call` turns such a blame away.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import ClassVar
+
+from rollyard.core.json import Json
+
+
+class Blame(StrEnum):
+    """Whose doing it was. Decides reward, training and retries."""
+
+    POLICY = "policy"  # the model: trained on, with its reward
+    INFRA = "infra"  # engine, sandbox, verifier, this service: retried, never a reward
+    TASK = "task"  # the task as given: reported once, not retried
+    CLIENT = "client"  # whoever called us
+
+
+class Outcome(StrEnum):
+    """How a rollout ended."""
+
+    COMPLETED = "completed"  # the agent ended by itself and was scored
+    TRUNCATED = "truncated"  # a limit ended it; what there was has been scored
+    FAILED = "failed"  # see failure.code
+    CANCELLED = "cancelled"  # the client asked
+
+
+CODES: dict[str, type[RollyardError]] = {}
+"""Every code and its class, filled as the classes below are defined. Read only."""
+
+
+class RollyardError(Exception):
+    """The root. `detail` says what was wrong; the class's `remedy` says what to do about it."""
+
+    code: ClassVar[str] = "error"
+    blame: ClassVar[Blame] = Blame.INFRA
+    retryable: ClassVar[bool] = False
+    trainable: ClassVar[bool] = False
+    status: ClassVar[int] = 500
+    outcome: ClassVar[Outcome] = Outcome.FAILED
+    remedy: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "code" not in cls.__dict__:
+            cls.code = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        if cls.code in CODES:
+            raise TypeError(f"failure code {cls.code!r} is taken by {CODES[cls.code].__name__}")
+        CODES[cls.code] = cls
+
+    def __init__(self, detail: str = "", **data: Json) -> None:
+        super().__init__(detail or self.code)
+        self.detail = detail or self.code
+        self.data: dict[str, Json] = dict(data)
+
+    def failure(self, stage: str | None = None) -> Failure:
+        """This error as it stands in a record."""
+        return Failure(
+            code=self.code,
+            blame=self.blame,
+            detail=self.detail,
+            retryable=self.retryable,
+            trainable=self.trainable,
+            stage=stage,
+            data=self.data,
+        )
+
+
+# --- the policy's own doing ---------------------------------------------------------------------------
+
+
+class PolicyFailure(RollyardError):
+    blame = Blame.POLICY
+    trainable = True
+    status = 200
+    outcome = Outcome.TRUNCATED
+
+
+class TurnLimit(PolicyFailure):
+    remedy = "Raise limits.max_turns if the task needs more turns."
+
+
+class TokenLimit(PolicyFailure):
+    remedy = "Raise limits.max_tokens if the task needs more sampled tokens."
+
+
+class ContextLimit(PolicyFailure):
+    remedy = "Raise limits.max_context or serve the model with a longer context."
+
+
+class RunDeadline(PolicyFailure):
+    trainable = False
+    remedy = "Raise limits.run_s, or set trainable_on_deadline on the run to train on such rollouts."
+
+
+class MemoryLimit(PolicyFailure):
+    remedy = "Raise sandbox.memory_bytes if the task needs more memory."
+
+
+class ProcessLimit(PolicyFailure):
+    remedy = "Raise sandbox.processes if the task needs more processes."
+
+
+class DiskLimit(PolicyFailure):
+    remedy = "Raise sandbox.disk_bytes if the task needs more disk."
+
+
+class SandboxEndedByPolicy(PolicyFailure):
+    remedy = "The agent ended its own sandbox; nothing to mend."
+
+
+class EvalDeadline(PolicyFailure):
+    outcome = Outcome.FAILED
+    remedy = "Raise limits.eval_s if the checks need longer on a correct solution."
+
+
+# --- infrastructure -----------------------------------------------------------------------------------
+
+
+class InfraFailure(RollyardError):
+    blame = Blame.INFRA
+    retryable = True
+    status = 503
+
+
+class EngineFailure(InfraFailure):
+    code = "engine_failed"
+    status = 502
+
+
+class EngineUnavailable(EngineFailure):
+    remedy = "Add an engine for this policy (POST /v1/engines) or look at /v1/engines for its health."
+
+
+class EngineRefused(EngineFailure):
+    """The engine answered 4xx: the same call would be refused again."""
+
+    retryable = False
+    remedy = "Look at the engine's answer in the detail; check model name, context length and sampling."
+
+
+class EngineTimeout(EngineFailure):
+    remedy = "Raise limits.model_s, or give the engine less load."
+
+
+class EngineBroken(EngineFailure):
+    """The engine answered nonsense: not JSON, fields missing, or fewer logprobs than tokens."""
+
+    remedy = "Check the engine's version and flags (docs/reference/engines.md)."
+
+
+class TokenizerMismatch(EngineFailure):
+    retryable = False
+    status = 422
+    remedy = "Give the engine the tokenizer of the model that it serves."
+
+
+class SandboxFailure(InfraFailure):
+    code = "sandbox_failed"
+
+
+class SandboxStartFailed(SandboxFailure):
+    remedy = "Run `rollyard doctor` on this machine."
+
+
+class SandboxLost(SandboxFailure):
+    """It ended from outside: nobody in it, and nobody here, asked for that."""
+
+
+class SandboxStuck(SandboxFailure):
+    """It could not be proven gone within its bound. Its slot stays quarantined."""
+
+    remedy = "A process in it hangs in the kernel; look at its pid with ps, then restart the service."
+
+
+class VerifierCrashed(InfraFailure):
+    remedy = "The environment's eval raised; see the service's log."
+
+
+class JudgeUnreachable(InfraFailure):
+    remedy = "Add an engine of role judge, or mend the one there is."
+
+
+class ArtifactLost(InfraFailure):
+    remedy = "What RUN left could not be saved or read back; look at the disk below data_dir."
+
+
+class Stalled(InfraFailure):
+    remedy = "Nothing moved within limits.stall_s; look at the engine and the sandbox host."
+
+
+class LostToRestarts(InfraFailure):
+    retryable = False
+    remedy = "The service died too often while this ran; raise max_attempts or find out why it dies."
+
+
+class TraceInvalid(InfraFailure):
+    """A trajectory did not prove itself. Always a bug here or a lying engine; never repaired in silence."""
+
+    retryable = False
+    status = 500
+    remedy = "Report it with the record; the traces are not to be trained on."
+
+
+class InternalError(InfraFailure):
+    status = 500
+    remedy = "A bug in Rollyard; report it with the service's log."
+
+
+# --- the task -----------------------------------------------------------------------------------------
+
+
+class TaskFailure(RollyardError):
+    blame = Blame.TASK
+    status = 422
+
+
+class SetupFailed(TaskFailure):
+    remedy = "Try the task by hand: rollyard shell TASK."
+
+
+class SetupDeadline(TaskFailure):
+    remedy = "Raise limits.init_s or make the set-up shorter."
+
+
+class PromptTooLong(TaskFailure):
+    remedy = "Shorten the instruction or serve the model with a longer context."
+
+
+class TaskInvalid(TaskFailure):
+    remedy = "Compare the task's data with the environment's schema."
+
+
+class EnvironmentBroken(TaskFailure):
+    remedy = "The environment's own code raised; see the service's log."
+
+
+# --- the client ---------------------------------------------------------------------------------------
+
+
+class Cancelled(RollyardError):
+    blame = Blame.CLIENT
+    status = 200
+    outcome = Outcome.CANCELLED
+
+
+class RequestError(RollyardError):
+    blame = Blame.CLIENT
+    status = 400
+    code = "request_error"
+
+
+class InvalidRequest(RequestError):
+    status = 422
+
+
+class MalformedId(RequestError):
+    status = 422
+    remedy = "Use 1 to 128 of letters, digits and . _ : - and begin with a letter or a digit."
+
+
+class UnknownEnvironment(RequestError):
+    status = 422
+    remedy = "GET /v1/status lists the environments; install the package that brings this one."
+
+
+class UnknownAgent(RequestError):
+    status = 422
+    remedy = "GET /v1/status lists the agents."
+
+
+class UnknownTool(RequestError):
+    status = 422
+
+
+class RuntimeNotAllowed(RequestError):
+    status = 403
+    remedy = "The operator names the allowed runtimes in the setting `runtimes`."
+
+
+class Unauthorized(RequestError):
+    status = 401
+    remedy = "Send `Authorization: Bearer TOKEN`; the token file is named by `rollyard config`."
+
+
+class Forbidden(RequestError):
+    status = 403
+    remedy = "This call needs an admin token."
+
+
+class ForeignHost(RequestError):
+    status = 403
+    remedy = "Name the host in the setting `hosts`; browsers' pages are never allowed."
+
+
+class NotFound(RequestError):
+    status = 404
+
+
+class Gone(RequestError):
+    status = 410
+    remedy = "It was acknowledged or is older than the retention; only the short record is left."
+
+
+class IdConflict(RequestError):
+    status = 409
+    remedy = "Use a new id, or send the same body again."
+
+
+class EngineExists(RequestError):
+    status = 409
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    remedy = "Send fewer rollouts per call, or raise the setting `max_body_bytes`."
+
+
+class QueueFull(RequestError):
+    status = 429
+    remedy = "Wait as long as Retry-After says, then send the same body again."
+
+
+class Draining(RequestError):
+    status = 503
+    remedy = "The service is shutting down; send it again to the next one."
+
+
+# --- as it stands in a record -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rollout did not simply complete."""
+
+    code: str
+    blame: Blame
+    detail: str
+    retryable: bool = False
+    trainable: bool = False
+    stage: str | None = None
+    data: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    @property
+    def outcome(self) -> Outcome:
+        cls = CODES.get(self.code)
+        return cls.outcome if cls else Outcome.FAILED
+
+    def without_model_call(self) -> Failure:
+        """The same end where the model was never asked: it cannot be the policy's fault."""
+        if self.blame is not Blame.POLICY:
+            return self
+        return replace(self, blame=Blame.TASK, trainable=False)

@@ -1,0 +1,36 @@
+"""Identifiers: what a client may use as one, and how we make our own."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from hashlib import blake2b
+
+from rollyard.core.failure import MalformedId
+
+_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's: sorts like the number, no look-alikes
+
+
+def new_id(prefix: str) -> str:
+    """`prefix_` + 10 characters of time + 13 of chance: unique, and sorts by birth."""
+    number = (time.time_ns() // 1_000_000 << 65) | int.from_bytes(os.urandom(9), "big") >> 7
+    letters = ""
+    for _ in range(23):
+        letters = _ALPHABET[number & 31] + letters
+        number >>= 5
+    return f"{prefix}_{letters}"
+
+
+def check_id(value: str, what: str = "id") -> str:
+    """The id as given, or `MalformedId`."""
+    if not _PATTERN.fullmatch(value):
+        raise MalformedId(f"{what} {value[:140]!r} is not a valid identifier")
+    return value
+
+
+def sampling_seed(run_seed: int, rollout_id: str, turn: int) -> int:
+    """The seed of one model call. It does not depend on the attempt: a retry samples the same way."""
+    raw = blake2b(f"{run_seed}\0{rollout_id}\0{turn}".encode(), digest_size=4).digest()
+    return int.from_bytes(raw, "big") >> 1  # engines want a non-negative int32

@@ -1,0 +1,105 @@
+"""The record of one rollout: what was asked, where it is, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollyard.core.failure import Failure, Outcome
+from rollyard.core.json import Json
+from rollyard.core.score import Score
+from rollyard.core.state import Position, State
+from rollyard.core.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds in each state, of the last attempt; queue time is apart from work."""
+
+    queued_s: float = 0.0
+    init_s: float = 0.0
+    ready_s: float = 0.0
+    run_s: float = 0.0
+    model_s: float = 0.0  # of run_s
+    tool_s: float = 0.0  # of run_s
+    eval_wait_s: float = 0.0
+    eval_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LostAttempt:
+    """An attempt that ended without a terminal record: what it cost stands here."""
+
+    attempt: int
+    code: str
+    detail: str
+    stage: str | None = None
+    tokens_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the terminal record says beside score and failure."""
+
+    turns: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    traces: int = 0
+    ended_by: str = ""
+    engine: str = ""
+    node: str = ""
+    limits_in_force: Mapping[str, str] = field(default_factory=dict[str, str])
+    notes: tuple[str, ...] = ()  # forks, retried stages, limits that could not be enforced
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The terminal part of a record. Made once, never changed.
+
+    Invariants: an infra or task failure has no score; completed has no failure, every other outcome has one.
+    """
+
+    outcome: Outcome
+    score: Score | None = None
+    failure: Failure | None = None
+    is_trainable: bool = False
+    summary: Summary = field(default_factory=Summary)
+    timings: Timings = field(default_factory=Timings)
+
+    def __post_init__(self) -> None:
+        if (self.outcome is Outcome.COMPLETED) is not (self.failure is None):
+            raise ValueError("completed has no failure; every other outcome has one")
+        if self.failure is not None and self.failure.blame != "policy" and self.score is not None:
+            raise ValueError(f"a failure with blame {self.failure.blame} has no reward")
+        if self.is_trainable and self.score is None:
+            raise ValueError("without a score nothing is trainable")
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One attempt-taking thing, from submit to its one terminal record."""
+
+    id: str
+    run: str
+    task: Task
+    position: Position = field(default_factory=Position)
+    group: str | None = None
+    index: int = 0  # place in its group
+    priority: int = 0
+    seq: int = 0  # order of submission
+    ended_seq: int | None = None  # order of ending
+    is_cancel_requested: bool = False
+    excused: int = 0  # attempts given back: a drain is nobody's failure
+    lost: tuple[LostAttempt, ...] = ()
+    ending: Ending | None = None
+    scores: tuple[Mapping[str, Json], ...] = ()  # later re-scorings; the terminal one stays
+    created_at: float = 0.0
+    updated_at: float = 0.0
+
+    @property
+    def state(self) -> State:
+        return self.position.state
+
+    @property
+    def attempt(self) -> int:
+        return self.position.attempt

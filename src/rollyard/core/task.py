@@ -1,0 +1,86 @@
+"""What is to be done (Task), for whom (Run), and within which bounds (Limits)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rollyard.core.json import Json
+
+
+class Mode(StrEnum):
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the policy samples. Sent with every model call and kept in every trace."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all tokens
+    max_tokens: int = 2048  # per model call
+    extra: Mapping[str, Json] = field(default_factory=dict[str, Json])  # as the engine names them
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one rollout. Times in seconds; None means no bound of its own."""
+
+    init_s: float = 300.0
+    run_s: float = 1800.0
+    eval_s: float = 600.0
+    tool_s: float = 120.0  # one tool call
+    model_s: float = 600.0  # one model call
+    stall_s: float = 900.0  # no progress of any kind while its clock runs
+    max_turns: int = 50
+    max_tokens: int | None = None  # sampled tokens in all
+    max_context: int | None = None  # prompt + sampled; None: what the engine says
+    output_bytes: int = 16_384  # of one tool call, as the model sees it
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxOptions:
+    """What a task may ask of its sandbox. The operator's settings bound all of it."""
+
+    runtime: str | None = None  # None: the service's default
+    image: str | None = None
+    memory_bytes: int | None = None
+    processes: int | None = None
+    disk_bytes: int | None = None
+    open_files: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSpec:
+    name: str = "native"
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An environment's name and data, an agent, sampling and limits: everything one attempt needs."""
+
+    environment: str
+    data: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    agent: AgentSpec = field(default_factory=AgentSpec)
+    sampling: Sampling = field(default_factory=Sampling)
+    limits: Limits = field(default_factory=Limits)
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One trainer's job. Everything belongs to a run."""
+
+    id: str
+    mode: Mode = Mode.TRAIN
+    policy: str = "default"
+    defaults: Mapping[str, Json] = field(default_factory=dict[str, Json])  # laid under each task's body
+    seed: int = 0
+    priority: int = 0  # higher goes first
+    max_live: int | None = None  # quota: rollouts beyond QUEUED at once
+    trainable_on_deadline: bool = False
+    created_at: float = 0.0

@@ -1,0 +1,103 @@
+"""Traces and trajectories: what a trainer learns from.
+
+A trace is one training sequence in parallel columns. A span is one stretch of it that the policy sampled
+in one model call.
+
+Invariants of a trace. All columns have one length. Mask is 1 exactly on sampled tokens that this trace owns;
+where it is 0, the logprob is 0.0 and the version −1. Spans are in order and do not overlap. A trace without
+logprobs (None) is never trainable. `rollyard.tokens.verify` proves all of it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollyard.core.json import Json
+from rollyard.core.task import Sampling
+
+LogprobsKind = Literal["processed", "raw", "unknown"]
+
+Message = Mapping[str, Json]
+"""A chat message in the OpenAI shape: role, content, tool_calls, tool_call_id, reasoning_content."""
+
+
+def ids_array(values: list[int] | array[int] | tuple[int, ...] = ()) -> array[int]:
+    return array("i", values)
+
+
+def logprobs_array(values: list[float] | array[float] | tuple[float, ...] = ()) -> array[float]:
+    return array("f", values)  # engines compute float32; nothing is lost
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`token_ids[start:end]` of a trace was sampled in one model call, given exactly `token_ids[:start]`."""
+
+    start: int
+    end: int
+    turn: int
+    finish_reason: str  # stop | length | abort, as the engine said
+    prompt_digest: str  # of the ids the engine was sent: proves the prompt, without storing it again
+    engine: str = ""
+    request_id: str = ""
+    cached_tokens: int | None = None
+    is_owned: bool = True  # False: the copy of a span that another trace owns
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One training sequence. See the module for its invariants."""
+
+    token_ids: array[int]
+    mask: bytearray
+    logprobs: array[float] | None
+    versions: array[int]
+    spans: tuple[Span, ...]
+    sampling: Sampling
+    policy: str
+    model: str
+    logprobs_kind: LogprobsKind = "unknown"
+    is_trainable: bool = True
+    untrainable_reason: str | None = None
+    fork_reason: str | None = None  # why this is not the continuation of an earlier trace
+    columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # opaque, from the engine
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A file that RUN left and EVAL judges, saved outside the sandbox."""
+
+    name: str
+    path: str  # where it was in the sandbox
+    bytes: int
+    sha256: str
+    kind: Literal["file", "tar"] = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """All that one attempt left behind."""
+
+    rollout_id: str
+    attempt: int
+    traces: tuple[Trace, ...] = ()
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Json], ...] = ()
+    artifacts: tuple[Artifact, ...] = ()
+    turns: int = 0
+    ended_by: str = ""  # stop | finish | the code of the limit that ended it
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(trace.sampled_tokens for trace in self.traces)

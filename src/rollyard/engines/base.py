@@ -1,0 +1,187 @@
+"""The door of this wing: an `Engine` turns token ids into sampled token ids.
+
+Invariants, proven for every engine by `rollyard.testing.engine_conformance`:
+- What it returns is what was sampled: ids and logprobs one to one, never re-tokenized, never padded. A reply
+  that breaks this is `EngineBroken`, not a repaired reply.
+- `abort` ends the generation of a request; the `generate` that waits for it returns what was sampled so far,
+  with finish_reason "abort".
+- Errors are the EngineFailure tree and nothing else; cancelling `generate` frees the engine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from rollyard.core import Deadline, Json, Message, Sampling
+from rollyard.core.trace import LogprobsKind
+
+
+class Role(StrEnum):
+    POLICY = "policy"
+    JUDGE = "judge"
+
+
+class Kind(StrEnum):
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    OPENAI = "openai"  # text only: what it gives is never trainable
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine as somebody added it."""
+
+    id: str
+    url: str
+    kind: Kind
+    policy: str = "default"
+    model: str = ""  # empty: the first one it lists
+    role: Role = Role.POLICY
+    tokenizer: str = ""  # a folder or a hub name; empty: where the engine says its model is
+    renderer: str = ""  # empty: by the model's name
+    capacity: int = 256  # sessions it should hold at once
+    api_key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the probe found out."""
+
+    model: str
+    max_context: int | None
+    logprobs_kind: LogprobsKind
+    api: str  # which of its APIs is in use, e.g. "inference/v1/generate"
+    version: str = ""
+    reports_versions: bool = False  # weight versions come with each generation
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    session_id: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Sampled tokens [start, end) came from these weights."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    token_ids: array[int]
+    logprobs: array[float] | None  # None: the engine gave none; then nothing is trainable
+    finish_reason: Literal["stop", "length", "abort"]
+    versions: tuple[VersionSpan, ...] = ()  # empty: the engine cannot say
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """What a text engine answers."""
+
+    message: Message
+    finish_reason: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Engine(Protocol):
+    @property
+    def spec(self) -> EngineSpec: ...
+
+    @property
+    def info(self) -> EngineInfo:
+        """What `probe` found; RuntimeError before it."""
+        ...
+
+    async def probe(self) -> EngineInfo:
+        """Asks the engine what it is, and finds out what its logprobs mean."""
+        ...
+
+    async def healthy(self) -> bool:
+        """One cheap question; never raises."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Generation: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        sampling: Sampling,
+        tools: Sequence[Mapping[str, Json]] = (),
+        session_id: str = "",
+    ) -> ChatReply:
+        """Text in, text out: what `openai` engines and judges are for. vLLM and SGLang have it too."""
+        ...
+
+    async def tokenize(self, text: str) -> Sequence[int] | None:
+        """The engine's own tokens of a text, or None where it cannot say."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Session(Protocol):
+    """One rollout's hold on the engines of a policy: sticky, counted, released on every way out.
+
+    `generate` hides what a rollout need not know: waiting while the policy is paused or no engine is up (its
+    clock stands still then), another engine after a failure, and going on from the tokens that an aborted or
+    timed-out call had already given. Those are kept, never sampled again.
+    """
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def engine(self) -> Engine:
+        """The engine it sticks to now."""
+        ...
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int | None,
+        stop_token_ids: tuple[int, ...],
+        clock: Deadline,
+        model_s: float,
+        salvage: Callable[[Generation], None] = lambda _: None,
+    ) -> Generation:
+        """One completion. When `clock` runs out the call is aborted, what was sampled goes to `salvage`, and
+        DeadlineExpired is raised."""
+        ...
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        sampling: Sampling,
+        tools: Sequence[Mapping[str, Json]],
+        clock: Deadline,
+        model_s: float,
+    ) -> ChatReply: ...
+
+    async def close(self) -> None: ...

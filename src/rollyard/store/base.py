@@ -1,0 +1,166 @@
+"""The door of this wing: the durable record of everything.
+
+Invariants, proven for every store by `rollyard.testing.store_conformance`:
+- When `submit` returns, its rows are committed. The same id with the same body is the same rollout; with
+  another body it is `IdConflict`, and then nothing of that call was stored.
+- A rollout ends once: `end` is a compare-and-set on position and epoch; who comes second gets `Stale`.
+- An ended record is visible only after its commit, and gets the next number of the terminal order then.
+- A cancel that comes before its submit wins: the submit finds the tombstone and ends as cancelled.
+- Moves are written in the order they were made; a caller that need not wait for the disk does not await.
+- Only one process has a store open. Each opening raises the epoch; rows of an older epoch are re-queued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollyard.core import Ending, Json, LostAttempt, Position, Rollout, Run, State, Trajectory
+
+
+class Stale(Exception):
+    """The row is not where the caller thought: somebody else moved it, or another server owns it."""
+
+
+class StoreLocked(Exception):
+    """Another process has this store open."""
+
+
+class StoreUnusable(Exception):
+    """The store cannot be used at all; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One rollout as a client wants it. `body` is what idempotency compares."""
+
+    rollout: Rollout
+    body: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRow:
+    """As little of a queued rollout as the scheduler needs to hold."""
+
+    id: str
+    run: str
+    priority: int
+    seq: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What an opening found, moved already."""
+
+    queued: int = 0  # were queued, still are
+    requeued: int = 0  # were in INIT, READY or RUN (or in EVAL without artifacts): attempt + 1
+    evals: tuple[str, ...] = ()  # had ended RUN and can be evaluated from what was saved
+    failed: int = 0  # attempts used up: ended as lost_to_restarts
+    cancelled: int = 0  # a cancel had been asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    rollouts: tuple[Rollout, ...]
+    next_cursor: str | None  # pass as `after`; None: nothing more now (for ended: ask again later)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a sweep deletes: traces and artifacts of acknowledged rollouts, whole rows beyond an age."""
+
+    max_age_s: float
+
+
+class Store(Protocol):
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def recovered(self) -> Recovered: ...
+
+    # runs
+    async def put_run(self, run: Run, body: Mapping[str, Json]) -> Run:
+        """Idempotent by id like submit. Returns what is stored."""
+        ...
+
+    async def get_run(self, run_id: str) -> Run: ...
+
+    async def list_runs(self) -> Sequence[Run]: ...
+
+    async def delete_run(self, run_id: str) -> None:
+        """Forgets a run and all its ended rollouts. The caller has cancelled the others first."""
+        ...
+
+    # submit and cancel
+    async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
+        """All or nothing. Returns each as stored: new, the earlier one, or ended by its tombstone."""
+        ...
+
+    async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
+        """Durable before it returns. A queued one ends here; a live one is marked; None: a tombstone was left."""
+        ...
+
+    # what the pipeline does
+    def move(self, rollout_id: str, at: Position, to: Position) -> asyncio.Future[None]:
+        """Any move but the two below. Raises `Stale` through the future."""
+        ...
+
+    def requeue(
+        self, rollout_id: str, at: Position, lost: LostAttempt, *, is_excused: bool = False
+    ) -> asyncio.Future[None]:
+        """Back to queued with attempt + 1."""
+        ...
+
+    async def save_run(self, rollout_id: str, at: Position, trajectory: Trajectory, info: Mapping[str, Json]) -> None:
+        """run → eval, with what RUN left. Durable before it returns. `info` comes back from `saved_run`."""
+        ...
+
+    async def saved_run(self, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None: ...
+
+    async def end(self, rollout_id: str, at: Position, ending: Ending, trajectory: Trajectory | None = None) -> Rollout:
+        """The one terminal record. Durable before it returns."""
+        ...
+
+    async def add_score(self, rollout_id: str, score: Mapping[str, Json]) -> Rollout: ...
+
+    # reading
+    async def get(self, rollout_id: str) -> Rollout: ...
+
+    async def trajectory(self, rollout_id: str) -> Trajectory | None:
+        """None: it left none, or it was acknowledged away."""
+        ...
+
+    async def list(
+        self,
+        *,
+        state: State | None = None,
+        run: str | None = None,
+        group: str | None = None,
+        after: str | None = None,
+        limit: int = 100,
+    ) -> Page:
+        """Ended ones in terminal order, others in order of submission."""
+        ...
+
+    async def queued(self) -> Sequence[QueuedRow]:
+        """All that wait, in order of submission."""
+        ...
+
+    async def counts(self) -> Mapping[str, int]:
+        """Rollouts per state."""
+        ...
+
+    # retention
+    async def acknowledge(self, run_id: str, cursor: str) -> int:
+        """What the run's trainer has safely got: traces up to there may go. Returns how many did."""
+        ...
+
+    async def sweep(self, retention: Retention) -> Sequence[str]:
+        """Deletes what is due; returns the ids whose artifacts may be deleted too."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,63 @@
+"""The door of this wing: a `Renderer` is a chat template as code, and never re-renders what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollyard.core import Json, Message
+
+ToolSchema = Mapping[str, Json]
+"""{"type": "function", "function": {"name", "description", "parameters"}}"""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it. `arguments` is None, and `error` says why, if it was not proper JSON."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Json] | None
+    raw: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A sampled turn, read back from its ids. Tool calls are found by special-token ids, not by text."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    message: Message  # the same in the OpenAI shape, as it enters the history
+
+
+class Renderer(Protocol):
+    """Invariant: `extend(p, s, …)[:len(p)+len(s)] == p + s`, always; None where it cannot be shown."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """A whole conversation, with the prompt for the next assistant turn."""
+        ...
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+    ) -> list[int] | None:
+        """The next prompt: what was sent, what was sampled, then the tokens of what is new."""
+        ...
+
+    def parse(self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> Parsed: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def encode(self, text: str) -> list[int]: ...

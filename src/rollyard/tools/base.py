@@ -1,0 +1,69 @@
+"""The door of this wing: a `Tool` is declared once with a JSON schema and opened once per rollout.
+
+Invariant: a tool's trouble is an observation for the model (`is_error`), never an exception, unless the
+sandbox itself is gone; that is a failure with its own blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollyard.core import Json
+from rollyard.sandbox.base import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """What the model is told. `parameters` is a JSON schema of an object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Json]
+
+    def schema(self) -> dict[str, Json]:
+        """In the OpenAI shape."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """An observation. `is_final` ends the agent's work (the finish tool)."""
+
+    content: str
+    is_error: bool = False
+    is_final: bool = False
+    info: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True, slots=True)
+class ToolContext:
+    """What a tool may use. `sandbox` is None only for tools that need none."""
+
+    sandbox: Sandbox | None
+    output_bytes: int = 16_384
+
+
+class Tool(Protocol):
+    """One tool, opened for one rollout."""
+
+    @property
+    def spec(self) -> ToolSpec: ...
+
+    async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult: ...
+
+    async def close(self) -> None: ...
+
+
+class ToolKind(Protocol):
+    """Makes tools. `needs_sandbox` decides whether a rollout has to start one."""
+
+    @property
+    def spec(self) -> ToolSpec: ...
+
+    @property
+    def needs_sandbox(self) -> bool: ...
+
+    async def open(self, context: ToolContext) -> Tool: ...
