@@ -1,3 +1,31 @@
-"""Rollyard: rollouts for reinforcement learning of LLM agents, as a service."""
+"""Rollyard: rollouts for reinforcement learning of LLM agents, as a service.
+
+`rollyard.AsyncClient` and `rollyard.Client` talk to a service; `rollyard.Handler` is for those who write an environment
+and its agent in one class. They are imported when they are first named, so that `import rollyard` stays light.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollyard.client import AsyncClient, Client
+    from rollyard.pipeline.handler import Handler
 
 __version__ = "0.1.0"
+
+__all__ = ["AsyncClient", "Client", "Handler", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("AsyncClient", "Client"):
+        from rollyard import client
+
+        return getattr(client, name)
+    if name == "Handler":
+        from rollyard.pipeline.handler import Handler
+
+        return Handler
+    raise AttributeError(f"module 'rollyard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

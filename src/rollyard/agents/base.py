@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from rollyard.core import Deadline, Json, Message, Task, Trace
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.sandbox.base import Sandbox
 from rollyard.tokens.base import Parsed, ToolSchema
 from rollyard.tools.base import Tool
@@ -27,7 +29,14 @@ class Conversation(Protocol):
     def sampled_tokens(self) -> int: ...
 
     @property
-    def turns(self) -> int: ...
+    def turns(self) -> int:
+        """Model calls that gave something."""
+        ...
+
+    @property
+    def finish_reason(self) -> str:
+        """How the last one ended: stop, length or abort; empty before the first."""
+        ...
 
     async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
         """Appends the new messages, samples the next assistant turn, appends and returns it."""
@@ -54,6 +63,8 @@ class AgentContext:
     clock: Deadline
     beat: Callable[[], None] = lambda: None
     info: dict[str, Json] = field(default_factory=dict[str, Json])  # ends up in Trajectory.info
+    span: Span = NO_SPAN  # of RUN; model and tool calls are its children
+    metrics: Metrics | None = None
 
 
 class Agent(Protocol):

@@ -1,6 +1,7 @@
 """The ground floor: plain data and rules. No I/O, and no import from any other wing."""
 
 from rollyard.core.deadline import Deadline, DeadlineExpired
+from rollyard.core.engine import EngineSpec
 from rollyard.core.failure import CODES, Blame, Failure, Outcome, RollyardError
 from rollyard.core.ids import check_id, new_id, sampling_seed
 from rollyard.core.json import Json, canonical, digest
@@ -20,6 +21,7 @@ __all__ = [
     "Deadline",
     "DeadlineExpired",
     "Ending",
+    "EngineSpec",
     "Failure",
     "IllegalMove",
     "Json",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 
@@ -45,11 +45,12 @@ class Deadline:
         return self.remaining_s == 0.0
 
     @property
-    def is_held(self) -> bool:
-        return self._holds > 0
+    def is_running(self) -> bool:
+        """Somebody works for us right now, and nobody holds the clock."""
+        return self._since is not None
 
     @asynccontextmanager
-    async def counting(self) -> AsyncIterator[None]:
+    async def counting(self) -> AsyncGenerator[None, None]:
         """The time of this block counts; it ends with `DeadlineExpired` when the budget does."""
         if self.is_expired:
             raise DeadlineExpired(f"{self.budget_s} s are used up")
@@ -71,7 +72,7 @@ class Deadline:
             raise
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Generator[None, None, None]:
         """The clock stands still in this block, for every `counting()` of this deadline."""
         self._holds += 1
         self._restart()

@@ -178,7 +178,7 @@ class EngineTimeout(EngineFailure):
 class EngineBroken(EngineFailure):
     """The engine answered nonsense: not JSON, fields missing, or fewer logprobs than tokens."""
 
-    remedy = "Check the engine's version and flags (docs/reference/engines.md)."
+    remedy = "Check the engine's version and flags (docs/how-to/connect-engines.md)."
 
 
 class TokenizerMismatch(EngineFailure):

@@ -55,7 +55,7 @@ class SandboxOptions:
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    name: str = "native"
+    name: str = ""  # empty: the environment's own if it is a Handler, else native
     options: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
@@ -84,3 +84,4 @@ class Run:
     max_live: int | None = None  # quota: rollouts beyond QUEUED at once
     trainable_on_deadline: bool = False
     created_at: float = 0.0
+    owner: str = ""  # who made it, by a name that opens nothing; empty: the service itself

@@ -13,38 +13,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Literal, Protocol
 
 from rollyard.core import Deadline, Json, Message, Sampling
+from rollyard.core.engine import EngineSpec, Kind, Role
 from rollyard.core.trace import LogprobsKind
 
-
-class Role(StrEnum):
-    POLICY = "policy"
-    JUDGE = "judge"
-
-
-class Kind(StrEnum):
-    VLLM = "vllm"
-    SGLANG = "sglang"
-    OPENAI = "openai"  # text only: what it gives is never trainable
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """An engine as somebody added it."""
-
-    id: str
-    url: str
-    kind: Kind
-    policy: str = "default"
-    model: str = ""  # empty: the first one it lists
-    role: Role = Role.POLICY
-    tokenizer: str = ""  # a folder or a hub name; empty: where the engine says its model is
-    renderer: str = ""  # empty: by the model's name
-    capacity: int = 256  # sessions it should hold at once
-    api_key: str = field(default="", repr=False)
+__all__ = [
+    "ChatReply",
+    "Engine",
+    "EngineInfo",
+    "EngineSpec",
+    "GenerateRequest",
+    "Generation",
+    "Kind",
+    "Role",
+    "Session",
+    "VersionSpan",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +42,7 @@ class EngineInfo:
     logprobs_kind: LogprobsKind
     api: str  # which of its APIs is in use, e.g. "inference/v1/generate"
     version: str = ""
+    tokenizer: str = ""  # where its model lies, if it says so and that can be read here
     reports_versions: bool = False  # weight versions come with each generation
     notes: tuple[str, ...] = ()
 
@@ -75,7 +62,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Sampled tokens [start, end) came from these weights."""
+    """Sampled tokens [start, end) came from these weights. Version −1, from an engine: nobody had named one yet."""
 
     version: int
     start: int
@@ -170,8 +157,9 @@ class Session(Protocol):
         model_s: float,
         salvage: Callable[[Generation], None] = lambda _: None,
     ) -> Generation:
-        """One completion. When `clock` runs out the call is aborted, what was sampled goes to `salvage`, and
-        DeadlineExpired is raised."""
+        """One completion, its `versions` covering every token. When `clock` runs out the call is aborted, what
+        was sampled goes to `salvage`, and DeadlineExpired is raised. An EngineFailure after something had been
+        sampled hands that to `salvage` too: it is what the attempt lost."""
         ...
 
     async def chat(

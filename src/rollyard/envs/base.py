@@ -1,8 +1,8 @@
 """The door of this wing: an `Environment` says where a task happens, what the agent is told, how it is scored.
 
 `prepare` leaves files only, once per task (they can be forked n times); `init` starts what a fork cannot copy;
-`eval` scores, in a sandbox that no process of RUN ever lived in. An instance is made per rollout and stage
-holds no state between them: after a restart, `eval` may run in another process than `init`.
+`eval` scores, in a sandbox that no process of RUN ever lived in. One instance serves all rollouts and holds no state
+of any: after a restart, `eval` may run in another process than `init`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class Evidence:
 
     @property
     def answer(self) -> str:
-        """The last thing that the agent said."""
+        """What the agent gave as its answer (the finish tool), else the last thing that it said."""
+        given = self.trajectory.info.get("answer")
+        if isinstance(given, str):
+            return given
         for message in reversed(self.trajectory.messages):
             content = message.get("content")
             if message.get("role") == "assistant" and isinstance(content, str) and content.strip():
@@ -106,3 +109,6 @@ class Environment:
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         raise TypeError(f"{type(self).__name__} does not define eval")
+
+    async def close(self) -> None:
+        """Ends what the instance shared between rollouts. Called once, when the service stops."""

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 WORKDIR = "/workspace"
 """Where an agent's files are, in every sandbox."""
@@ -104,6 +104,11 @@ class Sandbox(Protocol):
         ...
 
     @property
+    def control_path(self) -> str:
+        """The same folder as the sandbox names it: CONTROL_DIR, or the host's path where nothing is mounted."""
+        ...
+
+    @property
     def limits_in_force(self) -> Mapping[str, str]:
         """Per limit the means that enforces it, or "none". E.g. {"memory": "none", "open_files": "rlimit"}."""
         ...
@@ -158,8 +163,12 @@ class Sandbox(Protocol):
         """A host file or folder to `path`."""
         ...
 
-    async def download(self, path: str, target: Path, *, limit_bytes: int) -> None:
-        """A file or folder to the host's `target` (a tar archive if it is a folder); ValueError beyond the limit."""
+    async def download(self, path: str, target: Path, *, limit_bytes: int) -> Literal["file", "tar"]:
+        """A file or folder to the host's `target`; a folder as a tar archive. ValueError beyond the limit."""
+        ...
+
+    async def unpack(self, archive: Path, path: str) -> None:
+        """A tar archive that `download` made, into the folder `path`; the opposite of it."""
         ...
 
     def renew(self, lease_s: float) -> None:
@@ -174,11 +183,8 @@ class Sandbox(Protocol):
 class Runtime(Protocol):
     """Makes sandboxes of one kind. `async with` opens it (and sweeps what an earlier process left) and closes it."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_isolated(self) -> bool: ...
+    name: ClassVar[str]
+    is_isolated: ClassVar[bool]
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> Sandbox:
         """A running sandbox, or SandboxStartFailed. Cancelling it leaves nothing behind."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollyard.core import Ending, Json, LostAttempt, Position, Rollout, Run, State, Trajectory
+from rollyard.core import Ending, EngineSpec, Json, LostAttempt, Position, Rollout, Run, State, Trajectory
 
 
 class Stale(Exception):
@@ -65,7 +65,7 @@ class Recovered:
 @dataclass(frozen=True, slots=True)
 class Page:
     rollouts: tuple[Rollout, ...]
-    next_cursor: str | None  # pass as `after`; None: nothing more now (for ended: ask again later)
+    next_cursor: str | None  # pass as `after`. None: nothing more; for ended, only on an empty page (ask again later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,14 @@ class Store(Protocol):
     async def list_runs(self) -> Sequence[Run]: ...
 
     async def delete_run(self, run_id: str) -> None:
-        """Forgets a run and all its ended rollouts. The caller has cancelled the others first."""
+        """Forgets a run and all its ended rollouts. `Stale` while one has not ended: cancel first, and wait."""
         ...
 
     # submit and cancel
     async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
-        """All or nothing. Returns each as stored: new, the earlier one, or ended by its tombstone."""
+        """All or nothing. Returns each as stored: new, the earlier one, or ended by its tombstone.
+
+        `NotFound` for an unknown run; `IdConflict` also for an id that is twice in the call."""
         ...
 
     async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
@@ -125,7 +127,9 @@ class Store(Protocol):
         """The one terminal record. Durable before it returns."""
         ...
 
-    async def add_score(self, rollout_id: str, score: Mapping[str, Json]) -> Rollout: ...
+    async def add_score(self, rollout_id: str, score: Mapping[str, Json]) -> Rollout:
+        """Appends a later score to an ended rollout; `Stale` if it has not ended."""
+        ...
 
     # reading
     async def get(self, rollout_id: str) -> Rollout: ...
@@ -154,13 +158,26 @@ class Store(Protocol):
         """Rollouts per state."""
         ...
 
+    # engines that clients added
+    async def put_engine(self, spec: EngineSpec) -> None:
+        """Remembers an engine, over an earlier one of that id."""
+        ...
+
+    async def engines(self) -> Sequence[EngineSpec]: ...
+
+    async def delete_engine(self, engine_id: str) -> None:
+        """Forgets it; nothing happens if it is not there."""
+        ...
+
     # retention
     async def acknowledge(self, run_id: str, cursor: str) -> int:
         """What the run's trainer has safely got: traces up to there may go. Returns how many did."""
         ...
 
     async def sweep(self, retention: Retention) -> Sequence[str]:
-        """Deletes what is due; returns the ids whose artifacts may be deleted too."""
+        """Deletes what is due; returns the ids whose artifacts may be deleted too.
+
+        An id is named until the sweep after the one that named it, so a crash in between leaves no file behind."""
         ...
 
     async def close(self) -> None: ...

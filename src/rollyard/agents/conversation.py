@@ -1,0 +1,342 @@
+"""One exchange with the policy: either exact to the token, or text only.
+
+`TokenConversation` renders here, sends ids, keeps what was sampled as it came, and appends. `TextConversation` is
+for engines that speak only text; it leaves no traces, so nothing of it is trained on.
+
+Invariants. The conversation holds everything that was sampled, however its owner ends: tokens of a call that a
+deadline cut off are in the trace like any others. Where a prompt cannot be extended exactly, a new trace begins,
+with the reason; no sampled token is dropped, and each has one owner. prompt + max_tokens never exceeds the context.
+A turn's seed follows from run, rollout and turn, so another attempt samples alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Self
+
+from rollyard.agents.base import Conversation
+from rollyard.core import Deadline, Json, Limits, Message, Run, Task, Trace, sampling_seed
+from rollyard.core.failure import ContextLimit, EngineFailure, EngineRefused, PromptTooLong, RollyardError
+from rollyard.engines.base import Engine, Generation, Kind, Session
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import NO_SPAN, Span, chat_span, set_usage
+from rollyard.tokens import Parsed, Renderer, ToolCall, ToolSchema, TraceBuilder
+from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments
+
+NOT_EXTENDED = "the renderer could not extend the prompt exactly"
+OTHER_TOOLS = "the tools changed"
+
+
+async def converse(
+    session: Session,
+    renderer_of: Callable[[Engine], Awaitable[Renderer]],
+    *,
+    task: Task,
+    run: Run,
+    rollout_id: str,
+    clock: Deadline,
+    span: Span = NO_SPAN,
+    metrics: Metrics | None = None,
+) -> Conversation:
+    """The conversation that fits the session's engine."""
+    if session.engine.spec.kind is Kind.OPENAI:
+        return TextConversation(session, task=task, clock=clock, span=span, metrics=metrics)
+    renderer = await renderer_of(session.engine)
+    return TokenConversation(
+        session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock, span=span, metrics=metrics
+    )
+
+
+class TokenConversation:
+    """See the module."""
+
+    def __init__(
+        self,
+        session: Session,
+        renderer: Renderer,
+        *,
+        task: Task,
+        run: Run,
+        rollout_id: str,
+        clock: Deadline,
+        span: Span = NO_SPAN,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._session = session
+        self._renderer = renderer
+        self._task = task
+        self._run = run
+        self._rollout_id = rollout_id
+        self._clock = clock
+        self._watch = _CallWatch(session, span, metrics)
+        self._messages: list[Message] = []
+        self._builders: list[TraceBuilder] = []
+        self._tools: Sequence[ToolSchema] = ()
+        self._sampled_at = 0  # where the last call's tokens begin in the last trace
+        self._sampled_tokens = 0
+        self._turns = 0
+        self._finish_reason = ""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        return self._messages
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self._sampled_tokens
+
+    @property
+    def turns(self) -> int:
+        return self._turns
+
+    @property
+    def finish_reason(self) -> str:
+        return self._finish_reason
+
+    async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
+        self._messages += new_messages
+        trace = self._extend(new_messages, tools)
+        prompt = trace.prompt()
+        max_context = _max_context(self._task.limits, self._session)
+        if max_context is not None:
+            if len(prompt) + 1 > max_context:
+                raise self._too_long(f"the prompt has {len(prompt)} tokens, the context {max_context}")
+            max_tokens = min(max_tokens, max_context - len(prompt))
+        self._sampled_at = len(prompt)
+
+        def salvage(partial: Generation) -> None:
+            self._keep(partial, prompt)
+
+        try:
+            with self._watch.call(self._turns, len(prompt)) as seen:
+                generation = await self._session.generate(
+                    prompt,
+                    sampling=self._task.sampling,
+                    max_tokens=max_tokens,
+                    seed=sampling_seed(self._run.seed, self._rollout_id, self._turns),
+                    stop_token_ids=self._renderer.stop_token_ids,
+                    clock=self._clock,
+                    model_s=self._task.limits.model_s,
+                    salvage=salvage,
+                )
+                seen.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
+        except EngineRefused as error:
+            if error.data.get("context"):
+                raise self._too_long(error.detail) from error
+            raise
+        parsed = self._keep(generation, prompt)
+        if generation.finish_reason == "length" and max_context is not None and len(trace) >= max_context:
+            raise ContextLimit(f"the reply was cut off where the context of {max_context} tokens ends")
+        return parsed
+
+    def append(self, messages: Sequence[Message]) -> None:
+        self._messages += messages
+
+    def traces(self) -> tuple[Trace, ...]:
+        return tuple(builder.build() for builder in self._builders if builder.sampled_tokens)
+
+    def _extend(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TraceBuilder:
+        """The trace whose prompt is to be sent next: the last one, longer, or a new one."""
+        if not self._builders:
+            self._tools = tools
+            return self._begin(self._renderer.render(self._messages, tools), None)
+        last = self._builders[-1]
+        ids = last.prompt()
+        if tools is not self._tools and list(tools) != list(self._tools):
+            self._tools = tools
+            return self._fork(last, OTHER_TOOLS)
+        longer = self._renderer.extend(ids[: self._sampled_at], ids[self._sampled_at :], new_messages, tools)
+        if longer is None:
+            return self._fork(last, NOT_EXTENDED)
+        last.context(longer[len(ids) :])
+        return last
+
+    def _fork(self, last: TraceBuilder, reason: str) -> TraceBuilder:
+        ids = self._renderer.render(self._messages, self._tools)
+        shared = last.common_prefix(ids)
+        spans = [span for span in last.spans if span.end <= shared]
+        fork = self._begin(ids, reason)
+        fork.copies(spans)
+        return fork
+
+    def _begin(self, ids: Sequence[int], fork_reason: str | None) -> TraceBuilder:
+        builder = TraceBuilder(
+            sampling=self._task.sampling,
+            policy=self._run.policy,
+            model=self._session.engine.info.model,
+            fork_reason=fork_reason,
+        )
+        builder.context(ids)
+        self._builders.append(builder)
+        return builder
+
+    def _keep(self, generation: Generation, prompt: Sequence[int]) -> Parsed:
+        engine = self._session.engine
+        self._builders[-1].sampled(
+            generation.token_ids,
+            generation.logprobs,
+            turn=self._turns,
+            finish_reason=generation.finish_reason,
+            versions=[(span.version, span.start, span.end) for span in generation.versions],
+            logprobs_kind=engine.info.logprobs_kind,
+            engine=engine.spec.id,
+            cached_tokens=generation.cached_tokens,
+            columns=generation.columns,
+        )
+        self._turns += 1
+        self._sampled_tokens += len(generation.token_ids)
+        self._finish_reason = generation.finish_reason
+        parsed = self._renderer.parse(generation.token_ids, prompt, self._tools)
+        self._messages.append(parsed.message)
+        return parsed
+
+    def _too_long(self, detail: str) -> RollyardError:
+        return ContextLimit(detail) if self._turns else PromptTooLong(detail)
+
+
+class TextConversation:
+    """See the module."""
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        task: Task,
+        clock: Deadline,
+        span: Span = NO_SPAN,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._session = session
+        self._task = task
+        self._clock = clock
+        self._watch = _CallWatch(session, span, metrics)
+        self._messages: list[Message] = []
+        self._sampled_tokens = 0
+        self._turns = 0
+        self._finish_reason = ""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        return self._messages
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self._sampled_tokens
+
+    @property
+    def turns(self) -> int:
+        return self._turns
+
+    @property
+    def finish_reason(self) -> str:
+        return self._finish_reason
+
+    async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
+        self._messages += new_messages
+        try:
+            with self._watch.call(self._turns, 0) as seen:
+                reply = await self._session.chat(
+                    self._messages,
+                    sampling=replace(self._task.sampling, max_tokens=max_tokens),
+                    tools=tools,
+                    clock=self._clock,
+                    model_s=self._task.limits.model_s,
+                )
+                seen.prompt_tokens = reply.prompt_tokens
+                seen.sampled(reply.completion_tokens, None, reply.finish_reason)
+        except EngineRefused as error:
+            if error.data.get("context"):
+                raise (ContextLimit if self._turns else PromptTooLong)(error.detail) from error
+            raise
+        self._turns += 1
+        self._sampled_tokens += reply.completion_tokens
+        self._finish_reason = reply.finish_reason
+        parsed = _parsed(reply.message, self._turns)
+        self._messages.append(parsed.message)
+        return parsed
+
+    def append(self, messages: Sequence[Message]) -> None:
+        self._messages += messages
+
+    def traces(self) -> tuple[Trace, ...]:
+        return ()
+
+
+def _parsed(message: Message, turn: int) -> Parsed:
+    """An engine's own message, in our shape."""
+    found = message.get("tool_calls")
+    calls: list[ToolCall] = []
+    for index, call in enumerate(found if isinstance(found, Sequence) else ()):
+        name, arguments = named_arguments(call)
+        raw = arguments if isinstance(arguments, str) else ""
+        calls.append(read_arguments(name, arguments, raw, _id_of(call) or f"call_{turn}_{index}"))
+    content = _text(message.get("content"))
+    reasoning = _text(message.get("reasoning_content"))
+    return Parsed(content, reasoning, tuple(calls), assistant_message(content, reasoning, calls))
+
+
+def _id_of(call: Json) -> str:
+    return _text(call.get("id")) if isinstance(call, dict) else ""
+
+
+def _text(value: Json) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _max_context(limits: Limits, session: Session) -> int | None:
+    bounds = [bound for bound in (limits.max_context, session.engine.info.max_context) if bound is not None]
+    return min(bounds, default=None)
+
+
+class _CallWatch:
+    """Tells tracer and metrics of model calls."""
+
+    def __init__(self, session: Session, span: Span, metrics: Metrics | None) -> None:
+        self._session = session
+        self._span = span
+        self._metrics = metrics
+
+    def call(self, turn: int, prompt_tokens: int) -> _Call:
+        engine = self._session.engine
+        span = chat_span(
+            self._span, model=engine.info.model, engine=engine.spec.id, conversation=self._session.id, turn=turn
+        )
+        return _Call(self._session, span, self._metrics, prompt_tokens)
+
+
+class _Call:
+    """One model call, as it is seen from outside."""
+
+    def __init__(self, session: Session, span: Span, metrics: Metrics | None, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self._session = session
+        self._span = span
+        self._metrics = metrics
+        self._begun = time.monotonic()
+
+    def sampled(self, tokens: int, cached_tokens: int | None, finish: str) -> None:
+        set_usage(
+            self._span,
+            input_tokens=self.prompt_tokens,
+            output_tokens=tokens,
+            cached_tokens=cached_tokens,
+            finish=finish,
+        )
+        if self._metrics is not None:
+            self._metrics.engine_call(
+                self._session.engine.spec.id,
+                time.monotonic() - self._begun,
+                prompt_tokens=self.prompt_tokens,
+                sampled_tokens=tokens,
+                cached_tokens=cached_tokens,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._span.__exit__(kind, error, trace)
+        if self._metrics is not None and isinstance(error, EngineFailure):
+            self._metrics.engine_failed(self._session.engine.spec.id, error.code)

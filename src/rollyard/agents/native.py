@@ -1,0 +1,195 @@
+"""The native agent: ask the model, run the tools it calls, tell it what they said, until it is done.
+
+It speaks either the model's own tool calls (`format: tools`) or one fenced ```bash block per turn
+(`format: bash_block`), which small and base models manage better.
+
+Invariants. A malformed call is an observation for the model, never an end. Limits end it by raising, which
+truncates: turns, sampled tokens, context, time. A reply cut off by a token limit, with nothing to run in it, is a
+truncation and not an answer. Several calls in one turn run in order; a final one ends it, and those behind it do
+not run. The stall watch hears of every model and every tool call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from rollyard.agents.arguments import wrong_arguments
+from rollyard.agents.base import AgentContext
+from rollyard.core import DeadlineExpired, Json, Message, Task
+from rollyard.core.failure import RunDeadline, TaskInvalid, TokenLimit, TurnLimit
+from rollyard.observe.spans import tool_span
+from rollyard.tokens.base import Parsed, ToolCall, ToolSchema
+from rollyard.tools.base import Tool, ToolResult
+
+log = logging.getLogger("rollyard.agents")
+
+FORMATS = ("tools", "bash_block")
+_OPTIONS = frozenset({"format", "tools", "system_prompt"})
+_OPENING = re.compile(r"^```bash[^\S\n]*$", re.MULTILINE)
+_BLOCK = re.compile(r"^```bash[^\S\n]*\n(.*?)^```[^\S\n]*$", re.MULTILINE | re.DOTALL)
+
+BASH_BLOCK_PROMPT = (
+    "You work in a shell. To run commands, reply with exactly one block:\n\n```bash\nyour commands\n```\n\n"
+    "You are then told what they printed. When you are done, reply without such a block: that is your answer."
+)
+
+
+class NativeAgent:
+    """See the module. Options: `format`, `tools` (names; else the environment's), `system_prompt`."""
+
+    name: ClassVar[str] = "native"
+    default_tools: ClassVar[tuple[str, ...]] = ()
+
+    tool_grace_s: float = 15.0
+    """A tool bounds itself by limits.tool_s, and needs a while longer to stop what it runs; beyond this it hangs."""
+
+    def check(self, task: Task) -> None:
+        options = task.agent.options
+        unknown = sorted(set(options) - _OPTIONS)
+        if unknown:
+            raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(sorted(_OPTIONS))}")
+        if options.get("format", "tools") not in FORMATS:
+            raise TaskInvalid(f"agent.options.format: one of {', '.join(FORMATS)} was expected")
+        names = options.get("tools", [])
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise TaskInvalid("agent.options.tools: a list of tool names was expected")
+        if not isinstance(options.get("system_prompt"), str | None):
+            raise TaskInvalid("agent.options.system_prompt: a string or null was expected")
+        if options.get("format") == "bash_block" and "tools" in options and "shell" not in names:
+            raise TaskInvalid("agent.options.tools: the format bash_block needs the tool shell")
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        loop = _Loop(context, self.tool_grace_s)
+        try:
+            return await loop.run(messages)
+        except DeadlineExpired as error:
+            raise RunDeadline(f"RUN used up its {context.clock.budget_s:g} s") from error
+        finally:
+            context.info["model_s"] = round(loop.model_s, 6)
+            context.info["tool_s"] = round(loop.tool_s, 6)
+            context.info["tool_calls"] = loop.tool_calls
+
+
+class _Loop:
+    """One rollout's turns."""
+
+    def __init__(self, context: AgentContext, tool_grace_s: float) -> None:
+        self._context = context
+        self._tool_grace_s = tool_grace_s
+        self._is_bash_block = context.task.agent.options.get("format") == "bash_block"
+        self._schemas: Sequence[ToolSchema] = (
+            () if self._is_bash_block else [tool.spec.schema() for tool in context.tools.values()]
+        )
+        self.model_s = 0.0
+        self.tool_s = 0.0
+        self.tool_calls = 0
+
+    async def run(self, messages: Sequence[Message]) -> str:
+        context = self._context
+        new: Sequence[Message] = self._with_system_prompt(messages)
+        while True:
+            budget = self._budget(new)
+            started = time.monotonic()
+            try:
+                parsed = await context.conversation.turn(new, self._schemas, max_tokens=budget)
+            finally:
+                self.model_s += time.monotonic() - started
+            context.beat()
+            new, is_final = await (self._bash_block(parsed) if self._is_bash_block else self._tool_calls(parsed))
+            if is_final:
+                context.conversation.append(new)
+                return "finish"
+            if not new:
+                if context.conversation.finish_reason == "length":
+                    raise TokenLimit(f"the reply was cut off after {budget} tokens, with nothing to run in it")
+                return "stop"
+
+    def _budget(self, new: Sequence[Message]) -> int:
+        """How many tokens the next reply may have; raises the limit that forbids one."""
+        task, conversation = self._context.task, self._context.conversation
+        if conversation.turns >= task.limits.max_turns:
+            conversation.append(new)
+            raise TurnLimit(f"all {task.limits.max_turns} turns are used up")
+        if task.limits.max_tokens is None:
+            return task.sampling.max_tokens
+        left = task.limits.max_tokens - conversation.sampled_tokens
+        if left <= 0:
+            conversation.append(new)
+            raise TokenLimit(f"all {task.limits.max_tokens} tokens are used up")
+        return min(left, task.sampling.max_tokens)
+
+    # --- the two formats: both give the new messages, and whether the work is over
+
+    async def _tool_calls(self, parsed: Parsed) -> tuple[list[Message], bool]:
+        new: list[Message] = []
+        for call in parsed.tool_calls:
+            result = await self._called(call)
+            new.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.content})
+            if result.is_final:
+                self._context.info.update(result.info)
+                return new, True
+        return new, False
+
+    async def _bash_block(self, parsed: Parsed) -> tuple[list[Message], bool]:
+        blocks = _BLOCK.findall(parsed.content)
+        if len(blocks) == 1:
+            result = await self._call(self._context.tools["shell"], {"command": blocks[0]}, "")
+            return [{"role": "user", "content": result.content}], result.is_final
+        if not blocks and not _OPENING.search(parsed.content):
+            return [], False
+        found = f"there were {len(blocks)}" if blocks else "it was not closed"
+        return [{"role": "user", "content": f"Error: exactly one ```bash block was expected; {found}."}], False
+
+    # --- one call
+
+    async def _called(self, call: ToolCall) -> ToolResult:
+        if call.arguments is None:
+            return _error(call.error or "the tool call could not be read")
+        tool = self._context.tools.get(call.name)
+        if tool is None:
+            names = ", ".join(self._context.tools) or "none"
+            return _error(f'there is no tool "{call.name}"; there are: {names}')
+        wrong = wrong_arguments(tool.spec.parameters, call.arguments)
+        return _error(f"{call.name}: {wrong}") if wrong else await self._call(tool, call.arguments, call.id)
+
+    async def _call(self, tool: Tool, arguments: Mapping[str, Json], call_id: str) -> ToolResult:
+        context = self._context
+        timeout_s = context.task.limits.tool_s
+        started = time.monotonic()
+        self.tool_calls += 1
+        guard = asyncio.timeout(timeout_s + self._tool_grace_s)
+        try:
+            with tool_span(context.span, name=tool.spec.name, call_id=call_id):
+                async with context.clock.counting(), guard:
+                    return await tool.call(arguments, timeout_s=timeout_s)
+        except TimeoutError:
+            if not guard.expired():
+                raise
+            log.warning("a tool hung", extra={"rollout": context.rollout_id, "tool": tool.spec.name})
+            return _error(f"{tool.spec.name} did not answer within {timeout_s:g} s")
+        finally:
+            took_s = time.monotonic() - started
+            self.tool_s += took_s
+            if context.metrics is not None:
+                context.metrics.tool_call(tool.spec.name, took_s)
+            context.beat()
+
+    def _with_system_prompt(self, messages: Sequence[Message]) -> list[Message]:
+        """The environment's messages, under the task's own system prompt if it has one."""
+        wanted = self._context.task.agent.options.get("system_prompt")
+        is_first = bool(messages) and messages[0].get("role") == "system"
+        if isinstance(wanted, str):
+            return [{"role": "system", "content": wanted}, *(messages[1:] if is_first else messages)]
+        if not self._is_bash_block:
+            return list(messages)
+        lead = f"{messages[0].get('content')}\n\n" if is_first else ""
+        return [{"role": "system", "content": lead + BASH_BLOCK_PROMPT}, *(messages[1:] if is_first else messages)]
+
+
+def _error(what: str) -> ToolResult:
+    return ToolResult(f"Error: {what}", is_error=True)

@@ -1,0 +1,120 @@
+"""What every command shares: where output goes, and the options that mean the same everywhere.
+
+Data goes to stdout, progress and notes to stderr, so that `rollyard … --json | jq` always works. A list with --json
+is one JSON object per line; a single thing is one object on one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollyard.client import AsyncClient
+
+T = TypeVar("T")
+
+Url = Annotated[str | None, typer.Option("--url", help="The service; else $ROLLYARD_URL, else the settings' address.")]
+Token = Annotated[
+    str | None, typer.Option("--token", help="Its bearer token; else $ROLLYARD_TOKEN, else the settings' token file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout: one object per line.")]
+
+
+class Trouble(Exception):
+    """A user's error that the service did not tell: what was wrong, and what to do."""
+
+    def __init__(self, what: str, remedy: str = "", status: int = 1) -> None:
+        super().__init__(what)
+        self.what = what
+        self.remedy = remedy
+        self.status = status
+
+
+def out() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def err() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """A line for the person; never data."""
+    sys.stderr.write(text + "\n")
+
+
+def print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
+
+
+def print_lines(values: Iterable[object]) -> None:
+    for value in values:
+        print_json(value)
+
+
+def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
+    """A plain table; `right` names the columns that hold numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def show(made: Table) -> None:
+    """On a terminal as wide as it is; in a pipe as wide as the table needs."""
+    console = out()
+    if not console.is_terminal:
+        console.width = 400
+    console.print(made)
+
+
+def run(work: Coroutine[object, object, T]) -> T:
+    return asyncio.run(work)
+
+
+def connect(url: str | None, token: str | None, *, retry_s: float = 0.0) -> AsyncClient:
+    """A client for one command. A person wants to know at once that nobody answers: by default no retry."""
+    from rollyard.client import AsyncClient
+
+    return AsyncClient(url, token, retry_s=retry_s)
+
+
+def seconds(value: float | None) -> str:
+    """12 ms, 3.4 s, 2 m 05 s."""
+    if not value:
+        return "–"
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 100:
+        return f"{value:.1f} s"
+    return f"{int(value) // 60} m {int(value) % 60:02d} s"
+
+
+def number(value: object) -> str:
+    """A count with thousands apart, a fraction with what matters of it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–" if value is None else str(value)
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
+        return f"{int(value):,}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def table_of(body: object) -> Mapping[str, object]:
+    """A part of a status that should be an object; nothing where it is not."""
+    return body if isinstance(body, Mapping) else {}

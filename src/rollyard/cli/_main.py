@@ -1,0 +1,74 @@
+"""From `sys.argv` to an exit status: 0 done, 1 it went wrong, 2 wrong usage, 130 interrupted.
+
+Invariant: a user's error is one line on stderr, "rollyard: what was wrong — what to do". A traceback is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rollyard.cli._console import Trouble
+from rollyard.core.failure import RollyardError
+
+USAGE = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit status."""
+    from typer.main import get_command
+
+    from rollyard.cli.app import app
+
+    command = get_command(app)
+    try:
+        status = command.main(args=None if argv is None else list(argv), prog_name="rollyard", standalone_mode=False)
+        sys.stdout.flush()
+    except Trouble as trouble:
+        return complain(trouble.what, trouble.remedy, trouble.status)
+    except RollyardError as error:
+        return complain(error.detail, error.remedy)
+    except TimeoutError as error:
+        return complain(str(error) or "it took too long")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `rollyard … | head`: nobody reads on, which is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if _is_settings_error(error):
+            return complain(str(error), "see `rollyard config`")
+        return _usage(error)
+    return status if isinstance(status, int) else 0
+
+
+def complain(what: str, remedy: str = "", status: int = 1) -> int:
+    """One line on stderr; returns the exit status."""
+    line = f"rollyard: {what.strip()}" + (f" — {remedy.strip()}" if remedy.strip() else "")
+    sys.stderr.write(" ".join(line.split()) + "\n")
+    return status
+
+
+def _is_settings_error(error: Exception) -> bool:
+    """Without importing the service's wing: the error exists only if somebody else did."""
+    module = sys.modules.get("rollyard.service.settings")
+    return module is not None and isinstance(error, module.SettingsError)
+
+
+def _usage(error: Exception) -> int:
+    """typer's own errors, in our form; anything else goes on as what it is.
+
+    They are known by their shape: newer typers carry click inside and does not export its errors.
+    """
+    from typer import Abort
+
+    if isinstance(error, Abort):
+        return INTERRUPTED
+    tell = getattr(error, "format_message", None)
+    if tell is None or not hasattr(error, "exit_code"):
+        raise error
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "rollyard"
+    return complain(tell(), f"see `{path} --help`", USAGE)

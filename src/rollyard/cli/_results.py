@@ -1,0 +1,124 @@
+"""How rollouts are shown: the table at the end, and the trajectories as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollyard.cli._console import Trouble, number, seconds, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollyard.client import AsyncClient, Record
+
+ROWS = 60  # of a table that a person still reads; --json has all
+_STYLES = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "dim"}
+
+
+def results_table(records: Sequence[Record], title: str | None = None) -> Table:
+    """One row per rollout: how it ended, and what it took."""
+    columns = ("id", "state", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
+    made = table(*columns, title=title, right=columns[3:])
+    for record in records[:ROWS]:
+        summary, timings = record.summary or {}, record.timings or {}
+        made.add_row(
+            record.id,
+            record.state,
+            outcome(record),
+            "–" if record.reward is None else f"{record.reward:.3g}",
+            number(summary.get("turns")),
+            number(summary.get("sampled_tokens")),
+            *(seconds(timings.get(name)) for name in ("init_s", "run_s", "eval_s")),
+        )
+    if len(records) > ROWS:
+        made.caption = f"… and {len(records) - ROWS} more; --json has them all"
+    return made
+
+
+def outcome(record: Record) -> str:
+    """The outcome with the code behind it, coloured."""
+    if record.outcome is None:
+        return "–"
+    code = (record.failure or {}).get("code")
+    text = record.outcome if code in (None, record.outcome) else f"{record.outcome} ({code})"
+    style = _STYLES.get(record.outcome, "")
+    return f"[{style}]{text}[/]" if style else text
+
+
+def summary_line(records: Sequence[Record]) -> str:
+    """All of them in one line."""
+    outcomes: dict[str, int] = {}
+    for record in records:
+        outcomes[record.outcome or record.state] = outcomes.get(record.outcome or record.state, 0) + 1
+    rewards = [record.reward for record in records if record.reward is not None]
+    parts = [f"{count} {name}" for name, count in sorted(outcomes.items())]
+    if rewards:
+        parts.append(f"mean reward {sum(rewards) / len(rewards):.3f} of {len(rewards)}")
+    tokens = sum((record.summary or {}).get("sampled_tokens") or 0 for record in records)
+    parts.append(f"{tokens:,} tokens sampled")
+    return ", ".join(parts)
+
+
+def check_out(path: Path) -> None:
+    """Says before the work begins, not after it, that a file cannot be written."""
+    if path.suffix not in (".jsonl", ".json", ".arrow"):
+        raise Trouble(f"{path}: the ending says the format", "end it in .jsonl or .arrow", 2)
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise Trouble(f"{path} cannot be written: {error.strerror}") from error
+
+
+async def write_trajectories(client: AsyncClient, records: Sequence[Record], path: Path) -> None:
+    """JSON lines: record, messages and traces. Arrow: the traces alone, one row each, as the service gives them.
+
+    A rollout that left no trajectory is a record without one in the former, and no row in the latter.
+    """
+    if path.suffix == ".arrow":
+        await _write_arrow(client, records, path)
+        return
+    import orjson
+
+    from rollyard.core.failure import Gone, NotFound
+
+    partial = path.with_name(f".{path.name}.part")
+    with partial.open("wb") as file:
+        for record in records:
+            body: Mapping[str, Any]
+            try:
+                body = (await client.trajectory(record.id)).record.raw
+            except (Gone, NotFound):
+                body = record.raw
+            file.write(orjson.dumps(body) + b"\n")
+    partial.replace(path)
+
+
+async def _write_arrow(client: AsyncClient, records: Sequence[Record], path: Path) -> None:
+    import pyarrow as pa
+
+    from rollyard.core.failure import Gone, NotFound
+
+    partial = path.with_name(f".{path.name}.part")
+    writer: pa.ipc.RecordBatchFileWriter | None = None
+    try:
+        with pa.OSFile(str(partial), "wb") as file:
+            for record in records:
+                try:
+                    stream = await client.traces_arrow(record.id)
+                except (Gone, NotFound):
+                    continue
+                with pa.ipc.open_stream(stream) as reader:
+                    if writer is None:
+                        writer = pa.ipc.new_file(file, reader.schema)
+                    for batch in reader:
+                        writer.write_batch(batch)
+            if writer is not None:
+                writer.close()
+        if writer is None:
+            raise Trouble("none of these rollouts left a trace", f"{path} was not written")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

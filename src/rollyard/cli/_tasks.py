@@ -1,0 +1,133 @@
+"""Reading tasks from JSON lines, with every mistake told by file and line before anything is sent.
+
+A line is one task as the service takes it ({"environment": …, "data": …, …}); empty lines and lines that begin with
+`//` are passed over. What only the service can know (is that environment installed?) it says itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from rollyard.cli._console import Trouble
+from rollyard.core import Json, Task
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLine:
+    """A task, and where it was written."""
+
+    task: Mapping[str, Json]
+    file: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def read_tasks(files: Iterable[str], limit: int | None = None) -> list[TaskLine]:
+    """All tasks of the files, in order ("-" is stdin), at most `limit`. Raises Trouble at the first mistake."""
+    tasks: list[TaskLine] = []
+    for file in files:
+        for found in _read_file(file):
+            if limit is not None and len(tasks) >= limit:
+                return tasks
+            tasks.append(found)
+    return tasks
+
+
+def read_task(place: str) -> TaskLine:
+    """`FILE`, which then holds one task, or `FILE:LINE`."""
+    file, colon, line = place.rpartition(":")
+    if colon and line.isdigit() and not Path(place).exists():
+        for found in _read_file(file):
+            if found.line == int(line):
+                return found
+        raise Trouble(f"{place}: there is no task in that line")
+    tasks = read_tasks([place], limit=2)
+    if not tasks:
+        raise Trouble(f"{place}: there is no task in it")
+    if len(tasks) > 1:
+        raise Trouble(f"{place} holds more than one task", f"name its line, e.g. {place}:{tasks[1].line}")
+    return tasks[0]
+
+
+def _read_file(file: str) -> Iterator[TaskLine]:
+    name = "stdin" if file == "-" else file
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+    except OSError as error:
+        raise Trouble(
+            f"{file} cannot be read: {error.strerror}", "name a file of JSON lines, or - for stdin"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise Trouble(f"{name} is not UTF-8 text") from error
+    whole = _whole(text)
+    if whole is not None:
+        yield _checked(whole, name, 1)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip() or line.lstrip().startswith("//"):
+            continue
+        try:
+            task = json.loads(line, parse_constant=_no_constant)
+        except ValueError as error:
+            what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise Trouble(f"{name}:{number}: this is not JSON ({what})", "write one task per line") from error
+        yield _checked(task, name, number)
+
+
+def _whole(text: str) -> object:
+    """A file that is one pretty-printed JSON object over several lines: one task, as people write them."""
+    if not text.lstrip().startswith("{") or text.strip().count("\n") == 0:
+        return None
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except ValueError:
+        return None
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _checked(task: object, file: str, line: int) -> TaskLine:
+    problem = _problem(task)
+    if problem:
+        raise Trouble(f"{file}:{line}: {problem}", "nothing was submitted; docs/reference has the fields of a task")
+    assert isinstance(task, dict)
+    return TaskLine(task, file, line)
+
+
+def _problem(task: object) -> str:
+    """What is wrong with a task as far as it can be told without the service; empty: nothing."""
+    if not isinstance(task, dict):
+        return f"a task is a JSON object, not {type(task).__name__}"
+    unknown = _unknown(task, Task, "")
+    if unknown:
+        return unknown
+    import msgspec
+
+    try:  # a run's defaults may give the environment: only what is there is checked
+        msgspec.convert({"environment": "", **task}, Task, strict=True)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""
+
+
+def _unknown(value: Mapping[str, Any], kind: type, path: str) -> str:
+    hints = get_type_hints(kind)
+    names = {item.name for item in fields(kind)}
+    for key, inner in value.items():
+        if key not in names:
+            return f"there is no field {path}{key} in a task"
+        if is_dataclass(hints[key]) and isinstance(hints[key], type) and isinstance(inner, dict):
+            found = _unknown(inner, hints[key], f"{path}{key}.")
+            if found:
+                return found
+    return ""

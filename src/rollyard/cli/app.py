@@ -1,0 +1,72 @@
+"""The tree of commands. Each lives in a module of its own; this one only names them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rollyard import __version__
+from rollyard.cli.bench import command as bench
+from rollyard.cli.config import config
+from rollyard.cli.doctor import doctor
+from rollyard.cli.engines import engines
+from rollyard.cli.rollouts import rollouts
+from rollyard.cli.runs import runs
+from rollyard.cli.serve import serve
+from rollyard.cli.shell import shell
+from rollyard.cli.submit import submit
+from rollyard.cli.top import top
+
+app = typer.Typer(
+    name="rollyard",
+    help="Rollouts for reinforcement learning of LLM agents, as a service.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog="Begin with: rollyard doctor; then: rollyard serve --engine http://gpu1:8000",
+)
+
+
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"rollyard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Rollouts for reinforcement learning of LLM agents, as a service."""
+
+
+def demo() -> None:
+    """Run eight rollouts in real sandboxes on this machine, with a scripted engine for a model."""
+    from rollyard.cli._console import out, run
+    from rollyard.cli.demo import run_demo
+
+    run(run_demo(out()))
+
+
+def _example(line: str) -> str:
+    return f"Example: {line}"
+
+
+app.command(epilog=_example("rollyard serve --engine http://gpu1:8000 --engine http://gpu2:8000 --run-slots 512"))(
+    serve
+)
+app.command(epilog=_example("rollyard submit tasks.jsonl --group-size 8 --out trajectories.jsonl"))(submit)
+app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list --state ended --limit 20"))
+app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))
+app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
+app.command(epilog=_example("rollyard top --interval 0.5"))(top)
+app.command(epilog=_example("rollyard shell tasks.jsonl:3 --eval"))(shell)
+app.command(epilog=_example("rollyard doctor --json"))(doctor)
+app.command("bench", epilog=_example("rollyard bench shell --quick --json"))(bench)
+app.command(epilog=_example("rollyard demo"))(demo)
+app.command(epilog=_example("rollyard config --config rollyard.toml"))(config)

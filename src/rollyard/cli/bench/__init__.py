@@ -1,0 +1,110 @@
+"""`rollyard bench NAME`: measures this machine, and the peers beside it, and prints one object.
+
+    {"bench": NAME, "metrics": {…}, "versus": {PEER: {…}}, "machine": {…}}
+
+Metric names carry their unit, and a peer's metrics have the same names. A bench is one module here with an
+`async def bench_NAME(*, quick, peers, …)` that returns metrics and versus; it is imported when it is run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import AsJson, Trouble, note, number, out, print_json, run, show, table
+
+BENCHES = {
+    "shell": "commands in a sandbox's shell: latency and throughput",
+    "pipeline": "turns per second, CPU and memory per rollout, end to end",
+    "stages": "does a slow EVAL slow RUN down?",
+}
+
+
+def command(
+    name: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(BENCHES)}; without it they are listed.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A shorter, rougher measurement.")] = False,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers, too.")] = True,
+    runtime: Annotated[str | None, typer.Option(help="The sandbox runtime, where a bench can choose.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine, and print the figures beside those of the peers."""
+    if name is None:
+        for each, what in BENCHES.items():
+            if as_json:
+                print_json({"bench": each, "what": what})
+            else:
+                out().print(f"{each:<10} {what}", markup=False)
+        return
+    if name not in BENCHES:
+        raise Trouble(f"there is no bench {name!r}", f"there are: {', '.join(BENCHES)}", 2)
+    measure = getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}")
+    wanted: dict[str, object] = {"quick": quick, "peers": peers, "runtime": runtime}
+    known = inspect.signature(measure).parameters
+    if runtime is not None and "runtime" not in known:
+        raise Trouble(f"bench {name} has no choice of runtime", "leave --runtime away", 2)
+    chosen = {key: value for key, value in wanted.items() if key in known and value is not None}
+    note(f"measuring {name}{' (quick)' if quick else ''}; the machine should be idle")
+    found = run(measure(**chosen))
+    result = {"bench": name, "metrics": found["metrics"], "versus": found.get("versus") or {}, "machine": machine()}
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def machine() -> dict[str, object]:
+    """Where the figures are from: without this they mean little."""
+    from rollyard import __version__
+
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(pages / 1e9, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "rollyard": __version__,
+    }
+
+
+def _cpu() -> str:
+    """The model's name; ARM kernels give only its numbers."""
+    found: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip().lower(), value.strip())
+    except OSError:
+        pass
+    part = " ".join(found[key] for key in ("cpu implementer", "cpu part") if key in found)
+    return found.get("model name") or " ".join(filter(None, (platform.machine(), part)))
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    versus: Mapping[str, Any] = result["versus"]
+    made = table("metric", "rollyard", *versus, right=("rollyard", *versus))
+    names = dict.fromkeys(result["metrics"])
+    for peer in versus.values():
+        names |= dict.fromkeys(peer)
+    for metric in names:
+        ours = result["metrics"].get(metric)
+        made.add_row(metric, number(ours), *(_beside(peer.get(metric), ours) for peer in versus.values()))
+    show(made)
+    out().print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()), markup=False)
+
+
+def _beside(theirs: object, ours: object) -> str:
+    """A peer's figure, and how many times ours it is."""
+    text = number(theirs)
+    if isinstance(theirs, int | float) and isinstance(ours, int | float) and ours and theirs is not ours:
+        text += f" ({theirs / ours:.3g}×)"
+    return text

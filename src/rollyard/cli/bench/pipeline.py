@@ -1,0 +1,130 @@
+"""`rollyard bench pipeline`: how many turns a second the service carries, and what a turn costs it.
+
+Two loads, both with a real bubblewrap sandbox per rollout and an `echo` in its shell in every turn:
+- latency-bound: a thousand rollouts in flight, an engine that takes its time. Ideal is in flight / latency; what is
+  missing from it is what the service adds. Memory is what a rollout in flight costs the service.
+- service-bound: an engine that answers at once. What limits is CPU; the best of a few numbers of slots counts.
+
+The engine, the service and this client are processes of their own; all of them share the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+from rollyard.cli.rig import Rig, machine_busy_s, rig
+from rollyard.core import Json
+
+TURNS = 5
+
+
+def _call(name: str, **arguments: Json) -> str:
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+def script(turns: int = TURNS) -> dict[str, Json]:
+    """An `echo` in every turn; the last one ends as well."""
+    replies = [_call("shell", command=f"echo turn {turn}") for turn in range(1, turns + 1)]
+    replies[-1] += "\n" + _call("finish", answer="4")
+    return {"rules": [], "default": replies}
+
+
+TASK: dict[str, Json] = {
+    "environment": "math",
+    "data": {"question": "What is 2 + 2?", "answer": "4"},
+    "agent": {"options": {"tools": ["shell", "finish"]}},
+    "limits": {"run_s": 600.0},
+}
+
+
+async def bench_pipeline(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
+    metrics: dict[str, Json] = {"turns_per_rollout": TURNS}
+    metrics |= await _latency_bound(in_flight=200 if quick else 1000, latency_s=1.0 if quick else 5.0, quick=quick)
+    metrics |= await _service_bound((64,) if quick else (32, 64, 128), window_s=5.0 if quick else 15.0)
+    versus: dict[str, Json] = {}
+    if peers:
+        from rollyard.cli.bench.pipeline_peers import run_peers
+
+        versus = await run_peers(quick=quick)
+    return {"metrics": metrics, "versus": versus}
+
+
+async def _latency_bound(*, in_flight: int, latency_s: float, quick: bool) -> dict[str, Json]:
+    window_s = latency_s * TURNS * (1 if quick else 2)
+    settings: dict[str, Json] = {"run_slots": in_flight, "init_slots": 32, "ready_slots": 128, "eval_slots": 64}
+    async with rig(script(), latency_s=latency_s, settings=settings) as bench:
+        idle_mb = bench.service.rss_mb()
+        async with _load(bench, in_flight * (4 if quick else 5)):
+            await _until_full(bench, in_flight)
+            calls, begun, cpu = await _calls(bench), time.monotonic(), bench.service.cpu_s()
+            await asyncio.sleep(window_s / 2)
+            full_mb = bench.service.rss_mb()
+            await asyncio.sleep(window_s / 2)
+            turns, took_s = await _calls(bench) - calls, time.monotonic() - begun
+            cpu_s = bench.service.cpu_s() - cpu
+    return {
+        "rollouts_in_flight": in_flight,
+        "engine_latency_s": latency_s,
+        "ideal_turns_per_s": round(in_flight / latency_s, 1),
+        "turns_per_s": round(turns / took_s, 1),
+        "rss_mb_idle": round(idle_mb, 1),
+        "rss_mb_per_rollout": round((full_mb - idle_mb) / in_flight, 4),
+        "latency_bound_cpu_ms_per_turn": round(1000 * cpu_s / max(1, turns), 3),
+    }
+
+
+async def _service_bound(slots: tuple[int, ...], *, window_s: float) -> dict[str, Json]:
+    best: dict[str, Json] = {"peak_turns_per_s": 0.0}
+    for size in slots:
+        settings: dict[str, Json] = {"run_slots": size, "init_slots": 8, "ready_slots": 16, "eval_slots": 16}
+        async with rig(script(), settings=settings) as bench, _load(bench, int(window_s * 400)):
+            await asyncio.sleep(2.0)
+            calls, begun = await _calls(bench), time.monotonic()
+            before = bench.service.cpu_s(), bench.engine.cpu_s(), machine_busy_s()
+            await asyncio.sleep(window_s)
+            turns, took_s = await _calls(bench) - calls, time.monotonic() - begun
+            after = bench.service.cpu_s(), bench.engine.cpu_s(), machine_busy_s()
+        rate = turns / took_s
+        service, engine, machine = (1000 * (b - a) / max(1, turns) for a, b in zip(before, after, strict=True))
+        if rate > float(best["peak_turns_per_s"]):  # type: ignore[arg-type]
+            best = {
+                "peak_turns_per_s": round(rate, 1),
+                "peak_run_slots": size,
+                "cpu_ms_per_turn": round(service, 3),
+                "engine_cpu_ms_per_turn": round(engine, 3),
+                "machine_cpu_ms_per_turn": round(machine, 3),
+            }
+    return best
+
+
+class _load:
+    """Rollouts enough for the whole measurement; what is left of them is cancelled."""
+
+    def __init__(self, bench: Rig, count: int) -> None:
+        self._bench = bench
+        self._count = count
+
+    async def __aenter__(self) -> None:
+        client = self._bench.client
+        await client.create_run(id="bench")
+        for start in range(0, self._count, 500):
+            await client.submit([TASK] * min(500, self._count - start), run="bench")
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._bench.client.resize_pools(init=0)
+        await self._bench.client.delete_run("bench")
+
+
+async def _until_full(bench: Rig, in_flight: int) -> None:
+    async with asyncio.timeout(120):
+        while True:
+            status = await bench.client.status()
+            if status["pools"]["run"]["active"] >= in_flight:
+                return
+            await asyncio.sleep(0.2)
+
+
+async def _calls(bench: Rig) -> int:
+    return sum(engine["calls"] for engine in await bench.client.engines())

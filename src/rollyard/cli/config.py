@@ -1,0 +1,60 @@
+"""`rollyard config`: what is in force on this machine, and where each value came from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import AsJson, print_json, show, table
+
+MASK = "********"
+
+
+def config(
+    file: Annotated[
+        Path | None, typer.Option("--config", help="The TOML file; else $ROLLYARD_CONFIG, else ./rollyard.toml.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print every setting: its value, where it came from, and what it is.
+
+    Flags of `rollyard serve` win over ROLLYARD_* variables, which win over the TOML file. Secrets are not shown.
+    """
+    from rollyard.service.settings import Settings, load_settings
+
+    loaded = load_settings({}, os.environ, file)
+    values = {name: masked(getattr(loaded.settings, name)) for name in Settings.model_fields}
+    values["token_file"] = str(loaded.settings.token_path)
+    if as_json:
+        print_json({name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()})
+        return
+    made = table("setting", "value", "from", "what it is")
+    for name, field in Settings.model_fields.items():
+        source = loaded.sources[name]
+        value = _text(values[name])
+        made.add_row(name, value if source == "default" else f"[bold]{value}[/]", source, field.description or "")
+    show(made)
+
+
+def masked(value: Any) -> Any:
+    """A setting as JSON can hold it, without secrets."""
+    from pydantic import BaseModel, SecretStr
+
+    if isinstance(value, SecretStr):
+        return MASK if value.get_secret_value() else ""
+    if isinstance(value, BaseModel):
+        return {name: masked(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, list | tuple):
+        return [masked(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key}={item}" for key, item in value.items() if item)
+    if isinstance(value, list):
+        return ", ".join(_text(item) for item in value) or "–"
+    return "–" if value in (None, "") else str(value)

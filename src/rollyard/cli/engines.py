@@ -1,0 +1,124 @@
+"""`rollyard engines`: the inference servers that play the policies, live."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import AsJson, Token, Url, connect, note, number, print_json, print_lines, run, show, table
+
+engines = typer.Typer(help="The inference servers in use: list, add, remove.", no_args_is_help=True)
+
+
+@engines.command("list", epilog="Example: rollyard engines list")
+def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """List the engines with their load and health."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with connect(url, token) as client:
+            return await client.engines()
+
+    found = run(work())
+    if as_json:
+        print_lines(found)
+    elif found:
+        show(engines_table(found))
+    else:
+        note("there is no engine; add one: rollyard engines add URL")
+
+
+def engines_table(found: list[dict[str, Any]]) -> Any:
+    numbers = ("sessions", "in flight", "calls", "failures", "tokens", "cached")
+    made = table("id", "state", "policy", "model", *numbers, "trouble", right=numbers)
+    for engine in found:
+        state = str(engine.get("state"))
+        style = "green" if state in ("up", "healthy", "ok") else "red"
+        made.add_row(
+            str(engine.get("id")),
+            f"[{style}]{state}[/]",
+            str(engine.get("policy")) + (" (judge)" if engine.get("role") == "judge" else ""),
+            str(engine.get("model") or "–"),
+            f"{number(engine.get('sessions'))}/{number(engine.get('capacity'))}",
+            *(number(engine.get(name)) for name in ("in_flight", "calls", "failures", "tokens", "cached_tokens")),
+            str(engine.get("last_error") or ""),
+        )
+    return made
+
+
+@engines.command("add", epilog="Example: rollyard engines add http://gpu1:8000 --policy actor --capacity 512")
+def add(
+    engine_url: Annotated[str, typer.Argument(metavar="URL", help="Where the engine is.")],
+    id: Annotated[str | None, typer.Option("--id", help="A name for it; else its address.")] = None,
+    kind: Annotated[str | None, typer.Option(help="vllm, sglang or openai. [default: vllm]")] = None,
+    policy: Annotated[str | None, typer.Option(help="Whose weights it serves. [default: default]")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name there; else the first it lists.")] = None,
+    role: Annotated[str | None, typer.Option(help="policy or judge. [default: policy]")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or a hub name; else as the engine says.")] = None,
+    renderer: Annotated[str | None, typer.Option(help="The chat renderer; else by the model's name.")] = None,
+    capacity: Annotated[int | None, typer.Option(min=1, help="Sessions it should hold at once.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="ROLLYARD_ENGINE_API_KEY", help="Sent to the engine as a bearer token.")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add an engine. It is probed first, and remembered across restarts."""
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await client.add_engine(
+                engine_url,
+                id=id,
+                kind=kind,
+                policy=policy,
+                model=model,
+                role=role,
+                tokenizer=tokenizer,
+                renderer=renderer,
+                capacity=capacity,
+                api_key=api_key,
+            )
+
+    engine = run(work())
+    if as_json:
+        print_json(engine)
+    else:
+        show(engines_table([engine]))
+
+
+@engines.command("remove", epilog="Example: rollyard engines remove gpu1:8000")
+def remove(
+    ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Engines to remove.")],
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove engines. Their sessions go on elsewhere."""
+
+    async def work() -> None:
+        async with connect(url, token) as client:
+            for id in ids:
+                await client.remove_engine(id)
+                if as_json:
+                    print_json({"id": id, "removed": True})
+                else:
+                    note(f"{id} is removed")
+
+    run(work())
+
+
+@engines.command("clear", epilog="Example: rollyard engines clear")
+def clear(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """Remove all engines."""
+
+    async def work() -> None:
+        async with connect(url, token) as client:
+            await client.clear_engines()
+
+    run(work())
+    if as_json:
+        print_json({"cleared": True})
+    else:
+        note("all engines are removed")

@@ -1,0 +1,130 @@
+"""A service and a scripted engine, each in a process of its own on loopback, for one benchmark.
+
+Each process's CPU and memory are read from /proc, so what is reported of the service is the service's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.client import AsyncClient
+from rollyard.core import Json
+from rollyard.testing.tokenizer_files import tokenizer_dir
+
+START_S = 60.0
+STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """One process, watched through /proc."""
+
+    pid: int
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def rss_mb(self) -> float:
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+        return 0.0
+
+
+def machine_busy_s() -> float:
+    """CPU seconds that all processes of this machine have used, idle and waiting left out."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    client: AsyncClient
+    service: Meter
+    engine: Meter
+    engine_url: str
+
+
+@asynccontextmanager
+async def rig(
+    script: Mapping[str, Json], *, latency_s: float = 0.0, settings: Mapping[str, Json] | None = None
+) -> AsyncGenerator[Rig, None]:
+    """Both processes, ready; both gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
+        folder = Path(name)
+        (folder / "script.json").write_text(json.dumps(script))
+        async with _engine(folder, latency_s) as (engine_pid, engine_url), _service(folder, settings or {}) as service:
+            pid, url, token = service
+            async with AsyncClient(url, token) as client:
+                await client.add_engine(url=engine_url, kind="vllm", tokenizer=str(tokenizer_dir()), capacity=4096)
+                yield Rig(client, Meter(pid), Meter(engine_pid), engine_url)
+
+
+@asynccontextmanager
+async def _engine(folder: Path, latency_s: float) -> AsyncGenerator[tuple[int, str], None]:
+    arguments = ["--port", "0", "--script", str(folder / "script.json"), "--tokenizer", str(tokenizer_dir())]
+    if latency_s:
+        arguments += ["--latency-s", str(latency_s)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollyard.testing.scripted_engine", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), START_S)
+        yield process.pid, json.loads(line)["url"]
+    finally:
+        await _stop(process)
+
+
+@asynccontextmanager
+async def _service(folder: Path, settings: Mapping[str, Json]) -> AsyncGenerator[tuple[int, str, str], None]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ROLLYARD_")}
+    wanted = {"data_dir": str(folder / "data"), "port": 0, "log_level": "warning", "drain_s": 1.0, **settings}
+    environment |= {f"ROLLYARD_{key.upper()}": _text(value) for key, value in wanted.items()}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollyard", "serve", env=environment, stderr=asyncio.subprocess.PIPE, cwd=folder
+    )
+    try:
+        assert process.stderr is not None
+        notes: list[str] = []
+        url_file = folder / "data" / "url"
+        async with asyncio.timeout(START_S):
+            while not url_file.exists():
+                line = (await process.stderr.readline()).decode(errors="replace")
+                notes.append(line)
+                if not line:
+                    raise RuntimeError("the service did not start:\n" + "".join(notes))
+        echo = asyncio.ensure_future(_echo(process.stderr))
+        yield process.pid, url_file.read_text().strip(), (folder / "data" / "token").read_text().strip()
+        echo.cancel()
+    finally:
+        await _stop(process)
+
+
+async def _echo(stream: asyncio.StreamReader) -> None:
+    """What the service says is not to be lost, and its pipe must not fill up."""
+    async for line in stream:
+        sys.stderr.buffer.write(line)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _text(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,189 @@
+"""`rollyard rollouts`: look at rollouts, cancel them, get what they left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollyard.cli._console import (
+    AsJson,
+    Token,
+    Trouble,
+    Url,
+    connect,
+    note,
+    number,
+    out,
+    print_json,
+    print_lines,
+    run,
+    seconds,
+    show,
+    table,
+)
+
+if TYPE_CHECKING:
+    from rollyard.client import Page, Record, Trajectory
+
+rollouts = typer.Typer(help="Look at rollouts, cancel them, get what they left.", no_args_is_help=True)
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id.")]
+
+
+@rollouts.command("list", epilog="Example: rollyard rollouts list --run grpo-7b --state ended --limit 20")
+def list_rollouts(
+    state: Annotated[str | None, typer.Option(help="queued, init, ready, run, eval or ended.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run", help="Only of this run.")] = None,
+    group: Annotated[str | None, typer.Option(help="Only of this group.")] = None,
+    after: Annotated[str | None, typer.Option(help="A cursor: what comes after it.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 50,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """List rollouts: ended ones in the order they ended, others in the order of submission."""
+
+    async def work() -> Page:
+        async with connect(url, token) as client:
+            return await client.list(state=state, run=run_id, group=group, after=after, limit=limit)
+
+    from rollyard.cli._results import results_table
+
+    page = run(work())
+    if as_json:
+        print_lines(record.raw for record in page.rollouts)
+    else:
+        show(results_table(page.rollouts))
+    if page.next and len(page.rollouts) == limit:
+        note(f"there may be more: --after {page.next}")
+
+
+@rollouts.command("show", epilog="Example: rollyard rollouts show s_01-3 --messages")
+def show_rollout(
+    id: Id,
+    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Wait so long for its end.")] = 0.0,
+    messages: Annotated[bool, typer.Option("--messages", help="With what was said.")] = False,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one rollout: where it is, how it ended, and why."""
+
+    async def work() -> tuple[Record, Trajectory | None]:
+        async with connect(url, token) as client:
+            record = await client.get(id, wait_s=wait_s)
+            return record, await client.trajectory(id) if messages else None
+
+    record, trajectory = run(work())
+    if as_json:
+        print_json(trajectory.record.raw if trajectory else record.raw)
+        return
+    from rollyard.cli._results import outcome
+
+    made = table("", "")
+    made.show_header = False
+    task, failure, timings = record.task, record.failure or {}, record.timings or {}
+    rows = {
+        "id": record.id,
+        "run": record.run + (f", group {record.group} [{record.index}]" if record.group else ""),
+        "task": f"{task.get('environment', '')}",
+        "state": f"{record.state}, attempt {record.attempt}",
+        "outcome": outcome(record),
+        "reward": number(record.reward) + ("" if record.trainable or record.reward is None else " (not trainable)"),
+        "failure": f"{failure.get('detail')} (blame: {failure.get('blame')})" if failure else "",
+        "components": ", ".join(f"{k} {number(v)}" for k, v in ((record.score or {}).get("components") or {}).items()),
+        "summary": ", ".join(f"{k} {v}" for k, v in (record.summary or {}).items() if v),
+        "timings": ", ".join(f"{k.removesuffix('_s')} {seconds(v)}" for k, v in timings.items() if v),
+        "lost": "; ".join(f"attempt {item.get('attempt')}: {item.get('code')}" for item in record.lost),
+        "rescored": ", ".join(number(item.get("reward")) for item in record.scores),
+    }
+    for name, value in rows.items():
+        if value:
+            made.add_row(name, value)
+    show(made)
+    for message in trajectory.messages if trajectory else ():
+        out().print(f"\n[bold]{message.get('role')}[/]")
+        out().print(str(message.get("content") or message.get("tool_calls") or ""), markup=False)
+
+
+@rollouts.command("cancel", epilog="Example: rollyard rollouts cancel s_01-3 s_01-4")
+def cancel(
+    ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Rollouts to cancel.")],
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel rollouts. One that was never submitted will be cancelled when it is."""
+
+    async def work() -> dict[str, str]:
+        async with connect(url, token) as client:
+            return {id: await client.cancel(id) for id in ids}
+
+    for id, state in run(work()).items():
+        if as_json:
+            print_json({"id": id, "state": state})
+        else:
+            out().print(f"{id}: cancelled (it was in {state})", markup=False)
+
+
+@rollouts.command("traces", epilog="Example: rollyard rollouts traces s_01-3 --out traces.arrow")
+def traces(
+    id: Id,
+    file: Annotated[Path | None, typer.Option("--out", help="Write them there: .jsonl or .arrow.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the training sequences of a rollout, or write them to a file."""
+    from rollyard.cli._results import check_out, write_trajectories
+
+    if file is not None:
+        check_out(file)
+
+    async def work() -> Trajectory:
+        async with connect(url, token) as client:
+            trajectory = await client.trajectory(id)
+            if file is not None:
+                await write_trajectories(client, [trajectory.record], file)
+            return trajectory
+
+    trajectory = run(work())
+    if as_json:
+        parts = trajectory.record.raw.get("trajectory") or {}
+        print_lines(parts.get("traces") or ())
+        return
+    if not trajectory.traces:
+        raise Trouble(f"rollout {id} left no traces", "look at its failure: rollyard rollouts show")
+    made = table(
+        "trace", "tokens", "sampled", "calls", "versions", "logprobs", "trainable", right=("tokens", "sampled")
+    )
+    for trace in trajectory.traces:
+        versions = sorted({int(version) for version in trace.versions[trace.mask == 1]})
+        made.add_row(
+            str(trace.index),
+            number(len(trace)),
+            number(int(trace.mask.sum())),
+            str(len(trace.spans)),
+            ", ".join(map(str, versions)),
+            "none" if trace.logprobs is None else trace.logprobs_kind,
+            "yes" if trace.trainable else f"no: {trace.reason}",
+        )
+    show(made)
+
+
+@rollouts.command("rescore", epilog="Example: rollyard rollouts rescore s_01-3")
+def rescore(id: Id, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """Evaluate a rollout again from what it left. The terminal record stays; the new score is added."""
+
+    async def work() -> Record:
+        async with connect(url, token) as client:
+            return await client.rescore(id)
+
+    record = run(work())
+    if as_json:
+        print_json(record.raw)
+        return
+    latest = record.scores[-1].get("reward") if record.scores else None
+    out().print(f"{record.id}: {number(latest)} (at its end: {number(record.reward)})", markup=False)

@@ -1,0 +1,114 @@
+"""`rollyard runs`: trainers' jobs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import (
+    AsJson,
+    Token,
+    Trouble,
+    Url,
+    connect,
+    note,
+    number,
+    print_json,
+    print_lines,
+    run,
+    show,
+    table,
+)
+
+runs = typer.Typer(help="Trainers' jobs: list, create, delete.", no_args_is_help=True)
+
+
+@runs.command("list", epilog="Example: rollyard runs list")
+def list_runs(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """List the runs."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with connect(url, token) as client:
+            return await client.list_runs()
+
+    found = run(work())
+    if as_json:
+        print_lines(found)
+    else:
+        _show(found)
+
+
+def _show(found: list[dict[str, Any]]) -> None:
+    columns = ("id", "mode", "policy", "seed", "priority", "max_live")
+    made = table(*columns, right=columns[3:])
+    for item in found:
+        made.add_row(*(number(item.get(column)) for column in columns))
+    show(made)
+
+
+@runs.command("create", epilog="Example: rollyard runs create grpo-7b --policy actor --seed 7")
+def create(
+    id: Annotated[str | None, typer.Argument(metavar="ID", help="Its id; made if not given.")] = None,
+    mode: Annotated[str | None, typer.Option(help="train or eval. [default: train]")] = None,
+    policy: Annotated[str | None, typer.Option(help="Whose engines it uses. [default: default]")] = None,
+    seed: Annotated[int | None, typer.Option(help="From which sampling seeds are made. [default: 0]")] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher goes first. [default: 0]")] = None,
+    max_live: Annotated[int | None, typer.Option(min=1, help="Its rollouts beyond the queue at once.")] = None,
+    defaults: Annotated[
+        str | None, typer.Option(help="A partial task as JSON, laid under each task of the run.")
+    ] = None,
+    trainable_on_deadline: Annotated[
+        bool | None, typer.Option("--trainable-on-deadline", help="Train on rollouts that ran out of time, too.")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a run; the same id with the same settings is the same run."""
+    partial: Any = None
+    if defaults is not None:
+        try:
+            partial = json.loads(defaults)
+        except ValueError as error:
+            raise Trouble(f"--defaults is not JSON ({error})", "give a JSON object in quotes", 2) from error
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await client.create_run(
+                id,
+                mode=mode,
+                policy=policy,
+                defaults=partial,
+                seed=seed,
+                priority=priority,
+                max_live=max_live,
+                trainable_on_deadline=trainable_on_deadline,
+            )
+
+    created = run(work())
+    if as_json:
+        print_json(created)
+    else:
+        _show([created])
+
+
+@runs.command("delete", epilog="Example: rollyard runs delete grpo-7b")
+def delete(
+    id: Annotated[str, typer.Argument(metavar="ID", help="The run to delete.")],
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel what a run still has going, and forget it with all its rollouts."""
+
+    async def work() -> None:
+        async with connect(url, token) as client:
+            await client.delete_run(id)
+
+    run(work())
+    if as_json:
+        print_json({"id": id, "deleted": True})
+    else:
+        note(f"{id} is deleted")

@@ -1,0 +1,151 @@
+"""`rollyard shell TASK`: a person in the agent's place. The task's own sandbox, set up as for a rollout, no model.
+
+Uses the very stages of the pipeline: INIT makes what an agent would find; with `--eval`, what is left when the shell
+ends is judged as a rollout's would be, in a fresh sandbox. Everything lies in a folder of its own, so a service on
+this machine is not disturbed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollyard.cli._console import AsJson, Trouble, note, print_json, run
+from rollyard.cli._tasks import TaskLine, read_task
+
+if TYPE_CHECKING:
+    from rollyard.core import Message, Rollout, Score
+    from rollyard.pipeline import Workshop
+    from rollyard.pipeline.stages import Kit
+
+LEASE_S = 7 * 86_400.0  # a person may think for long; if this process dies, the lifeline ends the sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """How a shell ended, and what was there to see."""
+
+    status: int
+    score: Score | None = None
+
+
+def shell(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A file with one task, or FILE:LINE of JSON lines.")],
+    evaluate: Annotated[bool, typer.Option("--eval", help="Score what is left when the shell ends.")] = False,
+    answer: Annotated[str | None, typer.Option(help="With --eval: what the agent would have said last.")] = None,
+    runtime: Annotated[
+        str | None, typer.Option(help="The sandbox runtime; else the task's, else the settings'.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Boot a task's sandbox and give you its shell. No model and no service needed.
+
+    From a pipe the lines of stdin are its commands (rollyard shell task.json < solution.sh), and the status of the
+    last one is the exit status.
+    """
+    line = read_task(task)
+    visit = run(_visit(line, runtime, evaluate, answer))
+    score = visit.score
+    if as_json:
+        body = {"status": visit.status, "reward": score and score.reward}
+        print_json({**body, "components": dict(score.components)} if score else body)
+    elif score is not None:
+        parts = "".join(f"\n  {name}: {value:g}" for name, value in score.components.items())
+        note(f"reward {score.reward:g}{parts}")
+    raise typer.Exit(visit.status if visit.status >= 0 else 128 - visit.status)
+
+
+async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: str | None) -> Visit:
+    from rollyard.cli._terminal import interact, pipe
+    from rollyard.core import Deadline, Rollout, RollyardError, Run
+    from rollyard.pipeline import stages
+    from rollyard.service.models import to_task
+
+    try:
+        wanted = to_task(line.task, {})
+        name = runtime or wanted.sandbox.runtime or _default_runtime()
+        wanted = replace(wanted, sandbox=replace(wanted.sandbox, runtime=name))
+        async with AsyncExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollyard-shell-"))
+            shop = await stack.enter_async_context(_workshop(Path(folder), name))
+            rollout = Rollout(id="shell", run="shell", task=wanted)
+            shop.check(wanted, Run("shell"))
+            kit = await stages.init(shop, rollout, Deadline(wanted.limits.init_s), lease_s=LEASE_S)
+            try:
+                if kit.sandbox is None:
+                    raise Trouble(f"{line.place}: this task has no sandbox to be in")
+                _tell(kit.start.messages)
+                status = await (interact if sys.stdin.isatty() else pipe)(kit.sandbox)
+                if not evaluate:
+                    return Visit(status)
+                saved = await shop.artifacts.save(kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt)
+            finally:
+                await kit.close()
+            return Visit(status, await _score(shop, rollout, kit, saved, answer))
+    except RollyardError as error:
+        raise Trouble(f"{line.place}: {error.detail}", error.remedy) from error
+
+
+async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list, answer: str | None) -> Score:  # type: ignore[type-arg]
+    from rollyard.core import Deadline, DeadlineExpired, Trajectory
+    from rollyard.pipeline import stages
+
+    said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
+    trajectory = Trajectory(
+        rollout.id, rollout.attempt, messages=(*kit.start.messages, *said), artifacts=tuple(saved), ended_by="finish"
+    )
+    clock = Deadline(rollout.task.limits.eval_s)
+    try:
+        return await stages.evaluate(shop, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None)
+    except DeadlineExpired:
+        raise Trouble(f"the checks were not done in {clock.budget_s:g} s", "raise limits.eval_s") from None
+
+
+def _workshop(folder: Path, runtime: str):
+    """What the stages need, for one sandbox at a time and without an engine."""
+    from contextlib import asynccontextmanager
+
+    from rollyard.agents.registry import Agents
+    from rollyard.engines.router import Router, RouterSettings
+    from rollyard.envs.registry import Environments
+    from rollyard.pipeline import ArtifactFolder, Renderers, Workshop
+    from rollyard.service.build import RUNTIMES
+
+    if runtime not in RUNTIMES:
+        raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(RUNTIMES)}")
+
+    @asynccontextmanager
+    async def opened():
+        async with RUNTIMES[runtime](root=folder / "sandboxes") as made, Router(RouterSettings()) as router:
+            yield Workshop(
+                runtimes={runtime: made},
+                default_runtime=runtime,
+                router=router,
+                environments=Environments(),
+                agents=Agents(),
+                renderers=Renderers(),
+                artifacts=ArtifactFolder(folder / "artifacts"),
+            )
+
+    return opened()
+
+
+def _default_runtime() -> str:
+    import os
+
+    from rollyard.service.settings import load_settings
+
+    return load_settings({}, os.environ).settings.runtime
+
+
+def _tell(messages: tuple[Message, ...]) -> None:
+    """What the agent would be told."""
+    for message in messages:
+        note(f"--- {message.get('role')}\n{message.get('content')}")
+    note("---")

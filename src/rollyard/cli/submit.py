@@ -1,0 +1,201 @@
+"""`rollyard submit`: tasks from JSON lines to rollouts, watched until they end.
+
+The ids are made here, from a prefix and the task's number: the same command with the same `--id-prefix` is the same
+rollouts, so an interrupted one is simply typed again.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollyard.cli._console import AsJson, Token, Trouble, Url, connect, err, note, print_json, run, show
+from rollyard.cli._tasks import TaskLine, read_tasks
+
+if TYPE_CHECKING:
+    from rollyard.client import AsyncClient, Event, Record
+    from rollyard.core import RollyardError
+
+STATES: tuple[str, ...] = ("queued", "init", "ready", "run", "eval", "ended")
+RETRY_S = 600.0  # a service that is being restarted, or full, is waited for this long
+
+
+def submit(
+    files: Annotated[list[str], typer.Argument(metavar="FILE…", help="JSON lines, one task each; - reads stdin.")],
+    run_id: Annotated[
+        str | None, typer.Option("--run", help="The run they belong to; made if need be. [default: default]")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Makes the run (named like the policy without --run) for this policy.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(min=1, help="Rollouts of each task, as a group.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher goes first within the run.")] = None,
+    id_prefix: Annotated[
+        str | None, typer.Option(help="Ids are PREFIX-0, PREFIX-1…; the same prefix again is the same rollouts.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all have ended.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Write trajectories there: .jsonl (all) or .arrow (traces).")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit tasks, show how they go, and print how they ended.
+
+    Each line is one task: {"environment": "math", "data": {"question": "2+2?", "answer": "4"}}. A mistake in any
+    line is told with its number before anything is submitted. Ends with 1 if a rollout ended without a reward.
+    """
+    from rollyard.core import new_id
+
+    if out is not None and not wait:
+        raise Trouble("--out needs the rollouts to end", "leave --no-wait away", 2)
+    if out is not None:
+        from rollyard.cli._results import check_out
+
+        check_out(out)
+    tasks = read_tasks(files, limit)
+    if not tasks:
+        raise Trouble(f"there is no task in {', '.join(files)}", "write one JSON object per line")
+    prefix = id_prefix or new_id("s")
+    work = _submit(tasks, run_id, policy, group_size, priority, prefix, wait, out, url, token, as_json)
+    try:
+        is_good = run(work)
+    except KeyboardInterrupt:
+        note(f"rollyard: interrupted; what was submitted goes on. To go on watching: --id-prefix {prefix}")
+        raise
+    if not is_good:
+        raise typer.Exit(1)
+
+
+async def _submit(
+    tasks: Sequence[TaskLine],
+    run_id: str | None,
+    policy: str | None,
+    group_size: int | None,
+    priority: int | None,
+    prefix: str,
+    wait: bool,
+    out: Path | None,
+    url: str | None,
+    token: str | None,
+    as_json: bool,
+) -> bool:
+    from rollyard.cli._results import results_table, summary_line, write_trajectories
+    from rollyard.core import RollyardError
+
+    async with connect(url, token) as quick:
+        await quick.status()  # nobody there, or the wrong token: known at once, not after all the retries
+    async with connect(url, token, retry_s=RETRY_S) as client:
+        where = run_id or policy or "default"
+        await _have_run(client, where, policy)
+        ids = [f"{prefix}-{number}" for number in range(len(tasks))]
+        try:
+            records = await client.submit(
+                [line.task for line in tasks], run=where, ids=ids, group_size=group_size, priority=priority
+            )
+        except RollyardError as error:
+            raise _with_place(error, tasks, group_size or 1) from error
+        if wait:
+            began = time.monotonic()
+            records = await _watch(client, records)
+            note(f"{summary_line(records)}; {time.monotonic() - began:.1f} s")
+        if out is not None:
+            await write_trajectories(client, records, out)
+            note(f"trajectories are in {out}")
+    if as_json:
+        for record in records:
+            print_json(record.raw)
+    else:
+        show(results_table(records))
+    return not wait or all(record.reward is not None for record in records)
+
+
+async def _have_run(client: AsyncClient, run_id: str, policy: str | None) -> None:
+    """Makes the run unless it is there. One that has another policy is the user's error."""
+    from rollyard.core.failure import NotFound
+
+    if run_id == "default" and policy is None:  # the service makes this one by itself
+        return
+    try:
+        found = await client.get_run(run_id)
+    except NotFound:
+        await client.create_run(run_id, policy=policy)
+    else:
+        if policy not in (None, found.get("policy")):
+            raise Trouble(f"run {run_id} has policy {found.get('policy')}, not {policy}", "name another run with --run")
+
+
+def _with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:
+    """The service names the rollout by its number in the call, or not at all; a person wants the file and the line."""
+    submitted = int(str(error.data.get("submitted", 0)))
+    found = re.search(r"rollouts\[(\d+)\](?:\.task\.?)?", error.detail)
+    index = (submitted + int(found[1])) // group_size if found else _suspect(error, tasks, submitted // group_size)
+    if index is None or index >= len(tasks):
+        return error
+    detail = error.detail.replace(found[0], "").lstrip(": ") if found else error.detail
+    told = "nothing was submitted" if not submitted else f"{submitted} rollouts before it were submitted"
+    return Trouble(f"{tasks[index].place}: {detail}", f"{error.remedy} ({told})".strip())
+
+
+def _suspect(error: RollyardError, tasks: Sequence[TaskLine], start: int) -> int | None:
+    """The first task, from `start` on, that our own copy of its environment refuses for the same reason."""
+    import msgspec
+
+    from rollyard.core import RollyardError, Task
+    from rollyard.envs.registry import Environments
+
+    environments = Environments()
+    for index, line in enumerate(tasks[start:], start):
+        task = msgspec.convert({"environment": "", **line.task}, Task)
+        try:
+            environments.get(task.environment).check(task)
+        except RollyardError as ours:
+            if (ours.code, ours.detail) == (error.code, error.detail):
+                return index
+    return None
+
+
+async def _watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:
+    """Waits for all, with a bar and the states on a terminal's stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    states = {record.id: record.state for record in records}
+    console = err()
+    bar = Progress(
+        TextColumn("rollouts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[states]}"),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    if not console.is_terminal:
+        note(f"{len(records)} rollouts submitted to run {records[0].run}")
+
+    def update() -> None:
+        counts = dict.fromkeys(STATES, 0)
+        for state in states.values():
+            counts[state] = counts.get(state, 0) + 1
+        text = "  ".join(f"{state} {count}" for state, count in counts.items() if count and state != "ended")
+        bar.update(task, completed=counts["ended"], states=text)
+
+    def on_event(event: Event) -> None:
+        if event.state:
+            states[event.rollout] = event.state
+            update()
+
+    def on_end(record: Record) -> None:
+        states[record.id] = record.state
+        update()
+
+    with bar:
+        task = bar.add_task("", total=len(records), states="")
+        update()
+        return await client.wait_all(list(states), on_end=on_end, on_event=on_event)

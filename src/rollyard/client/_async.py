@@ -1,0 +1,300 @@
+"""The client: one method per thing that the service does.
+
+Ids are made here where the caller gives none, so a call that was dropped half-way is sent again and is still one
+rollout. Nothing is kept here: a trainer that restarts goes on with its ids and its cursor.
+
+    async with rollyard.AsyncClient() as yard:
+        records = await yard.submit(tasks, run="grpo-7b", group_size=8)
+        for record in await yard.wait_all([record.id for record in records]):
+            traces = await yard.traces(record.id)
+
+`Client` is the same without `await`; a test keeps them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from urllib.parse import quote
+
+from rollyard.client._events import follow
+from rollyard.client._find import find
+from rollyard.client._waiting import POLL_S, wait_all
+from rollyard.client._wire import ARROW, Wire
+from rollyard.client.records import Event, JsonObject, Page, Record, Trace, Trajectory, read, read_object, read_page
+from rollyard.client.traces import read_trajectory
+from rollyard.core import Json, RollyardError, Task, check_id, new_id
+
+TaskLike = Task | Mapping[str, Json]
+# `AsyncClient.list` hides the builtin in the class below, so lists are named here.
+Records = list[Record]
+Objects = list[JsonObject]
+Traces = list[Trace]
+
+CHUNK = 1000  # rollouts in one call: the service checks them all before it answers anyone else
+
+
+class AsyncClient:
+    """See the module.
+
+    `url` and `token`: as given, else ROLLYARD_URL and ROLLYARD_TOKEN, else those of the settings on this machine.
+    `timeout_s` bounds the silence of one call; `retry_s` how long a call that cannot be answered is tried again.
+    """
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retry_s: float = 60.0
+    ) -> None:
+        self._wire = Wire(find(url, token), timeout_s, retry_s)
+
+    @property
+    def url(self) -> str:
+        return self._wire.place.url
+
+    async def __aenter__(self) -> AsyncClient:
+        await self._wire.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._wire.__aexit__(kind, error, trace)
+
+    # --- runs -----------------------------------------------------------------------------------------
+
+    async def create_run(
+        self,
+        id: str | None = None,
+        *,
+        mode: str | None = None,
+        policy: str | None = None,
+        defaults: Mapping[str, Json] | None = None,
+        seed: int | None = None,
+        priority: int | None = None,
+        max_live: int | None = None,
+        trainable_on_deadline: bool | None = None,
+    ) -> JsonObject:
+        """A run, made now or earlier with the same body. `defaults` is a partial task, laid under each task."""
+        body = _given(
+            id=check_id(id) if id else new_id("run"),
+            mode=mode,
+            policy=policy,
+            defaults=defaults,
+            seed=seed,
+            priority=priority,
+            max_live=max_live,
+            trainable_on_deadline=trainable_on_deadline,
+        )
+        return read_object(await self._wire.json("POST", "/runs", body=body, is_repeatable=True))
+
+    async def get_run(self, id: str) -> JsonObject:
+        return read_object(await self._wire.json("GET", f"/runs/{_part(id)}"))
+
+    async def list_runs(self) -> Objects:
+        return _items(await self._wire.json("GET", "/runs"), "runs")
+
+    async def delete_run(self, id: str) -> None:
+        """Cancels what has not ended, and forgets the run with all its rollouts."""
+        await self._wire.json("DELETE", f"/runs/{_part(id)}", wait_s=POLL_S)
+
+    async def acknowledge(self, run: str, cursor: str) -> int:
+        """What came up to that cursor is safely here: its traces may go. Returns how many did."""
+        body = await self._wire.json("POST", f"/runs/{_part(run)}/ack", body={"cursor": cursor}, is_repeatable=True)
+        return int(read_object(body).get("acknowledged", 0))
+
+    # --- rollouts -------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        tasks: Sequence[TaskLike],
+        *,
+        run: str = "default",
+        ids: Sequence[str] | None = None,
+        group_size: int | None = None,
+        priority: int | None = None,
+    ) -> Records:
+        """Hands in tasks; each record comes back once it is durable, in order.
+
+        With `group_size` n, each task is a group of n rollouts, `ID-0` to `ID-(n-1)`, and `ids` name the groups.
+        Beyond 1,000 rollouts several calls are made; if one is refused, the earlier ones stay (`error.data`
+        says how many were `submitted`). Repeating with the same ids adds only what is missing.
+        """
+        if ids is not None and len(ids) != len(tasks):
+            raise ValueError(f"{len(tasks)} tasks and {len(ids)} ids: there must be one id for each task")
+        if group_size is not None and group_size < 1:
+            raise ValueError(f"a group has 1 rollout or more, not {group_size}")
+        names = list(ids) if ids is not None else [new_id("g" if group_size else "r") for _ in tasks]
+        wanted: Sequence[dict[str, object]] = []
+        for name, task in zip(names, tasks, strict=True):
+            body = dataclasses.asdict(task) if isinstance(task, Task) else task
+            item = _given(id=check_id(name), task=body, priority=priority)
+            if group_size is None:
+                wanted.append(item)
+            else:
+                wanted += [{**item, "id": f"{name}-{k}", "group": name, "index": k} for k in range(group_size)]
+        records: Records = []
+        for start in range(0, len(wanted), CHUNK):
+            call = {"run": run, "rollouts": wanted[start : start + CHUNK]}
+            try:
+                reply = await self._wire.json("POST", "/rollouts", body=call, is_repeatable=True)
+            except RollyardError as error:
+                error.data["submitted"] = start  # paths in the error count from here
+                raise
+            records += read_page(reply).rollouts
+        return records
+
+    async def get(self, id: str, *, wait_s: float = 0.0) -> Record:
+        """The record as it stands; with `wait_s`, at its end or when that time is over."""
+        params = {"wait_s": wait_s or None}
+        return read(await self._wire.json("GET", f"/rollouts/{_part(id)}", params=params, wait_s=wait_s), Record)
+
+    async def wait(self, id: str, *, timeout_s: float | None = None) -> Record:
+        """The record at its end. TimeoutError when it has not ended by then; it goes on all the same."""
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
+            record = await self.get(id, wait_s=left_s)
+            if record.is_ended:
+                return record
+            if give_up is not None and time.monotonic() >= give_up:
+                raise TimeoutError(f"rollout {id} is in {record.state} after {timeout_s:g} s")
+
+    async def wait_all(
+        self,
+        ids: Iterable[str],
+        *,
+        on_end: Callable[[Record], object] | None = None,
+        on_event: Callable[[Event], object] | None = None,
+        timeout_s: float | None = None,
+    ) -> Records:
+        """All records at their ends, in the order of the ids; `on_end` gets each as it ends, once.
+
+        `on_event` gets their changes of state, as far as the service tells them. TimeoutError as in `wait`.
+        """
+        return await wait_all(self, [*ids], on_end, on_event, timeout_s)
+
+    async def list(
+        self,
+        *,
+        state: str | None = None,
+        run: str | None = None,
+        group: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+        wait_s: float = 0.0,
+    ) -> Page:
+        """One page: ended ones in terminal order, others in order of submission."""
+        params = {"state": state, "run": run, "group": group, "after": after, "limit": limit, "wait_s": wait_s or None}
+        return read_page(await self._wire.json("GET", "/rollouts", params=params, wait_s=wait_s))
+
+    async def ended(self, run: str | None = None, *, after: str | None = None) -> AsyncIterator[Record]:
+        """Every rollout that has ended after that cursor, then each as it ends, for ever, in terminal order."""
+        while True:
+            page = await self.list(state="ended", run=run, after=after, wait_s=POLL_S)
+            for record in page.rollouts:
+                yield record
+            after = page.next or after
+
+    async def cancel(self, id: str) -> str:
+        """Acknowledged when it returns, with the state it was in."""
+        body = await self._wire.json("DELETE", f"/rollouts/{_part(id)}")
+        return str(read_object(body).get("state", ""))
+
+    async def rescore(self, id: str) -> Record:
+        """Evaluates what was saved once more; the new score is the last of `scores`."""
+        reply = await self._wire.json("POST", f"/rollouts/{_part(id)}/rescore", wait_s=3600.0)
+        return read(reply, Record)
+
+    # --- what came out --------------------------------------------------------------------------------
+
+    async def traces(self, id: str) -> Traces:
+        """The training sequences, as numpy views."""
+        from rollyard.client.arrow import read_traces
+
+        return read_traces(await self.traces_arrow(id))
+
+    async def traces_arrow(self, id: str) -> bytes:
+        """The same as the Arrow IPC stream that came: for files, and for readers of your own."""
+        data, _ = await self._wire.call("GET", f"/rollouts/{_part(id)}/traces", accept=ARROW)
+        return data
+
+    async def trajectory(self, id: str) -> Trajectory:
+        """Record, messages and traces together."""
+        params = {"include": "trajectory"}
+        return read_trajectory(await self._wire.json("GET", f"/rollouts/{_part(id)}", params=params))
+
+    # --- engines --------------------------------------------------------------------------------------
+
+    async def add_engine(
+        self,
+        url: str,
+        *,
+        id: str | None = None,
+        kind: str | None = None,
+        policy: str | None = None,
+        model: str | None = None,
+        role: str | None = None,
+        tokenizer: str | None = None,
+        renderer: str | None = None,
+        capacity: int | None = None,
+        api_key: str | None = None,
+    ) -> JsonObject:
+        """Probed by the service before it is used; the probe's trouble is raised here."""
+        body = _given(
+            id=id,
+            url=url,
+            kind=kind,
+            policy=policy,
+            model=model,
+            role=role,
+            tokenizer=tokenizer,
+            renderer=renderer,
+            capacity=capacity,
+            api_key=api_key,
+        )
+        return read_object(await self._wire.json("POST", "/engines", body=body, wait_s=POLL_S))
+
+    async def engines(self) -> Objects:
+        return _items(await self._wire.json("GET", "/engines"), "engines")
+
+    async def remove_engine(self, id: str) -> None:
+        await self._wire.json("DELETE", f"/engines/{_part(id)}")
+
+    async def clear_engines(self) -> None:
+        await self._wire.json("DELETE", "/engines")
+
+    # --- the service itself ---------------------------------------------------------------------------
+
+    async def status(self) -> JsonObject:
+        """Versions, states, pools, engines, runtimes, environments: how the service stands."""
+        return read_object(await self._wire.json("GET", "/status"))
+
+    async def resize_pools(
+        self,
+        *,
+        init: int | None = None,
+        run: int | None = None,
+        eval: int | None = None,
+        ready: int | None = None,
+        live: int | None = None,
+    ) -> JsonObject:
+        """Sets the sizes that are given; returns all pools."""
+        sizes = _given(init=init, run=run, eval=eval, ready=ready, live=live)
+        return read_object(await self._wire.json("PATCH", "/pools", body=sizes))
+
+    def events(self, *, after: str | None = None, run: str | None = None) -> AsyncIterator[Event]:
+        """Changes of state, for ever; reconnects where it was. See `Event` for what a gap is."""
+        return follow(self._wire, after, run)
+
+
+def _given(**values: object) -> dict[str, object]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _part(id: str) -> str:
+    return quote(check_id(id), safe=":")
+
+
+def _items(body: object, key: str) -> Objects:
+    return [read_object(item) for item in read_object(body).get(key) or ()]

@@ -1,0 +1,248 @@
+"""The same client without `await`, for scripts and trainers that have no event loop.
+
+It drives an `AsyncClient` on a private loop in a thread of its own, so it works inside a notebook's or a trainer's
+running loop as well. Callbacks (`on_end`, `on_event`) are called in that thread, one at a time.
+
+    with rollyard.Client() as yard:
+        record = yard.wait(yard.submit([task])[0].id)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+from rollyard.client._async import AsyncClient, Objects, Records, TaskLike, Traces
+from rollyard.client.records import Event, JsonObject, Page, Record, Trajectory
+from rollyard.core import Json
+
+T = TypeVar("T")
+
+
+class Client:
+    """See the module and `AsyncClient`, which says what each method does."""
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retry_s: float = 60.0
+    ) -> None:
+        self._yard = AsyncClient(url, token, timeout_s=timeout_s, retry_s=retry_s)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return self._yard.url
+
+    def __enter__(self) -> Client:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollyard-client", daemon=True)
+        self._thread.start()
+        self._run(self._yard.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._loop is None or self._thread is None:
+            return
+        try:
+            self._run(self._end())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._loop = self._thread = None
+
+    async def _end(self) -> None:
+        await self._yard.__aexit__(None, None, None)
+        await asyncio.get_running_loop().shutdown_asyncgens()
+
+    def _run(self, work: Coroutine[object, object, T]) -> T:
+        if self._loop is None:
+            work.close()
+            raise RuntimeError("the client is not open: use it in `with`")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C here must not leave the call running there
+            future.cancel()
+            raise
+
+    def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        async def following() -> tuple[T] | None:
+            try:
+                return (await anext(items),)
+            except StopAsyncIteration:
+                return None
+
+        async def close() -> None:
+            await items.aclose()  # type: ignore[attr-defined]  # both iterators of AsyncClient are generators
+
+        try:
+            while (item := self._run(following())) is not None:
+                yield item[0]
+        finally:
+            if self._loop is not None:
+                self._run(close())
+
+    # --- runs -----------------------------------------------------------------------------------------
+
+    def create_run(
+        self,
+        id: str | None = None,
+        *,
+        mode: str | None = None,
+        policy: str | None = None,
+        defaults: Mapping[str, Json] | None = None,
+        seed: int | None = None,
+        priority: int | None = None,
+        max_live: int | None = None,
+        trainable_on_deadline: bool | None = None,
+    ) -> JsonObject:
+        return self._run(
+            self._yard.create_run(
+                id,
+                mode=mode,
+                policy=policy,
+                defaults=defaults,
+                seed=seed,
+                priority=priority,
+                max_live=max_live,
+                trainable_on_deadline=trainable_on_deadline,
+            )
+        )
+
+    def get_run(self, id: str) -> JsonObject:
+        return self._run(self._yard.get_run(id))
+
+    def list_runs(self) -> Objects:
+        return self._run(self._yard.list_runs())
+
+    def delete_run(self, id: str) -> None:
+        return self._run(self._yard.delete_run(id))
+
+    def acknowledge(self, run: str, cursor: str) -> int:
+        return self._run(self._yard.acknowledge(run, cursor))
+
+    # --- rollouts -------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        tasks: Sequence[TaskLike],
+        *,
+        run: str = "default",
+        ids: Sequence[str] | None = None,
+        group_size: int | None = None,
+        priority: int | None = None,
+    ) -> Records:
+        return self._run(self._yard.submit(tasks, run=run, ids=ids, group_size=group_size, priority=priority))
+
+    def get(self, id: str, *, wait_s: float = 0.0) -> Record:
+        return self._run(self._yard.get(id, wait_s=wait_s))
+
+    def wait(self, id: str, *, timeout_s: float | None = None) -> Record:
+        return self._run(self._yard.wait(id, timeout_s=timeout_s))
+
+    def wait_all(
+        self,
+        ids: Iterable[str],
+        *,
+        on_end: Callable[[Record], object] | None = None,
+        on_event: Callable[[Event], object] | None = None,
+        timeout_s: float | None = None,
+    ) -> Records:
+        return self._run(self._yard.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s))
+
+    def list(
+        self,
+        *,
+        state: str | None = None,
+        run: str | None = None,
+        group: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+        wait_s: float = 0.0,
+    ) -> Page:
+        return self._run(self._yard.list(state=state, run=run, group=group, after=after, limit=limit, wait_s=wait_s))
+
+    def ended(self, run: str | None = None, *, after: str | None = None) -> Iterator[Record]:
+        return self._iterate(self._yard.ended(run, after=after))
+
+    def cancel(self, id: str) -> str:
+        return self._run(self._yard.cancel(id))
+
+    def rescore(self, id: str) -> Record:
+        return self._run(self._yard.rescore(id))
+
+    # --- what came out --------------------------------------------------------------------------------
+
+    def traces(self, id: str) -> Traces:
+        return self._run(self._yard.traces(id))
+
+    def traces_arrow(self, id: str) -> bytes:
+        return self._run(self._yard.traces_arrow(id))
+
+    def trajectory(self, id: str) -> Trajectory:
+        return self._run(self._yard.trajectory(id))
+
+    # --- engines --------------------------------------------------------------------------------------
+
+    def add_engine(
+        self,
+        url: str,
+        *,
+        id: str | None = None,
+        kind: str | None = None,
+        policy: str | None = None,
+        model: str | None = None,
+        role: str | None = None,
+        tokenizer: str | None = None,
+        renderer: str | None = None,
+        capacity: int | None = None,
+        api_key: str | None = None,
+    ) -> JsonObject:
+        return self._run(
+            self._yard.add_engine(
+                url,
+                id=id,
+                kind=kind,
+                policy=policy,
+                model=model,
+                role=role,
+                tokenizer=tokenizer,
+                renderer=renderer,
+                capacity=capacity,
+                api_key=api_key,
+            )
+        )
+
+    def engines(self) -> Objects:
+        return self._run(self._yard.engines())
+
+    def remove_engine(self, id: str) -> None:
+        return self._run(self._yard.remove_engine(id))
+
+    def clear_engines(self) -> None:
+        return self._run(self._yard.clear_engines())
+
+    # --- the service itself ---------------------------------------------------------------------------
+
+    def status(self) -> JsonObject:
+        return self._run(self._yard.status())
+
+    def resize_pools(
+        self,
+        *,
+        init: int | None = None,
+        run: int | None = None,
+        eval: int | None = None,
+        ready: int | None = None,
+        live: int | None = None,
+    ) -> JsonObject:
+        return self._run(self._yard.resize_pools(init=init, run=run, eval=eval, ready=ready, live=live))
+
+    def events(self, *, after: str | None = None, run: str | None = None) -> Iterator[Event]:
+        return self._iterate(self._yard.events(after=after, run=run))

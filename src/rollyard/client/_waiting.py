@@ -1,0 +1,80 @@
+"""Waiting for many rollouts at once, promptly and without missing one.
+
+A few long-polls at a time go through all the ids: that alone is right, and late only when the first ids are slow.
+The stream of events tells of the others the moment they end; should it break, nothing is lost but promptness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rollyard.client.records import Event, Record
+from rollyard.core import RollyardError
+
+if TYPE_CHECKING:
+    from rollyard.client._async import AsyncClient
+
+log = logging.getLogger("rollyard.client")
+
+POLL_S = 30.0  # one long-poll; the service caps it, too
+POLLS = 16  # at once
+
+
+async def wait_all(
+    client: AsyncClient,
+    ids: Sequence[str],
+    on_end: Callable[[Record], object] | None,
+    on_event: Callable[[Event], object] | None,
+    timeout_s: float | None,
+) -> list[Record]:
+    """See `AsyncClient.wait_all`."""
+    waiting = dict.fromkeys(ids)
+    found: dict[str, Record] = {}
+
+    async def take(id: str, wait_s: float) -> None:
+        record = await client.get(id, wait_s=wait_s)
+        if record.is_ended and id in waiting:
+            del waiting[id]
+            found[id] = record
+            if on_end is not None:
+                on_end(record)
+
+    async def watch() -> None:
+        try:
+            async for event in client.events():
+                if event.rollout in waiting:
+                    if on_event is not None:
+                        on_event(event)
+                    if event.state == "ended":
+                        await take(event.rollout, 0.0)
+        except RollyardError as error:
+            log.info("the events ended; long-polls go on", extra={"code": error.code})
+
+    async def poll(turn: Iterator[str]) -> None:
+        for id in turn:
+            while id in waiting:
+                await take(id, POLL_S)
+
+    try:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as watcher:
+            watching = watcher.create_task(watch())
+            turn = iter(tuple(waiting))
+            async with asyncio.TaskGroup() as polls:
+                for _ in range(min(POLLS, len(waiting))):
+                    polls.create_task(poll(turn))
+            watching.cancel()
+    except TimeoutError:
+        raise TimeoutError(f"{len(waiting)} of {len(ids)} rollouts have not ended after {timeout_s} s") from None
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+    return [found[id] for id in ids]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error itself, out of the task groups around it: callers catch NotFound, not a group of one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,155 @@
+"""What the service answers: frozen dataclasses that mirror the JSON.
+
+What has parts of its own (score, failure, summary, timings) stays a JSON object, with the names of the API reference.
+A field that this client does not know yet is tolerated and stays readable in `raw`; a field that is missing has its
+default. What is not a record at all is `UnexpectedReply`, never half a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from rollyard.client._errors import UnexpectedReply
+from rollyard.core import Message, Sampling, Span
+from rollyard.core.trace import LogprobsKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+JsonObject = dict[str, Any]
+"""A JSON object as it came: whoever reads it knows from the reference what is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One rollout, as it stood when it was asked for.
+
+    `state` is queued, init, ready, run, eval or ended; `outcome` (completed, truncated, failed, cancelled) and what
+    follows it are there once it has ended. `reward` None: there is none, which is not 0. `cursor` is its place in
+    the terminal order.
+    """
+
+    id: str
+    run: str = ""
+    state: str = "queued"
+    group: str | None = None
+    index: int = 0
+    attempt: int = 1
+    priority: int = 0
+    outcome: str | None = None
+    reward: float | None = None
+    trainable: bool = False
+    score: JsonObject | None = None  # reward, components, metrics, turn_rewards
+    failure: JsonObject | None = None  # code, blame, detail, retryable, trainable, stage, data
+    summary: JsonObject | None = None  # turns, sampled_tokens, prompt_tokens, ended_by, engine…
+    timings: JsonObject | None = None  # queued_s, init_s, ready_s, run_s, model_s, tool_s, eval_s…
+    lost: tuple[JsonObject, ...] = ()  # attempts that ended without a terminal record
+    scores: tuple[JsonObject, ...] = ()  # later re-scorings
+    cursor: str | None = None
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    task: JsonObject = field(default_factory=dict[str, Any])
+    raw: JsonObject = field(default_factory=dict[str, Any], repr=False, compare=False)
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state == "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One answer of a listing. `next` is the cursor to ask on with; None: there is no more."""
+
+    rollouts: tuple[Record, ...]
+    next: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A change of state. Kind "gap": some were missed; list what you follow, then go on."""
+
+    id: str
+    kind: str = "state"
+    rollout: str = ""
+    run: str = ""
+    state: str | None = None
+    attempt: int = 0
+    outcome: str | None = None
+    code: str | None = None
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """One training sequence. Its token columns are numpy arrays of one length; those of `traces()` are read-only
+    views of the reply's own bytes.
+
+    `mask` is 1 exactly on the sampled tokens that this trace owns; elsewhere the logprob is 0.0 and the version −1.
+    """
+
+    token_ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32] | None
+    versions: NDArray[np.int32]
+    spans: tuple[Span, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    policy: str = ""
+    model: str = ""
+    logprobs_kind: LogprobsKind = "unknown"
+    trainable: bool = False
+    reason: str | None = None  # why it is not trainable
+    fork_reason: str | None = None  # why it is not the continuation of an earlier trace
+    reward: float | None = None  # its rollout's
+    columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # opaque, from the engine
+    rollout_id: str = ""
+    attempt: int = 1
+    index: int = 0
+    siblings: int = 1  # how many traces the rollout has, this one included
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """All that a rollout left behind, with its record."""
+
+    record: Record
+    traces: tuple[Trace, ...] = ()
+    messages: tuple[Message, ...] = ()
+    tools: tuple[JsonObject, ...] = ()
+    artifacts: tuple[JsonObject, ...] = ()
+    turns: int = 0
+    ended_by: str = ""
+    info: JsonObject = field(default_factory=dict[str, Any])
+
+
+def read(body: object, kind: type[T]) -> T:
+    """A JSON object as one of the above."""
+    if not isinstance(body, dict):
+        raise UnexpectedReply(f"a {kind.__name__} was expected, not {type(body).__name__}")
+    # A null where we have a default means "nothing to say"; a field of a newer service is left in `raw`.
+    given = {key: value for key, value in body.items() if value is not None}
+    try:
+        return msgspec.convert({**given, "raw": body}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise UnexpectedReply(f"a {kind.__name__} in the reply cannot be read: {error}") from error
+
+
+def read_object(body: object) -> JsonObject:
+    if not isinstance(body, dict):
+        raise UnexpectedReply(f"a JSON object was expected, not {type(body).__name__}")
+    return body
+
+
+def read_page(body: object) -> Page:
+    if not isinstance(body, dict) or not isinstance(body.get("rollouts"), list):
+        raise UnexpectedReply("a listing of rollouts was expected")
+    return Page(tuple(read(item, Record) for item in body["rollouts"]), body.get("next"))

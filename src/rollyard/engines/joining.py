@@ -1,0 +1,59 @@
+"""Joins what several calls sampled of one completion into one `Generation`, and gives every token its version."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Literal
+
+from rollyard.engines.base import Generation, VersionSpan
+
+
+class Kept:
+    """What the calls of one completion have sampled, joined."""
+
+    def __init__(self) -> None:
+        self.token_ids: array[int] = array("i")
+        self._logprobs: array[float] | None = array("f")
+        self._versions: list[VersionSpan] = []
+        self._parts: list[Generation] = []
+
+    def add(self, part: Generation) -> None:
+        shift = len(self.token_ids)
+        self._parts.append(part)
+        self.token_ids += part.token_ids
+        if self._logprobs is not None and part.logprobs is not None:
+            self._logprobs += part.logprobs
+        elif part.token_ids:
+            self._logprobs = None  # a hole in them: better none than a guess
+        for span in part.versions:
+            last = self._versions[-1] if self._versions else None
+            if last is not None and last.version == span.version:
+                self._versions[-1] = VersionSpan(last.version, last.start, span.end + shift)
+            else:
+                self._versions.append(VersionSpan(span.version, span.start + shift, span.end + shift))
+
+    def generation(self, finish_reason: Literal["stop", "length", "abort"]) -> Generation:
+        first = self._parts[0]
+        return Generation(
+            token_ids=self.token_ids,
+            logprobs=self._logprobs,
+            finish_reason=finish_reason,
+            versions=tuple(self._versions),
+            prompt_tokens=first.prompt_tokens,
+            cached_tokens=first.cached_tokens,
+            # an engine's columns run over its own prompt; of several calls they cannot be joined blindly
+            columns=first.columns if len(self._parts) == 1 else {},
+        )
+
+
+def stamped(part: Generation, version: int) -> Generation:
+    """The part with a version for each of its tokens."""
+    count = len(part.token_ids)
+    if not part.versions:
+        spans = (VersionSpan(version, 0, count),) if count else ()
+    elif any(span.version < 0 for span in part.versions):
+        spans = tuple(VersionSpan(version if s.version < 0 else s.version, s.start, s.end) for s in part.versions)
+    else:
+        return part
+    return replace(part, versions=spans)

@@ -1,0 +1,106 @@
+"""What engines answer about tokens, checked: ids and logprobs one to one, version spans that cover them all.
+
+Nothing is repaired here. A reply that breaks a rule is a `ValueError` that says precisely what was wrong; the
+engine's file makes an EngineBroken of it. A logprob that the engine says it does not have (null, or vLLM's
+−9999.0) makes all of them None: a generation with a hole in its logprobs cannot be trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from rollyard.engines.base import Generation, VersionSpan
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MISSING = -9999.0
+"""vLLM's floor: what it reports for a logprob that it does not have, that is −inf, or that is NaN."""
+
+UNSET_VERSIONS = frozenset({"", "default"})
+"""What vLLM and SGLang report until somebody names a version: they cannot say."""
+
+_ROUNDING = 1e-3  # log-softmax in float32 or bf16 may land a little above zero
+
+
+def ids_of(values: Sequence[int]) -> array[int]:
+    try:
+        ids = array("i", values)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids are not 32-bit integers: {error}") from None
+    if ids and min(ids) < 0:
+        raise ValueError(f"token id {min(ids)} is negative")
+    return ids
+
+
+def logprobs_of(values: Sequence[float | None] | None, token_count: int) -> array[float] | None:
+    """One finite logprob per token; None if the engine has none, or not all."""
+    if values is None:
+        return None
+    if len(values) != token_count:
+        raise ValueError(f"{len(values)} logprobs for {token_count} tokens")
+    if None in values or MISSING in values:
+        return None
+    logprobs = array("f", values)  # type: ignore[arg-type]  # no None in it: see above
+    if logprobs and not (math.isfinite(min(logprobs)) and math.isfinite(sum(logprobs))):
+        raise ValueError("a logprob is not finite")
+    if logprobs and max(logprobs) > _ROUNDING:
+        raise ValueError(f"logprob {max(logprobs):.6g} is positive")
+    return logprobs
+
+
+def check_logprob_ids(ids: Sequence[int], found: Sequence[int]) -> None:
+    """The ids beside the logprobs are the sampled ones."""
+    if list(found) != list(ids):
+        at = next((i for i, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), min(len(ids), len(found)))
+        raise ValueError(f"the logprob at {at} is not that of the sampled token")
+
+
+def placeholder_id(token: str) -> int:
+    """vLLM up to 0.28 names tokens "token_id:N"."""
+    prefix, _, number = token.rpartition(":")
+    if prefix != "token_id" or not number.isdigit():
+        raise ValueError(f"a logprob's token is {token[:40]!r}, not token_id:N")
+    return int(number)
+
+
+def version_of(text: str) -> int | None:
+    """A weight version as a number; None where nobody has set one."""
+    if text in UNSET_VERSIONS:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"weight version {text[:40]!r} is not a number")
+    return int(text)
+
+
+def spans_of(spans: Iterable[tuple[str, int, int]], token_count: int) -> tuple[VersionSpan, ...]:
+    """Spans that cover [0, token_count) in order without gaps; () where the engine cannot say.
+
+    Where the first version was named in the midst of a generation, the tokens before it have version −1.
+    """
+    found: list[VersionSpan] = []
+    position = 0
+    for text, start, end in spans:
+        if start != position or end < start:
+            raise ValueError(f"weight version spans do not join: [{start}, {end}) after {position}")
+        position = end
+        version = version_of(text)
+        if end > start:
+            found.append(VersionSpan(-1 if version is None else version, start, end))
+    if found and position != token_count:
+        raise ValueError(f"weight version spans cover {position} of {token_count} tokens")
+    return tuple(found) if any(span.version >= 0 for span in found) else ()
+
+
+def finish_of(reason: str | None) -> FinishReason:
+    if reason == "stop" or reason == "length" or reason == "abort":
+        return reason
+    raise ValueError(f"finish_reason {reason!r} is not stop, length or abort")
+
+
+def check_length(generation: Generation, max_tokens: int) -> Generation:
+    if len(generation.token_ids) > max_tokens:
+        raise ValueError(f"{len(generation.token_ids)} tokens where {max_tokens} were asked for")
+    return generation

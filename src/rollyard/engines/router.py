@@ -1,0 +1,274 @@
+"""The router: which engines there are, which are up, and which one a session gets.
+
+A session sticks to its engine for the prefix cache; a new one goes to the least loaded (`pool.py`); how a completion
+survives the loss of its engine is told in `session.py`. Engines come and go while it runs. Policy engines are pooled
+by policy, judges in a pool of their own.
+
+It is opened with `async with` and owns everything that it starts: the HTTP session that all engines share, and one
+watch per engine. A watch asks an engine that is up whether it is healthy; one that is down must sample a token, a
+real one, before sessions may have it again, so no rollout is spent on finding out.
+
+`pause` and `resume` are the door for changing weights. A pause returns when no call is left that would sample from
+weights it cannot name; calls on engines that do name them go on, or stand still, as the trainer has told the engine,
+and their clocks are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+import aiohttp
+
+from rollyard.core import Message, Sampling
+from rollyard.core.failure import EngineExists, EngineFailure, EngineTimeout, JudgeUnreachable, NotFound
+from rollyard.engines.base import ChatReply, Engine, EngineSpec, GenerateRequest, Kind, Role
+from rollyard.engines.openai import OpenAIEngine
+from rollyard.engines.pool import Call, EngineStatus, Health, Member, Pool
+from rollyard.engines.remote import RemoteEngine
+from rollyard.engines.session import RoutedSession, RouterStats, SessionSettings
+from rollyard.engines.sglang import SglangEngine
+from rollyard.engines.vllm import VllmEngine
+from rollyard.engines.wire import open_http
+
+log = logging.getLogger("rollyard.engines")
+
+_KINDS: dict[Kind, type[RemoteEngine]] = {
+    Kind.VLLM: VllmEngine,
+    Kind.SGLANG: SglangEngine,
+    Kind.OPENAI: OpenAIEngine,
+}
+
+
+def make_engine(spec: EngineSpec, http: aiohttp.ClientSession) -> Engine:
+    return _KINDS[spec.kind](spec, http)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings(SessionSettings):
+    """How patient the router is. The rest is in `SessionSettings`."""
+
+    watch_s: float = 2.0
+    """Between two looks at an engine."""
+    probe_s: float = 60.0
+    """How long an engine may take to say what it is, or to sample the token that brings it up again."""
+    judge_s: float = 120.0
+    """How long a judge may take for one answer."""
+    judge_tries: int = 3
+    judge_sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0, max_tokens=2048))
+
+
+class Router:
+    """See the module."""
+
+    def __init__(
+        self, settings: RouterSettings | None = None, *, vet: Callable[[Engine], Awaitable[None]] | None = None
+    ) -> None:
+        """`vet` may refuse an engine that answered its probe, with an EngineFailure, before any session has it."""
+        self.settings = settings or RouterSettings()
+        self._vet = vet
+        self.stats = RouterStats()
+        self._http: aiohttp.ClientSession | None = None
+        self._members: dict[str, Member] = {}
+        self._reserved: set[str] = set()  # being probed: an id is taken from the first moment
+        self._policies: dict[str, Pool] = {}
+        self._judges = Pool("the judges")
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._http = open_http()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.clear()
+        if self._http is not None:
+            await self._http.close()
+
+    # --- the engines
+
+    async def add(self, spec: EngineSpec, *, must_answer: bool = True) -> EngineStatus:
+        """Probes an engine and takes it in. Its failure to answer is raised, and it is not taken in.
+
+        With `must_answer` off, an engine that does not answer yet is taken in as down, and watched until it does.
+        """
+        if self._http is None:
+            raise RuntimeError("the router is not open")
+        if spec.id in self._members or spec.id in self._reserved:
+            raise EngineExists(f"there is an engine {spec.id!r} already")
+        pool = self._judges if spec.role is Role.JUDGE else self.pool(spec.policy)
+        member = Member(make_engine(spec, self._http), pool)
+        self._reserved.add(spec.id)
+        try:
+            try:
+                await self._probe(member)
+            except EngineFailure as error:
+                if must_answer or not error.retryable:
+                    raise
+                member.stats.last_error = error.detail
+        finally:
+            self._reserved.discard(spec.id)
+        self._members[spec.id] = member
+        pool.add(member)
+        self._watches[spec.id] = asyncio.create_task(self._watch(member), name=f"watch {spec.id}")
+        log.info("engine added", extra={"engine": spec.id, "policy": spec.policy, "health": str(member.health)})
+        return member.status()
+
+    async def remove(self, engine_id: str) -> None:
+        """No new call goes there; running ones are cut, and go on elsewhere from what they had sampled."""
+        member = self._members.pop(engine_id, None)
+        if member is None:
+            raise NotFound(f"there is no engine {engine_id!r}")
+        member.pool.drop(member)
+        watch = self._watches.pop(engine_id)
+        watch.cancel()
+        for call in list(member.calls):
+            call.cut()
+        try:
+            await asyncio.wait({watch})
+            async with asyncio.timeout(self.settings.abort_grace_s):
+                await member.idle.wait()
+        except TimeoutError:
+            log.warning("an engine was removed with calls in flight", extra={"engine": engine_id})
+        finally:
+            await member.engine.close()
+        log.info("engine removed", extra={"engine": engine_id})
+
+    async def clear(self) -> None:
+        """Removes all of them."""
+        async with asyncio.TaskGroup() as group:
+            for engine_id in list(self._members):
+                group.create_task(self.remove(engine_id))
+
+    def list(self) -> list[EngineStatus]:
+        return [member.status() for member in self._members.values()]
+
+    def engine(self, engine_id: str) -> Engine:
+        """An engine by its id, for checks beside rollouts (its tokenizer, say)."""
+        if engine_id not in self._members:
+            raise NotFound(f"there is no engine {engine_id!r}")
+        return self._members[engine_id].engine
+
+    def pool(self, policy: str) -> Pool:
+        if policy not in self._policies:
+            self._policies[policy] = Pool(policy)
+        return self._policies[policy]
+
+    # --- sessions
+
+    async def open_session(self, policy: str, session_id: str, *, priority: int = 0) -> RoutedSession:
+        """A seat at the least loaded engine; waits up to `engine_wait_s` for one. The caller closes it."""
+        pool = self.pool(policy)
+        member = pool.pick() or await pool.wait_for_one(self.settings.engine_wait_s)
+        return RoutedSession(pool, member, session_id, priority, self.settings, self.stats)
+
+    @asynccontextmanager
+    async def session(self, policy: str, session_id: str, *, priority: int = 0) -> AsyncGenerator[RoutedSession, None]:
+        session = await self.open_session(policy, session_id, priority=priority)
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    # --- weights
+
+    def version(self, policy: str) -> int:
+        return self.pool(policy).version
+
+    def is_paused(self, policy: str) -> bool:
+        return self.pool(policy).is_paused
+
+    async def pause(self, policy: str) -> None:
+        """New calls wait, clocks stand still. Calls whose engine cannot name versions are cut; waits until they are."""
+        pool = self.pool(policy)
+        pool.shut()
+        calls = [call for member in pool.members.values() if not member.says_versions for call in member.calls]
+        cut = [call.ended for call in calls if call.is_cuttable]
+        for call in calls:
+            call.cut()
+        if cut:
+            await asyncio.wait(cut)  # bounded by abort_grace_s, in the sessions whose calls they are
+
+    def resume(self, policy: str, version: int | None = None) -> None:
+        """Lets calls go on, from weights of this version if one is named. Also tells it to a policy not paused."""
+        pool = self.pool(policy)
+        if version is not None:
+            pool.version = version
+        pool.open()
+
+    # --- judges
+
+    async def ask(self, messages: Sequence[Message]) -> ChatReply:
+        """One answer of the least loaded judge, of another if that fails; JudgeUnreachable if none answers."""
+        settings = self.settings
+        tried: set[Member] = set()
+        why = "no engine of role judge is up"
+        for _ in range(settings.judge_tries):
+            member = self._judges.pick(tried) or self._judges.pick()
+            if member is None:
+                break
+            tried.add(member)
+            call = Call(is_cuttable=False)
+            member.begin(call)
+            try:
+                async with asyncio.timeout(settings.judge_s):
+                    reply = await member.engine.chat(messages, sampling=settings.judge_sampling)
+                member.failures_in_a_row = 0
+                return reply
+            except TimeoutError:
+                why = f"engine {member.id} did not answer in {settings.judge_s} s"
+            except EngineFailure as error:
+                why = error.detail
+            finally:
+                member.end(call)
+            member.failed(why, settings.trip_after)
+        raise JudgeUnreachable(why)
+
+    ask_judge = ask
+
+    # --- health
+
+    async def _probe(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(self.settings.probe_s):
+                await member.engine.probe()
+                if self._vet is not None:
+                    await self._vet(member.engine)
+        except TimeoutError:
+            seconds = self.settings.probe_s
+            raise EngineTimeout(f"engine {member.id} did not say within {seconds} s what it is") from None
+        member.is_probed = True
+        member.set_health(Health.UP)
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            await asyncio.sleep(self.settings.watch_s)
+            if member.health is Health.UP:
+                if not await member.engine.healthy() and member.health is Health.UP:
+                    member.failed("its health check failed", self.settings.trip_after)
+                continue
+            try:
+                if member.is_probed:
+                    await self._try(member)
+                else:
+                    await self._probe(member)
+            except EngineFailure as error:
+                member.stats.last_error = error.detail
+            else:
+                log.info("engine is up", extra={"engine": member.id})
+
+    async def _try(self, member: Member) -> None:
+        """One real token, or one health check of an engine that gives no tokens."""
+        engine = member.engine
+        try:
+            async with asyncio.timeout(self.settings.probe_s):
+                if not await engine.healthy():
+                    raise EngineTimeout(f"engine {member.id}: its health check failed")
+                if engine.spec.kind is not Kind.OPENAI:
+                    await engine.generate(GenerateRequest(f"trial-{member.id}", (1, 2, 3), Sampling(), max_tokens=1))
+        except TimeoutError:
+            raise EngineTimeout(f"engine {member.id} sampled nothing in {self.settings.probe_s} s") from None
+        member.set_health(Health.UP)

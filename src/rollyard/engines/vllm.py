@@ -1,0 +1,282 @@
+"""vLLM: token ids in, token ids out, by `/inference/v1/generate`, or by `/v1/completions` where that is shut.
+
+Which one works is found when the engine is probed: without `--enable-scale-out` the first answers 403 (404 in older
+versions), and the second takes token ids and gives them back with `return_token_ids`, but tells no weight versions.
+
+Checked against vLLM 0.32.0: a generation aborted by id answers at once, finish_reason "abort", with the tokens and
+logprobs sampled so far. The id that it is known by is `generate-tokens-ID` on the first API and `cmpl-ID-0` on the
+second. An id that is not (yet) known is ignored, so an abort that overtakes its request is lost: whoever needs it
+sends it again. Up to 0.28 the logprobs name their tokens "token_id:N"; both shapes are read.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rollyard.core import Sampling
+from rollyard.core.failure import EngineRefused
+from rollyard.engines import replies
+from rollyard.engines.base import EngineInfo, GenerateRequest, Generation
+from rollyard.engines.probe import TOP, logprob_semantics
+from rollyard.engines.remote import RemoteEngine
+from rollyard.engines.wire import session_headers
+
+GENERATE = "inference/v1/generate"
+COMPLETIONS = "v1/completions"
+
+
+class _Top(msgspec.Struct):
+    logprob: float
+    token_id: int | None = None
+    token: str | None = None
+
+    def id(self) -> int:
+        if self.token_id is not None:
+            return self.token_id
+        if self.token is None:
+            raise ValueError("a logprob names no token")
+        return replies.placeholder_id(self.token)
+
+
+class _Entry(_Top):
+    logprob: float | None = None  # type: ignore[assignment]  # the sampled token's may be missing
+    top_logprobs: list[_Top] | None = None
+
+
+class _Content(msgspec.Struct):
+    content: list[_Entry] | None = None
+
+
+class _Weights(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _Content | None = None
+    weight_versions: list[_Weights] | None = None
+    routed_experts: str | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _Columns(msgspec.Struct):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _CompletionChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Columns | None = None
+
+
+class _CompletionReply(msgspec.Struct):
+    choices: list[_CompletionChoice]
+    usage: _Usage | None = None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+class VllmEngine(RemoteEngine):
+    """See the module."""
+
+    _api = GENERATE
+    _takes_priority = True
+
+    async def probe(self) -> EngineInfo:
+        card = await self._find_model()
+        notes: list[str] = []
+        first = GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1)
+        self._api = GENERATE
+        try:
+            found = await self._generate(first)
+        except EngineRefused as error:
+            if error.data.get("status") not in (403, 404):
+                raise
+            notes.append(f"{GENERATE} is shut (start vLLM with --enable-scale-out); {COMPLETIONS} is used")
+            self._api = COMPLETIONS
+            found = await self._generate(first)
+        if found.logprobs is None:
+            kind, more = "unknown", ("it gives no logprobs: its trajectories are not trainable",)
+        else:
+            kind, more = await logprob_semantics(self._top_logprobs)
+        if not await self._accepts_priority():
+            notes.append("it does not schedule by priority")
+        self._info = EngineInfo(
+            model=card.id,
+            max_context=card.max_model_len,
+            logprobs_kind=kind,
+            api=self._api,
+            version=await self._version(),
+            tokenizer=await self._readable(card.root),
+            reports_versions=self._api == GENERATE and await self._tells_versions(),
+            notes=(*notes, *more),
+        )
+        return self._info
+
+    async def tokenize(self, text: str) -> Sequence[int] | None:
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        try:
+            return self._wire.read(await self._wire.post("/tokenize", body), _Tokens, "/tokenize").tokens
+        except EngineRefused:
+            return None
+
+    # --- one generation
+
+    async def _generate(self, request: GenerateRequest) -> Generation:
+        raw = await self._ask(request, top=0)
+        try:
+            generation = self._read_generate(raw) if self._api == GENERATE else self._read_completion(raw)
+            return replies.check_length(generation, request.max_tokens)
+        except ValueError as error:
+            raise self._wire.broken(str(error)) from None
+
+    async def _ask(self, request: GenerateRequest, *, top: int) -> bytes:
+        sampling = request.sampling
+        params: dict[str, Any] = {
+            **sampling.extra,  # first: it cannot undo what is ours to say
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "logprobs": top,
+        }
+        if request.seed is not None:
+            params["seed"] = request.seed
+        if request.stop_token_ids:
+            params["stop_token_ids"] = list(request.stop_token_ids)
+        ids = list(request.prompt_ids)
+        body: dict[str, Any] = {"model": self._model, "request_id": request.request_id}
+        if request.cache_salt:
+            body["cache_salt"] = request.cache_salt
+        if request.priority and self._takes_priority:
+            body["priority"] = -request.priority  # vLLM: the lower the earlier
+        if self._api == GENERATE:
+            body |= {"token_ids": ids, "sampling_params": params}
+        else:
+            body |= {"prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True, **params}
+        return await self._wire.post(f"/{self._api}", body, session_headers(request.session_id, request.request_id))
+
+    def _read_generate(self, raw: bytes) -> Generation:
+        reply = self._wire.read(raw, _Reply, "a generation")
+        choice = _only(reply.choices)
+        ids = replies.ids_of(choice.token_ids)
+        logprobs: array[float] | None = None
+        if choice.logprobs is not None and choice.logprobs.content is not None:
+            content = choice.logprobs.content
+            logprobs = replies.logprobs_of([entry.logprob for entry in content], len(ids))
+            replies.check_logprob_ids(choice.token_ids, [entry.id() for entry in content])
+        spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
+        columns: dict[str, bytes] = {}
+        if choice.routed_experts is not None:
+            columns["routed_experts"] = base64.b64decode(choice.routed_experts, validate=True)
+        return Generation(
+            token_ids=ids,
+            logprobs=logprobs,
+            finish_reason=replies.finish_of(choice.finish_reason),
+            versions=replies.spans_of(spans, len(ids)),
+            prompt_tokens=reply.usage.prompt_tokens if reply.usage else 0,
+            cached_tokens=_cached(reply.usage),
+            columns=columns,
+        )
+
+    def _read_completion(self, raw: bytes) -> Generation:
+        reply = self._wire.read(raw, _CompletionReply, "a completion")
+        choice = _only(reply.choices)
+        if choice.token_ids is None:
+            raise ValueError(f"{COMPLETIONS} gave no token_ids: this vLLM does not know return_token_ids")
+        ids = replies.ids_of(choice.token_ids)
+        values = choice.logprobs.token_logprobs if choice.logprobs else None
+        return Generation(
+            token_ids=ids,
+            logprobs=replies.logprobs_of(values, len(ids)),
+            finish_reason=replies.finish_of(choice.finish_reason),
+            prompt_tokens=reply.usage.prompt_tokens if reply.usage else 0,
+            cached_tokens=_cached(reply.usage),
+        )
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        if self._api == GENERATE:
+            paths, ids = (
+                ("/inference/v1/abort_requests", "/abort_requests"),
+                [f"generate-tokens-{i}" for i in request_ids],
+            )
+        else:
+            paths, ids = ("/abort_requests", "/inference/v1/abort_requests"), [f"cmpl-{i}-0" for i in request_ids]
+        for path in paths:  # the second needs VLLM_SERVER_DEV_MODE=1; one of them is there, or none
+            try:
+                await self._wire.post(path, {"request_ids": ids})
+                return
+            except EngineRefused as error:
+                if error.data.get("status") not in (403, 404, 405) or path == paths[-1]:
+                    raise
+
+    # --- what the probe asks
+
+    async def _top_logprobs(self, prompt: tuple[int, ...], sampling: Sampling) -> Mapping[int, float]:
+        raw = await self._ask(GenerateRequest("probe", prompt, sampling, max_tokens=1), top=TOP)
+        try:
+            if self._api == GENERATE:
+                content = _only(self._wire.read(raw, _Reply, "a generation").choices).logprobs
+                entry = content.content[0] if content and content.content else None
+                return {top.id(): top.logprob for top in (entry.top_logprobs or ())} if entry else {}
+            columns = _only(self._wire.read(raw, _CompletionReply, "a completion").choices).logprobs
+            tops = columns.top_logprobs[0] if columns and columns.top_logprobs else None
+            return {replies.placeholder_id(token): value for token, value in (tops or {}).items()}
+        except ValueError as error:
+            raise self._wire.broken(str(error)) from None
+
+    async def _tells_versions(self) -> bool:
+        raw = await self._ask(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1), top=0)
+        return _only(self._wire.read(raw, _Reply, "a generation").choices).weight_versions is not None
+
+    async def _accepts_priority(self) -> bool:
+        self._takes_priority = True
+        try:
+            await self._ask(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1, priority=1), top=0)
+        except EngineRefused:
+            self._takes_priority = False
+        return self._takes_priority
+
+    async def _version(self) -> str:
+        try:
+            return self._wire.read(await self._wire.get("/version"), _Version, "/version").version
+        except EngineRefused:
+            return ""
+
+
+def _only(choices: Sequence[Any]) -> Any:
+    if len(choices) != 1:
+        raise ValueError(f"{len(choices)} choices where one was asked for")
+    return choices[0]
+
+
+def _cached(usage: _Usage | None) -> int | None:
+    return usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None

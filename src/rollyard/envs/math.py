@@ -1,0 +1,80 @@
+"""The `math` environment: a question with a known answer, judged by `math-verify`.
+
+    {"question": "What is 6 × 7?", "answer": "42"}
+
+The reward is 1 if the agent's answer means the same as the known one, else 0. Its answer is what it gave to the
+`finish` tool, or the last \\boxed{} of the last thing it said. No answer, or one that cannot be read, is 0; a
+verifier that crashes or hangs is not the policy's fault and is no score.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rollyard.core import Message, Score, Task
+from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
+from rollyard.envs.fields import Fields
+from rollyard.envs.math_judge import MathJudge
+
+HINT = "Reason step by step, and put your final answer within \\boxed{}."
+
+
+class MathEnvironment(Environment):
+    """See the module. `system_prompt` in the data takes the place of the hint."""
+
+    name: ClassVar[str] = "math"
+    tools: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self._judge = MathJudge()
+
+    def check(self, task: Task) -> None:
+        _read(task)
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=False, eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        question, _, system_prompt = _read(context.task)
+        if system_prompt is None:
+            return Start(({"role": "user", "content": f"{question}\n\n{HINT}"},))
+        system: Message = {"role": "system", "content": system_prompt}
+        return Start((system, {"role": "user", "content": question}))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        _, known, _ = _read(context.task)
+        answer = given_answer(evidence)
+        if answer is None:
+            return Score(0.0, components={"correct": 0.0}, metrics={"answered": 0.0})
+        correct = float(await self._judge.is_same(known, answer))
+        return Score(correct, components={"correct": correct}, metrics={"answered": 1.0})
+
+    async def close(self) -> None:
+        await self._judge.close()
+
+
+def given_answer(evidence: Evidence) -> str | None:
+    """What the agent answered, or None."""
+    finished = evidence.trajectory.info.get("answer")
+    if isinstance(finished, str) and finished.strip():
+        return last_boxed(finished) or finished
+    return last_boxed(evidence.answer)
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last \\boxed{…} whose braces match."""
+    for at in reversed([index for index in range(len(text)) if text.startswith("\\boxed{", index)]):
+        depth, start = 1, at + len("\\boxed{")
+        for index in range(start, len(text)):
+            if text[index] in "{}" and text[index - 1] != "\\":
+                depth += 1 if text[index] == "{" else -1
+            if depth == 0:
+                return text[start:index].strip() or None
+    return None
+
+
+def _read(task: Task) -> tuple[str, str, str | None]:
+    fields = Fields(task)
+    read = fields.text("question"), fields.text("answer"), fields.optional_text("system_prompt")
+    fields.done()
+    return read

@@ -1,0 +1,53 @@
+"""Finds environments by entry point (`rollyard.environments`), one instance of each.
+
+An environment holds no state of a rollout; what it may hold is what all rollouts share (a verifier's processes),
+and that ends with `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from importlib.metadata import entry_points
+from typing import Self, cast
+
+from rollyard.core.failure import UnknownEnvironment
+from rollyard.envs.base import Environment
+
+GROUP = "rollyard.environments"
+
+
+class Environments:
+    """The environments that are installed, and those given as `extra` (which win). The service holds one.
+
+    `async with` closes what was made.
+    """
+
+    def __init__(self, extra: Mapping[str, Environment | type[Environment]] | None = None) -> None:
+        self._found = {point.name: point for point in entry_points(group=GROUP)}
+        self._made: dict[str, Environment] = {}
+        for name, environment in (extra or {}).items():
+            self._made[name] = environment() if isinstance(environment, type) else environment
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({*self._found, *self._made}))
+
+    def get(self, name: str) -> Environment:
+        """The environment of that name, or `UnknownEnvironment`."""
+        if name not in self._made:
+            if name not in self._found:
+                raise UnknownEnvironment(f"there is no environment {name!r}; there are: {', '.join(self.names)}")
+            self._made[name] = cast("type[Environment]", self._found[name].load())()
+        return self._made[name]
+
+    async def close(self) -> None:
+        async with AsyncExitStack() as stack:
+            for environment in self._made.values():
+                stack.push_async_callback(environment.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

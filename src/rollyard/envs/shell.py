@@ -1,0 +1,147 @@
+"""The `shell` environment: set-up commands and files, an instruction, and check commands that score what was left.
+
+    {"instruction": "Write 42 into answer.txt",
+     "files": {"notes.txt": "…"},
+     "setup": ["mkdir -p out"],
+     "checks": ["grep -qx 42 answer.txt", {"command": "test ! -e junk", "weight": 0.5, "name": "tidy"}]}
+
+The reward is the weighted share of checks that exit with 0. They run in a fresh sandbox that holds only what is in
+the workspace: no process, no PATH and no other file of RUN's reaches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from posixpath import isabs, join, normpath
+from typing import ClassVar
+
+from rollyard.core import Message, Score, Task
+from rollyard.core.failure import EvalDeadline, SetupDeadline, SetupFailed
+from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Start
+from rollyard.envs.fields import Fields
+from rollyard.sandbox.base import WORKDIR
+
+TAIL_BYTES = 2000
+"""Of a failed set-up command's errors: enough for a traceback's end."""
+
+CHECK_GRACE_S = 60.0
+"""A check that never ends is for the EVAL deadline to end; its own bound lies behind that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    command: str
+    name: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShellData:
+    """A task's data, read."""
+
+    instruction: str
+    setup: tuple[str, ...]
+    files: Mapping[str, str]
+    checks: tuple[Check, ...]
+    system_prompt: str | None
+
+    @classmethod
+    def read(cls, task: Task) -> ShellData:
+        """The data, or TaskInvalid with the field that is wrong."""
+        fields = Fields(task)
+        data = cls(
+            instruction=fields.text("instruction"),
+            setup=fields.texts("setup"),
+            files=_files(fields),
+            checks=_checks(task, fields),
+            system_prompt=fields.optional_text("system_prompt"),
+        )
+        fields.done()
+        return data
+
+
+class ShellEnvironment(Environment):
+    """See the module."""
+
+    name: ClassVar[str] = "shell"
+    tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
+
+    def check(self, task: Task) -> None:
+        ShellData.read(task)
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(artifacts=(ArtifactRule("workspace", WORKDIR),))
+
+    async def prepare(self, context: EnvContext) -> None:
+        data = ShellData.read(context.task)
+        if context.sandbox is None:
+            raise RuntimeError("the plan asked for a sandbox")
+        for path, text in data.files.items():
+            await context.sandbox.write(path, text.encode("utf-8", "surrogateescape"))
+        timeout_s = context.task.limits.init_s
+        for command in data.setup:
+            result = await context.run(command, timeout_s=timeout_s)
+            if result.is_timed_out:
+                raise SetupDeadline(f"set-up command {command!r} did not end within {timeout_s:g} s")
+            if result.status != 0:
+                tail = (result.stderr or result.stdout)[-TAIL_BYTES:].decode("utf-8", "replace").strip()
+                raise SetupFailed(
+                    f"set-up command {command!r} ended with status {result.status}: {tail}",
+                    command=command,
+                    status=result.status,
+                    stderr=tail,
+                )
+
+    async def init(self, context: EnvContext) -> Start:
+        data = ShellData.read(context.task)
+        messages: list[Message] = []
+        if data.system_prompt is not None:
+            messages.append({"role": "system", "content": data.system_prompt})
+        messages.append({"role": "user", "content": data.instruction})
+        return Start(tuple(messages))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        checks = ShellData.read(context.task).checks
+        timeout_s = context.task.limits.eval_s + CHECK_GRACE_S
+        passed: dict[str, float] = {}
+        for check in checks:
+            result = await context.run(check.command, timeout_s=timeout_s)
+            if result.is_timed_out:
+                raise EvalDeadline(f"check {check.name!r} did not end within {timeout_s:g} s")
+            passed[check.name] = float(result.status == 0)
+        reward = sum(passed[check.name] * check.weight for check in checks) / sum(check.weight for check in checks)
+        return Score(reward, components=passed)
+
+
+def _files(fields: Fields) -> dict[str, str]:
+    """Paths below the workspace, or absolute ones."""
+    files: dict[str, str] = {}
+    for path, text in fields.text_map("files").items():
+        normal = normpath(path if isabs(path) else join(WORKDIR, path))
+        is_outside = not isabs(path) and not normal.startswith(WORKDIR + "/")
+        if not path or path.endswith("/") or "\0" in path or is_outside:
+            raise fields.wrong(f"files[{path!r}]", f"the path of a file, absolute or below {WORKDIR},")
+        files[normal] = text
+    return files
+
+
+def _checks(task: Task, fields: Fields) -> tuple[Check, ...]:
+    checks: list[Check] = []
+    for index, item in enumerate(fields.items("checks")):
+        where = f"checks[{index}]"
+        if isinstance(item, str) and item.strip():
+            check = Check(item, f"check_{index}")
+        elif isinstance(item, Mapping):
+            own = Fields(task, item, f"data.{where}")
+            command, name = own.text("command"), own.optional_text("name")
+            check = Check(command, name or f"check_{index}", own.positive("weight", 1.0))
+            own.done()
+        else:
+            raise fields.wrong(where, "a command, or an object with command, weight and name,")
+        if any(check.name == other.name for other in checks):
+            raise fields.wrong(f"{where}.name", "a name that no other check has")
+        checks.append(check)
+    if not checks:
+        raise fields.wrong("checks", "a list of at least one check")
+    return tuple(checks)

@@ -1,0 +1,239 @@
+"""What the service counts, for Prometheus. docs/reference/metrics.md lists it; a test keeps the two alike.
+
+Two kinds. *Events* (counters and histograms) are recorded where they happen, by the methods of `Metrics`. *State*
+(how many are queued, in a pool, on an engine) is not recorded at all: it is asked for when somebody scrapes, through
+the `Snapshot` that a watcher returns, and so costs nothing on the hot path and can never drift.
+
+Invariants. One `Metrics` has one registry of its own; nothing is global. Labels are bounded: codes, states, stages,
+installed environments, configured engines and runtimes, route templates. Never an id of a rollout, a run or a client.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from rollyard.core import LostAttempt, Rollout
+
+_log = logging.getLogger("rollyard.observe")
+
+SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+COMMIT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1)
+TOKENS = (0, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
+BATCH = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """One stage's pool: slots, those at work, rollouts that wait for one."""
+
+    size: int
+    active: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    sessions: int
+    in_flight: int
+    is_up: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State at the moment of a scrape; whoever watches fills in what it knows."""
+
+    rollouts: Mapping[str, int] = field(default_factory=dict[str, int])  # by state; ended ones may be left out
+    pools: Mapping[str, PoolState] = field(default_factory=dict[str, PoolState])  # by stage
+    engines: Mapping[str, EngineState] = field(default_factory=dict[str, EngineState])  # by id
+    sandboxes: Mapping[str, int] = field(default_factory=dict[str, int])  # live, by runtime
+
+
+class Metrics:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._watchers: list[Callable[[], Snapshot]] = []
+        self._failure_codes: dict[str, set[str]] = {}  # by engine
+        self.registry.register(_State(self._watchers))
+
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"rollyard_{name}", help_text, labels, registry=self.registry)
+
+        def histogram(name: str, help_text: str, buckets: Iterable[float], *labels: str) -> Histogram:
+            return Histogram(f"rollyard_{name}", help_text, labels, buckets=tuple(buckets), registry=self.registry)
+
+        ended = ("outcome", "code", "blame", "environment")
+        self._ended = counter("rollouts_ended", "Rollouts that ended; code and blame are empty if completed.", *ended)
+        self._ended_tokens = histogram(
+            "rollout_sampled_tokens",
+            "Sampled tokens of ended rollouts; blame infra over all gives the infra rate by length.",
+            TOKENS,
+            "blame",
+        )
+        self._retries = counter("rollout_retries", "Attempts that were lost and tried again, by failure code.", "code")
+        self._lost_tokens = histogram(
+            "lost_attempt_tokens", "Sampled tokens of lost attempts, by failure code.", TOKENS, "code"
+        )
+        self._stage = histogram("stage_seconds", "Time at work in a stage, queues not counted.", SECONDS, "stage")
+        self._wait = histogram("stage_wait_seconds", "Time in the queue before a stage.", SECONDS, "stage")
+        self._calls = counter("engine_calls", "Model calls that an engine answered.", "engine")
+        self._call_failures = counter("engine_failures", "Model calls that failed, by code.", "engine", "code")
+        self._call_seconds = histogram("engine_call_seconds", "Time of a model call.", SECONDS, "engine")
+        self._prompt = counter("engine_prompt_tokens", "Prompt tokens sent to an engine.", "engine")
+        self._cached = counter("engine_cached_tokens", "Prompt tokens that it found in its prefix cache.", "engine")
+        self._sampled = counter("engine_sampled_tokens", "Tokens that it sampled.", "engine")
+        self._starts = counter("sandbox_starts", "Sandboxes that were started.", "runtime")
+        self._start_failures = counter("sandbox_failures", "Sandboxes that failed, by code.", "runtime", "code")
+        self._start_seconds = histogram("sandbox_start_seconds", "Time to start one.", SHORT_SECONDS, "runtime")
+        self._tool_seconds = histogram("tool_call_seconds", "Time of a tool call.", SHORT_SECONDS, "tool")
+        self._commit = histogram("store_commit_seconds", "Time of a commit, its statements included.", COMMIT_SECONDS)
+        self._batch = histogram("store_commit_operations", "Operations in one commit.", BATCH)
+        self._http = counter("http_requests", "HTTP requests, by route template.", "method", "route", "status")
+        self._http_seconds = histogram(
+            "http_request_seconds", "Time to answer, long polls included.", SHORT_SECONDS, "method", "route"
+        )
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    def watch(self, watcher: Callable[[], Snapshot]) -> None:
+        """Asks this for a snapshot at each scrape. It must be quick, and must not block."""
+        self._watchers.append(watcher)
+
+    # --- events ---------------------------------------------------------------------------------------
+
+    def rollout_ended(self, rollout: Rollout) -> None:
+        """Counts a terminal record, and its stages' times."""
+        ending = rollout.ending
+        if ending is None:
+            raise ValueError(f"rollout {rollout.id} has not ended")
+        failure = ending.failure
+        code, blame = (failure.code, failure.blame.value) if failure else ("", "")
+        self._ended.labels(ending.outcome.value, code, blame, rollout.task.environment).inc()
+        self._ended_tokens.labels(blame).observe(ending.summary.sampled_tokens)
+        timings = ending.timings
+        for stage, work_s, wait_s in (
+            ("init", timings.init_s, timings.queued_s),
+            ("run", timings.run_s, timings.ready_s),
+            ("eval", timings.eval_s, timings.eval_wait_s),
+        ):
+            if work_s or wait_s:  # a stage that was not reached is not a stage of 0 s
+                self._stage.labels(stage).observe(work_s)
+                self._wait.labels(stage).observe(wait_s)
+
+    def attempt_lost(self, lost: LostAttempt) -> None:
+        self._retries.labels(lost.code).inc()
+        self._lost_tokens.labels(lost.code).observe(lost.tokens_lost)
+
+    def engine_call(
+        self, engine: str, seconds: float, *, prompt_tokens: int, sampled_tokens: int, cached_tokens: int | None
+    ) -> None:
+        self._calls.labels(engine).inc()
+        self._call_seconds.labels(engine).observe(seconds)
+        self._prompt.labels(engine).inc(prompt_tokens)
+        self._sampled.labels(engine).inc(sampled_tokens)
+        if cached_tokens is not None:
+            self._cached.labels(engine).inc(cached_tokens)
+
+    def engine_failed(self, engine: str, code: str) -> None:
+        self._call_failures.labels(engine, code).inc()
+        self._failure_codes.setdefault(engine, set()).add(code)
+
+    def engine_removed(self, engine: str) -> None:
+        """Forgets an engine's series, so that engines that come and go do not pile up."""
+        for metric in (self._calls, self._call_seconds, self._prompt, self._cached, self._sampled):
+            with suppress(KeyError):  # it never got that far
+                metric.remove(engine)
+        for code in self._failure_codes.pop(engine, ()):
+            self._call_failures.remove(engine, code)
+
+    def sandbox_started(self, runtime: str, seconds: float) -> None:
+        self._starts.labels(runtime).inc()
+        self._start_seconds.labels(runtime).observe(seconds)
+
+    def sandbox_failed(self, runtime: str, code: str) -> None:
+        self._start_failures.labels(runtime, code).inc()
+
+    def tool_call(self, tool: str, seconds: float) -> None:
+        self._tool_seconds.labels(tool).observe(seconds)
+
+    def store_commit(self, seconds: float, operations: int) -> None:
+        """Fits `SqliteStore.open(on_commit=…)`."""
+        self._commit.observe(seconds)
+        self._batch.observe(operations)
+
+    def http_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        self._http.labels(method, route, str(status)).inc()
+        self._http_seconds.labels(method, route).observe(seconds)
+
+    # --- out ------------------------------------------------------------------------------------------
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The text of a scrape and its content type: OpenMetrics where the scraper accepts it."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def describe(self) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+        """(name as scraped, type, labels, meaning) of every metric, in order of name."""
+        rows: list[tuple[str, str, tuple[str, ...], str]] = []
+        for metric in (value for value in vars(self).values() if isinstance(value, Counter | Histogram)):
+            (family,) = metric.describe()
+            name = family.name + ("_total" if family.type == "counter" else "")
+            rows.append((name, family.type, tuple(metric._labelnames), family.documentation))
+        rows += [(name, "gauge", (label,), meaning) for name, label, meaning in _GAUGES.values()]
+        yield from sorted(rows)
+
+
+_GAUGES = {
+    "rollouts": ("rollyard_rollouts", "state", "Rollouts that have not ended, by state."),
+    "pool_size": ("rollyard_pool_size", "stage", "Slots of a stage's pool."),
+    "pool_active": ("rollyard_pool_active", "stage", "Slots at work."),
+    "pool_waiting": ("rollyard_pool_waiting", "stage", "Rollouts that wait for a slot."),
+    "engine_sessions": ("rollyard_engine_sessions", "engine", "Sessions that stick to an engine."),
+    "engine_in_flight": ("rollyard_engine_in_flight", "engine", "Model calls that it is answering."),
+    "engine_up": ("rollyard_engine_up", "engine", "1 if it takes calls, 0 if it is unhealthy or quarantined."),
+    "sandboxes": ("rollyard_sandboxes", "runtime", "Live sandboxes."),
+}
+
+
+class _State(Collector):
+    """The gauges, made from snapshots at scrape time."""
+
+    def __init__(self, watchers: list[Callable[[], Snapshot]]) -> None:
+        self._watchers = watchers
+
+    def describe(self) -> Iterable[Metric]:  # so that registering it does not collect
+        return [GaugeMetricFamily(name, meaning, labels=[label]) for name, label, meaning in _GAUGES.values()]
+
+    def collect(self) -> Iterable[Metric]:
+        families = {
+            key: GaugeMetricFamily(name, meaning, labels=[label]) for key, (name, label, meaning) in _GAUGES.items()
+        }
+        for watcher in self._watchers:
+            try:
+                snapshot = watcher()
+            except Exception:  # the other metrics are needed most when something is wrong
+                _log.exception("a watcher failed; its gauges are missing from this scrape")
+                continue
+            for state, count in snapshot.rollouts.items():
+                families["rollouts"].add_metric([state], count)
+            for stage, pool in snapshot.pools.items():
+                families["pool_size"].add_metric([stage], pool.size)
+                families["pool_active"].add_metric([stage], pool.active)
+                families["pool_waiting"].add_metric([stage], pool.waiting)
+            for engine, load in snapshot.engines.items():
+                families["engine_sessions"].add_metric([engine], load.sessions)
+                families["engine_in_flight"].add_metric([engine], load.in_flight)
+                families["engine_up"].add_metric([engine], load.is_up)
+            for runtime, live in snapshot.sandboxes.items():
+                families["sandboxes"].add_metric([runtime], live)
+        return families.values()

@@ -1,0 +1,86 @@
+"""What RUN left, kept outside the sandbox so that EVAL can judge it later, elsewhere, or again.
+
+One folder per rollout and attempt below `root`, by a hash of the id (a client's id is never a path). A file
+counts only after fsync and rename; its digest is checked when it is read back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from rollyard.core import Artifact
+from rollyard.core.failure import ArtifactLost
+from rollyard.envs.base import ArtifactRule
+from rollyard.sandbox.base import Sandbox
+
+
+class ArtifactFolder:
+    """See the module."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    async def save(
+        self, sandbox: Sandbox, rules: Iterable[ArtifactRule], rollout_id: str, attempt: int
+    ) -> list[Artifact]:
+        """Copies what the rules name out of a live sandbox.
+
+        A path that is not there, or is beyond its limit, is left out: what that means is the environment's to say.
+        """
+        folder = self._folder(rollout_id) / str(attempt)
+        saved: list[Artifact] = []
+        for rule in rules:
+            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+            target = folder / _file_name(rule.name)
+            partial = target.with_suffix(".part")
+            try:
+                kind = await sandbox.download(rule.path, partial, limit_bytes=rule.limit_bytes)
+            except (FileNotFoundError, ValueError):
+                await asyncio.to_thread(partial.unlink, missing_ok=True)
+                continue
+            try:
+                saved.append(await asyncio.to_thread(_settle, rule, kind, partial, target))
+            except OSError as error:
+                raise ArtifactLost(f"artifact {rule.name!r} could not be saved: {error}") from error
+        return saved
+
+    async def load(self, artifact: Artifact, rollout_id: str, attempt: int) -> Path:
+        """The saved file, proven to be what was saved."""
+        path = self._folder(rollout_id) / str(attempt) / _file_name(artifact.name)
+        try:
+            found = await asyncio.to_thread(_sha256, path)
+        except OSError as error:
+            raise ArtifactLost(f"artifact {artifact.name!r} cannot be read: {error}") from error
+        if found != artifact.sha256:
+            raise ArtifactLost(f"artifact {artifact.name!r} is not what was saved (its digest differs)")
+        return path
+
+    async def delete(self, rollout_id: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._folder(rollout_id), ignore_errors=True)
+
+    def _folder(self, rollout_id: str) -> Path:
+        name = hashlib.blake2b(rollout_id.encode(), digest_size=16).hexdigest()
+        return self.root / name[:2] / name
+
+
+def _file_name(name: str) -> str:
+    return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+
+
+def _settle(rule: ArtifactRule, kind: Literal["file", "tar"], partial: Path, target: Path) -> Artifact:
+    """fsync, rename, digest. Only now it counts."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(target)
+    return Artifact(rule.name, rule.path, target.stat().st_size, _sha256(target), kind)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,58 @@
+"""One renderer per model, loaded once, checked against the engine that serves it.
+
+A tokenizer that is not the engine's would make every token wrong and nothing fail: so the first use of a
+renderer with an engine compares the two on a text that tokenizers disagree on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollyard.core.failure import EngineRefused, TokenizerMismatch
+from rollyard.engines.base import Engine
+from rollyard.tokens import Renderer, Tokenizers, load_renderer
+
+PROBE = "def f(x):\n\treturn x*3.14159  # naïve 漢字 🚀\r\n  'don''t'  1234567890 <|im_start|>"
+
+
+class Renderers:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._tokenizers = Tokenizers()
+        self._loaded: dict[tuple[str, str, str], Renderer] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, engine: Engine) -> Renderer:
+        """The engine's renderer. TokenizerMismatch or EngineRefused where there is none that fits."""
+        spec = engine.spec
+        folder = spec.tokenizer or engine.info.tokenizer
+        key = (folder, spec.renderer, engine.info.model)
+        renderer = self._loaded.get(key)
+        if renderer is not None:
+            return renderer
+        if not folder:
+            raise EngineRefused(f"engine {spec.id} does not say where its tokenizer is: name it when adding the engine")
+        async with self._lock:
+            if key not in self._loaded:
+                self._loaded[key] = await asyncio.to_thread(self._load, folder, spec.renderer, engine.info.model)
+        return self._loaded[key]
+
+    async def check(self, engine: Engine) -> None:
+        """Compares our tokens with the engine's own, where it can say."""
+        renderer = await self.of(engine)
+        theirs = await engine.tokenize(PROBE)
+        if theirs is None:
+            return
+        ours = renderer.encode(PROBE)
+        if list(theirs) != ours:
+            first = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
+            raise TokenizerMismatch(
+                f"engine {engine.spec.id} and tokenizer {engine.spec.tokenizer or engine.info.tokenizer!r} "
+                f"disagree from token {first} of the probe text on"
+            )
+
+    def _load(self, folder: str, renderer: str, model: str) -> Renderer:
+        return load_renderer(self._tokenizers.load(folder), model, renderer)

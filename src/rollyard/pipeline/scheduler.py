@@ -1,0 +1,111 @@
+"""Which queued rollout goes next: strictly by priority, then fairly between runs, then in order of submission.
+
+Fair means start-time fair queueing: each run has a virtual time that one admission moves on by one; among the
+runs whose best rollout has the highest priority, the one furthest behind goes next. A run that was idle starts
+at the present, so it can neither save up turns nor be starved. A run at its quota (`max_live`) is passed over.
+
+Pure data: no clock of its own, no I/O. It holds as little of a rollout as `QueuedRow`; tasks stay in the store.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from rollyard.core import Run
+from rollyard.store.base import QueuedRow
+
+
+@dataclass(slots=True)
+class _RunQueue:
+    max_live: int | None = None
+    live: int = 0
+    virtual_time: float = 0.0
+    rows: list[tuple[int, int, QueuedRow]] = field(default_factory=list[tuple[int, int, QueuedRow]])
+
+
+class Scheduler:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _RunQueue] = {}
+        self._delayed: list[tuple[float, int, QueuedRow]] = []
+        self._present: dict[str, QueuedRow] = {}  # the truth; heaps may hold stale rows
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    def set_quota(self, run: Run) -> None:
+        self._queue(run.id).max_live = run.max_live
+
+    def forget_run(self, run_id: str) -> None:
+        queue = self._runs.get(run_id)
+        if queue is not None and queue.live == 0 and not queue.rows:
+            del self._runs[run_id]
+
+    def push(self, row: QueuedRow, not_before: float = 0.0) -> None:
+        """Adds a row; it is not given out before `not_before` (the caller's clock)."""
+        self._present[row.id] = row
+        if not_before:
+            heapq.heappush(self._delayed, (not_before, row.seq, row))
+        else:
+            self._push_due(row)
+
+    def remove(self, rollout_id: str) -> bool:
+        return self._present.pop(rollout_id, None) is not None
+
+    def pop(self, now: float) -> QueuedRow | None:
+        """The next row, counted as live in its run until `done`."""
+        while self._delayed and self._delayed[0][0] <= now:
+            _, _, row = heapq.heappop(self._delayed)
+            if self._present.get(row.id) is row:
+                self._push_due(row)
+        best: tuple[int, float, int, _RunQueue] | None = None
+        for queue in self._runs.values():
+            if queue.max_live is not None and queue.live >= queue.max_live:
+                continue
+            head = self._head(queue)
+            if head is None:
+                continue
+            key = (-head.priority, queue.virtual_time, head.seq, queue)
+            if best is None or key[:3] < best[:3]:
+                best = key
+        if best is None:
+            return None
+        queue = best[3]
+        _, _, row = heapq.heappop(queue.rows)
+        del self._present[row.id]
+        self._now = max(self._now, queue.virtual_time)
+        queue.virtual_time += 1
+        queue.live += 1
+        return row
+
+    def adopt(self, run_id: str) -> None:
+        """A rollout that is live without having been popped here: recovered in EVAL."""
+        self._queue(run_id).live += 1
+
+    def done(self, run_id: str) -> None:
+        """A row that `pop` gave out is live no more."""
+        self._queue(run_id).live -= 1
+
+    def next_due(self) -> float | None:
+        """When the first delayed row becomes due."""
+        return self._delayed[0][0] if self._delayed else None
+
+    def _queue(self, run_id: str) -> _RunQueue:
+        return self._runs.setdefault(run_id, _RunQueue())
+
+    def _push_due(self, row: QueuedRow) -> None:
+        queue = self._queue(row.run)
+        if self._head(queue) is None:
+            queue.virtual_time = max(queue.virtual_time, self._now)
+        heapq.heappush(queue.rows, (-row.priority, row.seq, row))
+
+    def _head(self, queue: _RunQueue) -> QueuedRow | None:
+        while queue.rows:
+            row = queue.rows[0][2]
+            if self._present.get(row.id) is row:
+                return row
+            heapq.heappop(queue.rows)
+        return None

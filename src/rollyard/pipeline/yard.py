@@ -1,0 +1,327 @@
+"""The yard: takes rollouts in, lets each through the stages when there is room, and tells how it stands.
+
+INIT admits a rollout when INIT has a slot, the budget of live rollouts has room, and the READY buffer could take
+it: so a slow EVAL slows admission and never a running rollout, and RUN finds set-up sandboxes waiting.
+
+Invariants. Everything accepted is durable first. A live rollout is exactly one `Attempt` in one task. The process
+may die at any instant: the store's recovery makes it right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+from rollyard.core import LIVE, Json, Rollout, Run, State
+from rollyard.core.deadline import Deadline
+from rollyard.core.failure import Cancelled, Draining, Gone, InvalidRequest, NotFound, QueueFull, Stalled
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import Tracer
+from rollyard.pipeline import stages
+from rollyard.pipeline.attempt import Attempt, Shutdown
+from rollyard.pipeline.hub import Hub
+from rollyard.pipeline.pool import Pool
+from rollyard.pipeline.scheduler import Scheduler
+from rollyard.pipeline.settings import PipelineSettings
+from rollyard.pipeline.workshop import Workshop
+from rollyard.store.base import QueuedRow, Retention, Store, Submission
+
+log = logging.getLogger("rollyard.pipeline")
+
+SWEEP_EVERY_S = 60.0
+
+
+class Yard:
+    """See the module. `async with` recovers what an earlier process left, and drains at the end."""
+
+    def __init__(
+        self, store: Store, shop: Workshop, settings: PipelineSettings, *, metrics: Metrics, tracer: Tracer
+    ) -> None:
+        self.store = store
+        self.shop = shop
+        self.settings = settings
+        self.metrics = metrics
+        self.tracer = tracer
+        self.hub = Hub(store.epoch)
+        self.scheduler = Scheduler()
+        self.init_pool = Pool("init", settings.init_slots, self.wake)
+        self.run_pool = Pool("run", settings.run_slots, self.wake)
+        self.eval_pool = Pool("eval", settings.eval_slots, self.wake)
+        self.ready_slots = settings.ready_slots
+        self.ready = 0
+        self.is_draining = False
+        self.live: dict[str, Attempt] = {}
+        self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
+        self._taking: set[str] = set()  # admitted, and being read from the store
+        self._max_live = settings.max_live
+        self._runs: dict[str, Run] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._loops: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+        self._is_awake = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Yard:
+        await self._tasks.__aenter__()
+        for run in await self.store.list_runs():
+            self.know(run)
+        for row in await self.store.queued():
+            self.scheduler.push(row)
+        for rollout_id in self.store.recovered.evals:
+            rollout = await self.store.get(rollout_id)
+            self.scheduler.adopt(rollout.run)
+            self._tasks.create_task(self._live(Attempt(self, rollout, self._runs[rollout.run])))
+        self._loops = [self._tasks.create_task(self._tick()), self._tasks.create_task(self._sweep())]
+        self.wake()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop_now()
+        for loop in self._loops:
+            loop.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def drain(self, within_s: float | None = None) -> None:
+        """Admits nothing more, gives back what has not begun RUN, and waits for the rest, at most so long."""
+        self.is_draining = True
+        for attempt in list(self.live.values()):
+            if attempt.state in (State.QUEUED, State.INIT, State.READY):
+                attempt.stop(Shutdown())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_s if within_s is None else within_s):
+                while self.live or self._taking:
+                    self._idle.clear()
+                    await self._idle.wait()
+
+    def stop_now(self) -> None:
+        """Gives back everything that is live; each attempt still proves its sandbox gone."""
+        self.is_draining = True
+        for attempt in list(self.live.values()):
+            attempt.stop(Shutdown())
+
+    # --- what clients ask -----------------------------------------------------------------------------
+
+    def know(self, run: Run) -> None:
+        self._runs[run.id] = run
+        self.scheduler.set_quota(run)
+
+    def run_of(self, run_id: str) -> Run | None:
+        return self._runs.get(run_id)
+
+    async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
+        """Durable when it returns. The caller has checked the tasks."""
+        if self.is_draining:
+            raise Draining("the service is shutting down")
+        room = self.settings.max_queued - len(self.scheduler)
+        if len(submissions) > room:
+            raise QueueFull(f"{len(submissions)} rollouts do not fit: the queue has room for {max(0, room)}")
+        stored = await self.store.submit(submissions)
+        for rollout in stored:
+            if rollout.state is State.QUEUED and rollout.id not in self.live and rollout.id not in self._taking:
+                self.scheduler.push(_row(rollout))
+                self.hub.publish(rollout)
+            elif rollout.state is State.ENDED:
+                self.hub.publish(rollout)
+        self.wake()
+        return stored
+
+    async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
+        """Acknowledged when it returns; a live one is gone soon after. None: a tombstone waits for its submit."""
+        rollout = await self.store.request_cancel(rollout_id, detail)
+        self.scheduler.remove(rollout_id)
+        attempt = self.live.get(rollout_id)
+        if attempt is not None:
+            attempt.stop(Cancelled(detail))
+        elif rollout is not None and rollout.state is State.ENDED:
+            self.hub.publish(rollout)
+        return rollout
+
+    async def wait(self, rollout_id: str, within_s: float) -> Rollout:
+        """The record, at its end or when the time is over."""
+        end = self.hub.end_of(rollout_id)
+        rollout = await self.store.get(rollout_id)
+        if rollout.state is State.ENDED or within_s <= 0:
+            return rollout
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(end), within_s)
+        return await self.store.get(rollout_id)
+
+    async def delete_run(self, run_id: str) -> None:
+        """Cancels what is not ended, waits for it, forgets the run."""
+        await self.store.get_run(run_id)
+        for state in (State.QUEUED, *LIVE):
+            after: str | None = None
+            while True:
+                page = await self.store.list(state=state, run=run_id, after=after, limit=1000)
+                for rollout in page.rollouts:
+                    await self.cancel(rollout.id, "its run was deleted")
+                after = page.next_cursor
+                if after is None or not page.rollouts:
+                    break
+        while any(attempt.run.id == run_id for attempt in self.live.values()):
+            self._idle.clear()
+            await self._idle.wait()
+        await self.store.delete_run(run_id)
+        self._runs.pop(run_id, None)
+        self.scheduler.forget_run(run_id)
+
+    async def rescore(self, rollout_id: str) -> Rollout:
+        """Evaluates saved artifacts again. The terminal record stays; the new score is appended."""
+        rollout = await self.store.get(rollout_id)
+        if rollout.state is not State.ENDED:
+            raise InvalidRequest(f"rollout {rollout_id} has not ended yet")
+        trajectory = await self.store.trajectory(rollout_id)
+        if trajectory is None:
+            raise Gone(f"rollout {rollout_id} has no saved trajectory to score")
+        async with self.eval_pool.slot((-rollout.priority, rollout.seq)):
+            clock = Deadline(rollout.task.limits.eval_s)
+            score = await stages.evaluate(
+                self.shop,
+                rollout,
+                trajectory,
+                clock,
+                lease_s=self.settings.lease_s,
+                watch=lambda _: None,
+                metrics=self.metrics,
+            )
+        entry: dict[str, Json] = {
+            "at": time.time(),
+            "reward": score.reward,
+            "components": dict(score.components),
+            "metrics": dict(score.metrics),
+        }
+        return await self.store.add_score(rollout_id, entry)
+
+    def resize(self, sizes: Mapping[str, int]) -> None:
+        """init, run, eval, ready, live: each optional."""
+        for name, size in sizes.items():
+            if size < 0:
+                raise InvalidRequest(f"pool {name}: a size is 0 or more, not {size}")
+        for pool in (self.init_pool, self.run_pool, self.eval_pool):
+            if pool.name in sizes:
+                pool.resize(sizes[pool.name])
+        self.ready_slots = sizes.get("ready", self.ready_slots)
+        self._max_live = sizes.get("live", self._max_live)
+        self.wake()
+
+    @property
+    def max_live(self) -> int:
+        if self._max_live is not None:
+            return self._max_live
+        return self.init_pool.size + self.ready_slots + self.run_pool.size + self.eval_pool.size
+
+    def pools(self) -> dict[str, Json]:
+        pools: dict[str, Json] = {
+            pool.name: {"size": pool.size, "active": pool.active, "waiting": pool.waiting}
+            for pool in (self.init_pool, self.run_pool, self.eval_pool)
+        }
+        pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": 0}
+        pools["live"] = {"size": self.max_live, "active": len(self.live), "waiting": 0, "quarantined": self.quarantined}
+        pools["queue"] = {"size": self.settings.max_queued, "active": len(self.scheduler), "waiting": 0}
+        return pools
+
+    # --- what attempts ask ----------------------------------------------------------------------------
+
+    def publish(self, rollout: Rollout) -> None:
+        self.hub.publish(rollout)
+        if rollout.ending is not None:
+            self.metrics.rollout_ended(rollout)
+
+    def requeued(self, rollout: Rollout, delay_s: float) -> None:
+        self.metrics.attempt_lost(rollout.lost[-1])
+        if not self.is_draining:
+            self.scheduler.push(_row(rollout), time.monotonic() + delay_s if delay_s else 0.0)
+
+    def wake(self) -> None:
+        """Looks for admissible work soon; many calls make one look."""
+        if not self._is_awake:
+            self._is_awake = True
+            asyncio.get_running_loop().call_soon(self._admit)
+
+    # --- admission ------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        self._is_awake = False
+        while not self.is_draining and self._has_room():
+            row = self.scheduler.pop(time.monotonic())
+            if row is None:
+                break
+            self.init_pool.try_acquire()
+            self._taking.add(row.id)
+            self._tasks.create_task(self._take(row))
+        due = self.scheduler.next_due()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and not self.is_draining:
+            delay = max(0.0, due - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay + 0.001, self.wake)
+
+    def _has_room(self) -> bool:
+        return (
+            self.init_pool.free > 0
+            and len(self.live) + len(self._taking) + self.quarantined < self.max_live
+            and self.init_pool.active + self.ready < self.ready_slots + self.run_pool.free
+        )
+
+    async def _take(self, row: QueuedRow) -> None:
+        """From the queue into INIT, unless the rollout has meanwhile gone another way."""
+        rollout: Rollout | None = None
+        try:
+            with suppress(NotFound):
+                rollout = await self.store.get(row.id)
+        finally:
+            self._taking.discard(row.id)
+            run = self._runs.get(row.run)
+            is_ours = rollout is not None and rollout.state is State.QUEUED and not self.is_draining
+            if not is_ours or run is None:
+                self.init_pool.release()
+                self.scheduler.done(row.run)
+                self._idle.set()  # a drain may wait for just this
+        if is_ours and rollout is not None and run is not None:
+            await self._live(Attempt(self, rollout, run))
+
+    async def _live(self, attempt: Attempt) -> None:
+        self.live[attempt.rollout.id] = attempt
+        try:
+            await attempt.main()
+        finally:
+            del self.live[attempt.rollout.id]
+            self.scheduler.done(attempt.rollout.run)
+            self.quarantined += attempt.is_quarantined
+            self._idle.set()
+            self.wake()
+
+    # --- the two loops --------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        """Renews leases, and ends what has not moved for longer than its stall bound."""
+        while True:
+            await asyncio.sleep(self.settings.tick_s)
+            now = time.monotonic()
+            for attempt in list(self.live.values()):
+                idle_s = attempt.tick(now, self.settings.lease_s)
+                bound_s = attempt.rollout.task.limits.stall_s
+                if idle_s is not None and idle_s > bound_s:
+                    attempt.stop(Stalled(f"nothing moved in {attempt.state} for {idle_s:.1f} s (bound: {bound_s:g} s)"))
+
+    async def _sweep(self) -> None:
+        """Deletes what retention no longer keeps."""
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)
+            for rollout_id in await self.store.sweep(Retention(self.settings.retain_s)):
+                await self.shop.artifacts.delete(rollout_id)
+
+
+def _row(rollout: Rollout) -> QueuedRow:
+    return QueuedRow(rollout.id, rollout.run, rollout.priority, rollout.seq, rollout.attempt)

@@ -1,0 +1,179 @@
+"""The service's side of one sandbox's keeper: numbered requests, their answers, and the proof of its end.
+
+Invariants. `ended` is done only when the keeper's pidfd says that everything in the sandbox is dead (before it is
+born: when its socket has ended, which only its death does). Every request then pending fails with the error that
+the end means: the policy's own doing, or a loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollyard.core.failure import RollyardError, SandboxEndedByPolicy, SandboxLost, SandboxStartFailed
+from rollyard.sandbox._wire import Message, Wire, close_all
+from rollyard.sandbox.base import SandboxEnd
+
+BROKEN_S = 2.0
+"""How long a request that the keeper could not serve waits for news of the sandbox's end."""
+
+
+class Job:
+    """A request on its way. `started` and `done` are its two possible answers, each once."""
+
+    def __init__(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.number = number
+        self.started: asyncio.Future[int] = loop.create_future()  # a pidfd, the caller's
+        self.done: asyncio.Future[Message] = loop.create_future()
+
+    def fail(self, error: BaseException) -> None:
+        for future in (self.started, self.done):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody may be waiting for this one
+
+
+class Keeper:
+    """Made before the start request is posted: `remote_fds` go with it, then `sent()`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lifeline_out, self._lifeline = os.pipe2(os.O_CLOEXEC)
+        self._jobs: dict[int, Job] = {}
+        self._numbers = itertools.count(1)
+        self._pidfd = -1
+        self.pid = 0
+        self._end: SandboxEnd | None = None  # as we know it before the proof
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[SandboxEnd] = self._loop.create_future()
+        self._wire = Wire(ours, self._on_message)
+
+    @property
+    def remote_fds(self) -> tuple[int, int]:
+        return self._theirs.fileno(), self._lifeline_out
+
+    def sent(self) -> None:
+        """The launcher has its own copies: from now on their end means its end."""
+        self._theirs.close()
+        os.close(self._lifeline_out)
+
+    @property
+    def end(self) -> SandboxEnd | None:
+        return self.ended.result() if self.ended.done() else None
+
+    # --- requests ---
+
+    def request(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> Job:
+        job = Job(next(self._numbers))
+        if self.ended.done():
+            raise error_of(self.ended.result())
+        self._jobs[job.number] = job
+        self._wire.post({**message, "n": job.number}, fds)
+        return job
+
+    def signal(self, job: Job, signum: signal.Signals) -> None:
+        if not job.done.done():
+            self._wire.post({"op": "signal", "n": job.number, "signum": int(signum)})
+
+    def end_job(self, job: Job) -> None:
+        """Kills it with all its descendants; its status still comes."""
+        if not job.done.done():
+            self._wire.post({"op": "end", "n": job.number})
+
+    # --- its end ---
+
+    def finish(self, end: SandboxEnd, *, by_signal: bool) -> None:
+        """Ends it, for the reason given. `by_signal`: its namespace dies with it, so it need not be asked."""
+        if self._end is None:
+            self._end = end
+        self._cut_lifeline()
+        if by_signal and self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _cut_lifeline(self) -> None:
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def _on_message(self, message: Message | None, fds: list[int]) -> None:
+        if message is None:
+            if self._pidfd < 0:
+                self._on_gone()
+            return
+        match message.get("event"):
+            case "born":
+                self.pid, self._pidfd = message["pid"], fds.pop()
+                self._loop.add_reader(self._pidfd, self._on_gone)
+                if self._end is not None:
+                    self.finish(self._end, by_signal=True)
+            case "ready":
+                if not self.ready.done():
+                    self.ready.set_result(None)
+            case "failed":
+                self._fail_start(SandboxStartFailed(f"{message['step']}: {message['detail']}", step=message["step"]))
+            case "ended":
+                status = message["status"]
+                # Nothing inside can reach bwrap's own process: a signal to it came from the host.
+                reason = "lost" if status < 0 else "ended_inside"
+                self._end = self._end or SandboxEnd(reason, f"its first process ended with status {status}")
+            case _:
+                self._on_answer(message, fds)
+        close_all(fds)
+
+    def _on_answer(self, message: Message, fds: list[int]) -> None:
+        job = self._jobs.get(message["n"])
+        if job is None:
+            return
+        if "started" in message:
+            if not job.started.done():
+                job.started.set_result(fds.pop())
+            return
+        if "broken" in message:
+            # Mostly because the sandbox is just ending: who ended it is known in a moment, and decides the blame.
+            self._loop.call_later(BROKEN_S, self._give_up, job, message["broken"])
+            return
+        del self._jobs[job.number]
+        if not job.done.done():
+            job.done.set_result(message)
+
+    def _give_up(self, job: Job, detail: str) -> None:
+        if self._jobs.pop(job.number, None) is not None:
+            job.fail(SandboxLost(detail))
+
+    def _fail_start(self, error: RollyardError) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()
+
+    def _on_gone(self) -> None:
+        """Everything in it is dead. What its keeper said before is still in the socket."""
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+            self._wire.drain()
+        self._wire.close()
+        self._cut_lifeline()
+        end = self._end or SandboxEnd("lost", "its keeper was killed from outside")
+        self._fail_start(SandboxStartFailed("the launcher ended", step="launcher"))
+        if not self.ended.done():
+            self.ended.set_result(end)
+        error = error_of(end)
+        for job in self._jobs.values():
+            job.fail(error)
+        self._jobs.clear()
+
+
+def error_of(end: SandboxEnd) -> RollyardError:
+    if end.reason == "ended_inside":
+        return SandboxEndedByPolicy(end.detail)
+    return SandboxLost(f"the sandbox is gone ({end.reason}) {end.detail}".strip(), reason=end.reason)

@@ -1,0 +1,298 @@
+"""What bubblewrap and local have in common: opening, starting, leases, ending, and sweeping up after a dead process.
+
+Invariants. A folder below `root` belongs to the one process that holds `root/.lock`. A start that fails, times out
+or is cancelled is cleaned up before it returns. One timer serves all leases. What cannot be proven gone is
+`SandboxStuck`: its folder is kept, so that nothing reuses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+from collections.abc import Coroutine, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from rollyard.core.failure import RollyardError, SandboxStartFailed, SandboxStuck
+from rollyard.core.ids import new_id
+from rollyard.sandbox._keeper import Keeper
+from rollyard.sandbox._sandbox import LaunchedSandbox, Place
+from rollyard.sandbox._wire import Message, readable
+from rollyard.sandbox._zygote import Zygote
+from rollyard.sandbox.base import SandboxEnd, SandboxSpec
+
+log = logging.getLogger("rollyard.sandbox")
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+REMOVE_S = 120.0
+"""Bounds the deletion of a sandbox's files; what takes longer goes on in the launcher's child."""
+
+
+class LaunchedRuntime:
+    name: ClassVar[str]
+    is_isolated: ClassVar[bool]
+
+    def __init__(
+        self,
+        *,
+        root: Path,
+        control_root: Path | None = None,
+        start_s: float = 60.0,
+        kill_s: float = 10.0,
+        max_starting: int | None = None,
+    ) -> None:
+        """`root` holds the sandboxes' files; `control_root` (tmpfs) the folders that commands are handed over in."""
+        self._root = root
+        self._control_root = control_root
+        self._start_s, self._kill_s = start_s, kill_s
+        # Starts are bound by the CPU: more at once only makes each of them slower.
+        self._starting = asyncio.Semaphore(max_starting or 4 * (os.cpu_count() or 1))
+        self._zygote = Zygote(self.name)
+        self._live: dict[str, LaunchedSandbox] = {}
+        self._keepers: dict[str, Keeper] = {}
+        self._places: dict[str, Place] = {}
+        self._endings: dict[str, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._lock = -1
+        self._control = Path()  # known once open
+
+    # --- what a runtime says of itself ---
+
+    def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[Place, Message]:
+        """Where the sandbox's things go, and the launcher's part of the start. SandboxStartFailed if impossible."""
+        raise NotImplementedError
+
+    def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
+        """The same error with what can be done about it."""
+        return error
+
+    async def probe(self) -> Mapping[str, str]:
+        raise NotImplementedError
+
+    # --- opening and closing ---
+
+    async def __aenter__(self) -> Self:
+        self._root = self._root.absolute()
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = -1
+            raise RuntimeError(f"{self._root} is in use by another process") from None
+        try:
+            self._control = self._open_control()
+            await self._sweep()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._lock < 0:
+            return
+        lock, self._lock = self._lock, -1  # no start begins from here on
+        while self._live:
+            endings = [
+                self._end(sandbox, SandboxEnd("killed", "the runtime closed")) for sandbox in self._live.values()
+            ]
+            await asyncio.wait(endings)
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._zygote.close()
+        with contextlib.suppress(OSError):
+            self._control.rmdir()
+        os.close(lock)
+
+    def _open_control(self) -> Path:
+        base = self._control_root or Path(os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm")
+        folder = base / f"rollyard-{os.geteuid()}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:  # /dev/shm is everyone's
+            raise RuntimeError(f"{folder} must be a folder of our own with mode 0700")
+        control = folder / blake2b(os.fsencode(self._root), digest_size=8).hexdigest()
+        control.mkdir(mode=0o700, exist_ok=True)
+        return control
+
+    # --- starting ---
+
+    async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
+        async with self._starting:
+            try:
+                return await self._start(spec, lease_s)
+            except SandboxStartFailed as error:
+                if error.data.get("step") != "launcher":
+                    raise self._explain(error) from None
+            return await self._start(spec, lease_s)  # the launcher died under it; there is a new one by now
+
+    async def _start(self, spec: SandboxSpec, lease_s: float) -> LaunchedSandbox:
+        if self._lock < 0:
+            raise SandboxStartFailed("the runtime is closed")
+        sandbox_id = new_id("sbx")
+        place, config = self._prepare(sandbox_id, spec)
+        keeper = Keeper()
+        sandbox = LaunchedSandbox(
+            sandbox_id, spec, keeper, place, on_kill=self._kill, on_renew=lambda sandbox: self._arm(sandbox.expires_at)
+        )
+        self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, keeper, place
+        try:
+            try:
+                config = {**config, "op": "start", "record": str(place.folder / "record.json")}
+                self._zygote.post(config, keeper.remote_fds)
+            finally:
+                keeper.sent()
+            async with asyncio.timeout(self._start_s):
+                await asyncio.shield(keeper.ready)
+        except BaseException as error:
+            ending = self._end(sandbox, SandboxEnd("killed", "its start did not succeed"))
+            await asyncio.wait([ending])
+            if isinstance(error, TimeoutError):
+                raise SandboxStartFailed(f"it did not stand within {self._start_s} s") from None
+            raise
+        sandbox.renew(lease_s)
+        log.debug("sandbox started", extra={"sandbox": sandbox_id, "owner": spec.owner, "runtime": self.name})
+        return sandbox
+
+    # --- ending ---
+
+    async def _kill(self, sandbox: LaunchedSandbox) -> None:
+        await asyncio.shield(self._end(sandbox, SandboxEnd("killed")))
+
+    def _end(self, sandbox: LaunchedSandbox, end: SandboxEnd) -> asyncio.Task[None]:
+        """The one task that ends this sandbox; the first reason stands."""
+        task = sandbox.ending
+        if task is None:
+            task = sandbox.ending = self._own(sandbox.id, self._finish(sandbox, end))
+        return task
+
+    def _own(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        def done(task: asyncio.Task[None]) -> None:
+            self._endings.pop(name, None)
+            if not task.cancelled() and (error := task.exception()):
+                log.error("a sandbox could not be ended: %s", error, extra={"sandbox": name})
+
+        task = asyncio.get_running_loop().create_task(work)
+        self._endings[name] = task
+        task.add_done_callback(done)
+        return task
+
+    async def _finish(self, sandbox: LaunchedSandbox, end: SandboxEnd) -> None:
+        keeper, place = self._keepers[sandbox.id], self._places[sandbox.id]
+        keeper.finish(end, by_signal=self.is_isolated)
+        try:
+            async with asyncio.timeout(self._kill_s):
+                await asyncio.shield(keeper.ended)
+        except TimeoutError:
+            raise SandboxStuck(
+                f"sandbox {sandbox.id} was not gone {self._kill_s} s after its kill", pid=keeper.pid
+            ) from None
+        finally:
+            for table in (self._live, self._keepers, self._places):
+                table.pop(sandbox.id, None)
+        await self._remove([str(place.folder), str(place.control)])
+
+    async def _remove(self, paths: list[str]) -> None:
+        is_gone = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REMOVE_S):
+                is_gone = await self._zygote.remove(paths)
+        if not is_gone:
+            log.warning("files of a sandbox could not be deleted", extra={"paths": paths})
+
+    # --- leases ---
+
+    def _arm(self, when: float) -> None:
+        if when < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = when
+            self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, float("inf")
+        now = asyncio.get_running_loop().time()
+        for sandbox in list(self._live.values()):
+            if sandbox.expires_at <= now:
+                log.warning("a lease ran out", extra={"sandbox": sandbox.id, "owner": sandbox.spec.owner})
+                self._end(sandbox, SandboxEnd("lease", "its lease was not renewed"))
+            elif sandbox.ending is None:
+                self._arm(sandbox.expires_at)
+
+    # --- what an earlier process left ---
+
+    async def _sweep(self) -> None:
+        paths: list[str] = []
+        for folder in self._root.glob("sbx_*"):
+            if await self._end_recorded(folder / "record.json"):
+                paths += [str(folder), str(self._control / folder.name)]
+            else:
+                log.error("a sandbox of an earlier process cannot be ended", extra={"folder": str(folder)})
+        paths += [str(path) for path in self._control.iterdir() if str(path) not in paths]
+        if paths:
+            log.info("swept what an earlier process left", extra={"paths": len(paths)})
+            await self._remove(paths)
+
+    async def _end_recorded(self, record: Path) -> bool:
+        """Ends the keeper that the record names, if it still is that process. True: it is gone."""
+        try:
+            entry = json.loads(record.read_bytes())  # noqa: ASYNC240  (a hundred bytes, once, at opening)
+            pidfd = os.pidfd_open(entry["pid"])
+        except (OSError, ValueError, KeyError):
+            return True  # no process, or it died before it had one
+        try:
+            if not _is_recorded(entry):
+                return True
+            if not self.is_isolated:  # it ends its descendants by itself, now that its lifeline is cut
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._kill_s):
+                        await readable(pidfd)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            async with asyncio.timeout(self._kill_s):
+                await readable(pidfd)
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            os.close(pidfd)
+
+    async def _probe_start(self, results: dict[str, str], name: str, spec: SandboxSpec) -> bool:
+        """Starts one for real, runs a command in it, ends it."""
+        try:
+            sandbox = await self.start(spec, lease_s=60.0)
+            try:
+                result = await sandbox.exec("echo ok", timeout_s=10.0)
+            finally:
+                await sandbox.kill()
+            results[name] = "ok" if result.stdout == b"ok\n" else f"echo gave status {result.status}"
+        except RollyardError as error:
+            results[name] = error.detail
+        return results[name] == "ok"
+
+
+def _is_recorded(entry: Mapping[str, Any]) -> bool:
+    """Same start time, same PID namespace: the number was not given to another process."""
+    try:
+        stat = Path(f"/proc/{entry['pid']}/stat").read_bytes().rpartition(b")")[2].split()
+        if stat[19].decode() != entry["start_time"]:
+            return False
+        with contextlib.suppress(PermissionError):  # hidden from an ordinary user; the start time has to do
+            return Path(f"/proc/{entry['pid']}/ns/pid").stat().st_ino == entry["pid_namespace"]
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,291 @@
+"""One running sandbox, whichever runtime made it: exec, spawn, files, lease, kill. See `base.Sandbox`."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import posixpath
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rollyard.core.failure import SandboxLost
+from rollyard.sandbox._keeper import Job, Keeper
+from rollyard.sandbox._wire import Collector, Feeder, Message
+from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ExecResult, SandboxEnd, SandboxSpec
+
+END_S = 10.0
+"""How long a timed-out command may take to die. It is SIGKILLed: only one stuck in the kernel takes longer."""
+
+FILE_S = 600.0
+"""A file job is bounded by its size; this bounds a disk that hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sandbox's things are, and how its paths are spelled for the launcher."""
+
+    folder: Path  # the host's, all of it ours to delete
+    work: Path
+    control: Path
+    env: Mapping[str, str]
+    limits: Mapping[str, int] = field(default_factory=dict[str, int])
+    limits_in_force: Mapping[str, str] = field(default_factory=dict[str, str])
+    is_mapped: bool = True  # False: WORKDIR and CONTROL_DIR exist only as names for host folders
+
+    def path(self, path: str) -> str:
+        path = posixpath.join(WORKDIR, path)
+        if not self.is_mapped:
+            for name, host in ((WORKDIR, self.work), (CONTROL_DIR, self.control)):
+                if path == name or path.startswith(f"{name}/"):
+                    return f"{host}{path[len(name) :]}"
+        return path
+
+
+class SpawnedProcess:
+    def __init__(self, keeper: Keeper, job: Job, pid: int) -> None:
+        self._keeper, self._job, self._pid = keeper, job, pid
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    async def wait(self) -> int:
+        try:
+            return (await asyncio.shield(self._job.done))["status"]
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception:  # the sandbox went, and it with it
+            return -signal.SIGKILL
+
+    def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        self._keeper.signal(self._job, signum)
+
+
+class LaunchedSandbox:
+    def __init__(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        keeper: Keeper,
+        place: Place,
+        *,
+        on_kill: Callable[[LaunchedSandbox], Awaitable[None]],
+        on_renew: Callable[[LaunchedSandbox], None],
+    ) -> None:
+        self._id, self._spec, self._keeper, self._place = sandbox_id, spec, keeper, place
+        self._on_kill, self._on_renew = on_kill, on_renew
+        self.expires_at = float("inf")
+        self.ending: asyncio.Task[None] | None = None  # the runtime's
+
+    def __repr__(self) -> str:
+        return f"<sandbox {self._id}>"
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    @property
+    def control_dir(self) -> Path:
+        return self._place.control
+
+    @property
+    def control_path(self) -> str:
+        return self._place.path(CONTROL_DIR)
+
+    @property
+    def limits_in_force(self) -> Mapping[str, str]:
+        return self._place.limits_in_force
+
+    @property
+    def pid(self) -> int:
+        """The keeper's, as the host sees it; for /proc only."""
+        return self._keeper.pid
+
+    @property
+    def end(self) -> SandboxEnd | None:
+        return self._keeper.end
+
+    async def ended(self) -> SandboxEnd:
+        return await asyncio.shield(self._keeper.ended)
+
+    def renew(self, lease_s: float) -> None:
+        self.expires_at = asyncio.get_running_loop().time() + lease_s
+        self._on_renew(self)
+
+    async def kill(self) -> None:
+        await self._on_kill(self)
+
+    # --- commands ---
+
+    def _run(
+        self,
+        argv: Sequence[str],
+        fds: Mapping[int, int],
+        *,
+        tty: int | None = None,
+        cwd: str,
+        env: Mapping[str, str] | None,
+        is_spawned: bool,
+    ) -> Job:
+        request: Message = {
+            "op": "run",
+            "argv": list(argv),
+            "cwd": self._place.path(cwd),
+            "env": {**self._place.env, **(env or {})},
+            "limits": self._place.limits,
+            "slots": list(fds),
+            "tty": tty is not None,
+            "tell": is_spawned,
+            "reaps": not is_spawned,  # orphans come to an exec'd command, so that a timeout finds them
+        }
+        return self._keeper.request(request, [*fds.values(), *([] if tty is None else [tty])])
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str = WORKDIR,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        output_bytes: int = 1 << 20,
+    ) -> ExecResult:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
+        if not argv:
+            raise ValueError("an empty command")
+        out, err = Collector(output_bytes), Collector(output_bytes)
+        feeder = Feeder(stdin) if stdin else None
+        job = None
+        try:
+            fds = {1: out.writer, 2: err.writer} | ({0: feeder.reader} if feeder else {})
+            job = self._run(argv, fds, cwd=cwd, env=env, is_spawned=False)
+            for pipe in (out, err, feeder):
+                if pipe is not None:
+                    pipe.started()
+            done, _ = await asyncio.wait([job.done], timeout=max(timeout_s, 0.0))
+            is_timed_out = not done
+            if is_timed_out:
+                self._keeper.end_job(job)
+                done, _ = await asyncio.wait([job.done], timeout=END_S)
+                if not done:
+                    raise SandboxLost(f"a command did not die within {END_S} s of SIGKILL")
+            status = job.done.result()["status"]
+            out.finish()
+            err.finish()
+            dropped = out.dropped_bytes + err.dropped_bytes
+            return ExecResult(status, bytes(out.data), bytes(err.data), loop.time() - began, is_timed_out, dropped)
+        finally:
+            if job is not None:
+                self._keeper.end_job(job)  # nothing if it is done: only for a caller who was cancelled
+            for pipe in (out, err, feeder):
+                if pipe is not None:
+                    pipe.close()
+
+    async def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        fds: Mapping[int, int],
+        tty: int | None = None,
+        cwd: str = WORKDIR,
+        env: Mapping[str, str] | None = None,
+    ) -> SpawnedProcess:
+        if not {0, 1, 2} <= fds.keys():
+            raise ValueError("descriptors 0, 1 and 2 must be given")
+        job = self._run(argv, fds, tty=tty, cwd=cwd, env=env, is_spawned=True)
+        try:
+            pidfd = await asyncio.shield(job.started)
+        except asyncio.CancelledError:
+            job.started.add_done_callback(lambda future: future.exception() or os.close(future.result()))
+            self._keeper.end_job(job)
+            raise
+        try:
+            pid = _pid_of(pidfd)
+        finally:
+            os.close(pidfd)
+        return SpawnedProcess(self._keeper, job, pid)
+
+    # --- files ---
+
+    def _file_job(self, op: str, path: str, fd: int, **more: int) -> Job:
+        request = {"op": op, "path": self._place.path(path), "cwd": self._place.path(WORKDIR), **more}
+        return self._keeper.request(request, [fd])
+
+    async def _answer(self, job: Job, path: str) -> Message:
+        try:
+            done, _ = await asyncio.wait([job.done], timeout=FILE_S)
+            if not done:
+                raise SandboxLost(f"a file job did not end within {FILE_S} s")
+        finally:
+            self._keeper.end_job(job)
+        answer = job.done.result()
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        if "errno" in answer:
+            if answer["errno"] == errno.ELOOP:
+                raise ValueError(f"{path}: {answer['strerror']}")
+            raise OSError(answer["errno"], answer["strerror"], path)
+        if "done" not in answer:
+            raise SandboxLost(f"a file job was killed (status {answer.get('status')})")
+        return answer
+
+    async def read(self, path: str, *, limit_bytes: int) -> bytes:
+        pipe = Collector(limit_bytes)
+        try:
+            job = self._file_job("read", path, pipe.writer, limit=limit_bytes)
+            pipe.started()
+            await self._answer(job, path)
+            await pipe.end()
+            return bytes(pipe.data)
+        finally:
+            pipe.close()
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        pipe = Feeder(data)
+        try:
+            job = self._file_job("write", path, pipe.reader, mode=mode)
+            pipe.started()
+            await self._answer(job, path)
+        finally:
+            pipe.close()
+
+    async def upload(self, source: Path, path: str) -> None:
+        fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            await self._answer(self._file_job("upload", path, fd), path)
+        finally:
+            os.close(fd)
+
+    async def unpack(self, archive: Path, path: str) -> None:
+        fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            await self._answer(self._file_job("unpack", path, fd), path)
+        finally:
+            os.close(fd)
+
+    async def download(self, path: str, target: Path, *, limit_bytes: int) -> Literal["file", "tar"]:
+        partial = target.with_name(f".{target.name}.{os.urandom(6).hex()}")
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            answer = await self._answer(self._file_job("download", path, fd, limit=limit_bytes), path)
+            partial.replace(target)
+            return "tar" if answer["done"]["kind"] == "tar" else "file"
+        finally:
+            os.close(fd)
+            partial.unlink(missing_ok=True)
+
+
+def _pid_of(pidfd: int) -> int:
+    """Its number as *we* see it; the keeper knows another one."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as info:
+        return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))

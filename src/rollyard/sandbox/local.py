@@ -1,0 +1,49 @@
+"""Sandboxes that are not: commands run on this machine as this user, in a folder of their own.
+
+For trusted tasks and for machines without namespaces; only where the operator allows it. Clean-up is as good as it
+gets without a kernel's help: the keeper is a subreaper, so every descendant stays below it, and it kills them all
+when its lifeline ends. A process that kills the keeper itself is caught by the launcher. No limits are enforced
+but `open_files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rollyard.core.failure import SandboxStartFailed
+from rollyard.sandbox._runtime import PATH, LaunchedRuntime
+from rollyard.sandbox._sandbox import Place
+from rollyard.sandbox._wire import Message
+from rollyard.sandbox.base import SandboxSpec
+
+
+class LocalRuntime(LaunchedRuntime):
+    """WORKDIR and CONTROL_DIR are names: `cwd` and file calls map them to the host's folders, commands do not.
+
+    A command finds its folder in `$PWD` and `$HOME`.
+    """
+
+    name: ClassVar[str] = "local"
+    is_isolated: ClassVar[bool] = False
+
+    def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[Place, Message]:
+        if spec.image is not None:
+            raise SandboxStartFailed("the local runtime has no images; use bubblewrap")
+        if spec.binds:
+            raise SandboxStartFailed("the local runtime cannot bind host paths; use bubblewrap")
+        folder, control = self._root / sandbox_id, self._control / sandbox_id
+        work, tmp = folder / "work", folder / "tmp"
+        env = {"PATH": PATH, "HOME": str(work), "TMPDIR": str(tmp), "USER": "agent", "LANG": "C.UTF-8", **spec.env}
+        limits = {"RLIMIT_CORE": 0}
+        in_force = {"memory": "none", "processes": "none", "disk": "none", "open_files": "none"}
+        if spec.limits.open_files is not None:
+            limits["RLIMIT_NOFILE"] = spec.limits.open_files
+            in_force["open_files"] = "rlimit"
+        place = Place(folder, work, control, env, limits, in_force, is_mapped=False)
+        return place, {"folders": [str(folder), str(work), str(tmp), str(control)]}
+
+    async def probe(self) -> Mapping[str, str]:
+        results: dict[str, str] = {}
+        await self._probe_start(results, "start", SandboxSpec(owner="probe"))
+        return results

@@ -1,0 +1,45 @@
+"""The app: routes, errors, and the order in which a call passes the gate.
+
+From outside in: Counted (metrics), CatchAll (nothing escapes), Gate (Host, Origin, token), BodyLimit, then the routes.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard import __version__
+from rollyard.service import openapi, problems
+from rollyard.service.auth import Gate
+from rollyard.service.bounds import BodyLimit, ClientGone
+from rollyard.service.house import House
+from rollyard.service.routes import engines, events, health, rollouts, runs, status
+from rollyard.service.scrape import Counted
+
+DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."
+
+
+def create_app(house: House) -> FastAPI:
+    app = FastAPI(
+        title="Rollyard",
+        version=__version__,
+        description=DESCRIPTION,
+        openapi_url=None,  # we serve our own: see openapi.py
+        redirect_slashes=False,
+    )
+    app.state.house = house
+    for part in (runs, rollouts, engines, status, events, health):
+        app.include_router(part.router)
+    problems.install(app)
+    app.add_exception_handler(ClientGone, _nobody_listens)
+    app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
+    app.add_middleware(BodyLimit, limit_bytes=house.settings.max_body_bytes)
+    app.add_middleware(Gate, tokens=house.tokens, hosts=house.settings.allowed_hosts)
+    app.add_middleware(problems.CatchAll)
+    app.add_middleware(Counted, metrics=house.yard.metrics)
+    return app
+
+
+async def _nobody_listens(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # goes nowhere; the number is what nginx logs for it

@@ -1,0 +1,198 @@
+"""Who may call: bearer tokens always, two scopes, and no browsers.
+
+`admin` may do everything; `trainer` everything but engines, pools and other people's runs. On loopback an admin
+token is made at first start and written, mode 0600, where the client and the CLI look for it.
+
+Invariants. A token is compared by its digest, in constant time, against all tokens. A token file is complete or not
+there, and is refused if others can read it. A Host that is not ours (DNS rebinding) and any Origin (a browser's
+page) are refused before the token is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import SecretStr
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollyard.core import RollyardError
+from rollyard.core.failure import Forbidden, ForeignHost, Unauthorized
+from rollyard.service.problems import problem
+from rollyard.service.settings import Settings, SettingsError
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
+"""Answered without a token: they tell what every reader of our documentation knows."""
+
+_TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
+
+
+class Access(StrEnum):
+    ADMIN = "admin"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls. `name` is a fingerprint of the token: it tells callers apart and opens nothing."""
+
+    access: Access
+    name: str
+
+    @property
+    def is_admin(self) -> bool:
+        return self.access is Access.ADMIN
+
+
+class Tokens:
+    """The tokens in force, kept as digests."""
+
+    def __init__(self, admin: Iterable[str], trainer: Iterable[str] = ()) -> None:
+        self._known = [
+            (digest, Caller(access, digest.hex()[:16]))
+            for access, tokens in ((Access.TRAINER, trainer), (Access.ADMIN, admin))
+            for digest in map(_digest, tokens)
+        ]
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Who sent this Authorization header; `Unauthorized` if nobody we know."""
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthorized("this call needs a bearer token")
+        given = _digest(token.strip())
+        found: Caller | None = None
+        for digest, caller in self._known:  # no early end: the time tells nothing
+            if hmac.compare_digest(digest, given):
+                found = caller
+        if found is None:
+            raise Unauthorized("this token is not known here")
+        return found
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def load_tokens(settings: Settings) -> Tokens:
+    """The configured tokens; on loopback without an admin token, the one of the token file, made if need be."""
+    admin = _given("admin_tokens", settings.admin_tokens)
+    trainer = _given("trainer_tokens", settings.trainer_tokens)
+    if not admin and settings.is_loopback:
+        admin = [own_token(settings.token_path)]
+    if not admin and not trainer:
+        raise SettingsError(
+            f"host {settings.host} can be reached by others: set admin_tokens or trainer_tokens first, "
+            "or listen on 127.0.0.1"
+        )
+    return Tokens(admin, trainer)
+
+
+def own_token(path: Path) -> str:
+    """The token of that file. Makes it, whole and mode 0600, if there is none."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(draft, path)  # unlike rename, never replaces a token that another process has just made
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return _read(path)[0]
+
+
+def _given(name: str, values: Sequence[SecretStr]) -> list[str]:
+    tokens: list[str] = []
+    for secret in values:
+        value = secret.get_secret_value()
+        tokens += _read(Path(value[1:]).expanduser()) if value.startswith("@") else [value]
+    if not all(_TOKEN.fullmatch(token) for token in tokens):
+        raise SettingsError(f"{name}: a token is 16 to 512 printable ASCII characters without spaces")
+    return tokens
+
+
+def _read(path: Path) -> list[str]:
+    """One token per line; empty lines and # lines do not count."""
+    try:
+        with path.open() as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise SettingsError(f"the token file {path} can be read by others: chmod 600 {path}")
+            lines = [line.strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the token file {path} cannot be read: {error}") from error
+    tokens = [line for line in lines if line and not line.startswith("#")]
+    if not tokens or not all(_TOKEN.fullmatch(token) for token in tokens):
+        raise SettingsError(f"the token file {path} holds no token; delete it and a new one is made")
+    return tokens
+
+
+def caller_of(request: Request) -> Caller:
+    return request.scope["rollyard.caller"]
+
+
+def require_admin(request: Request) -> None:
+    if not caller_of(request).is_admin:
+        raise Forbidden(f"{request.method} {request.url.path} is for admins")
+
+
+class Gate:
+    """ASGI: lets a call in if its Host is ours, it comes from no browser, and its token is known."""
+
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Sequence[str] = ()) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        try:
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            self._check_origin(scope, headers)
+            if scope["path"] not in OPEN_PATHS:
+                scope["rollyard.caller"] = self._tokens.caller(headers.get(b"authorization"))
+        except RollyardError as error:
+            await problem(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_origin(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        host = headers.get(b"host", "").lower()
+        if not (host in self._hosts or split_host(host)[0] in self._hosts or _is_here(host, scope.get("server"))):
+            raise ForeignHost(f"the Host header says {host[:100]!r}, which is not this service")
+        if b"origin" in headers:
+            raise ForeignHost("a call with an Origin header comes from a browser's page")
+
+
+def split_host(host: str) -> tuple[str, int]:
+    """ "[::1]:80" → ("::1", 80); without a port it is 80, HTTP's own."""
+    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::(\d{1,5}))?", host)
+    if match is None:
+        return "", 0
+    return match[1] or match[2], int(match[3] or 80)
+
+
+def _is_here(host: str, server: tuple[str, int | None] | None) -> bool:
+    """A literal address is ours if the connection came to it; a loopback name if it came to loopback. Either
+    needs the right port. A page on another site can make its own name point here, but not one of these."""
+    name, port = split_host(host)
+    if server is None or port != server[1]:
+        return False
+    here = server[0].removeprefix("::ffff:")
+    is_loopback = here == "::1" or here.startswith("127.")
+    return name == here or (is_loopback and name in ("localhost", "127.0.0.1", "::1"))

@@ -1,0 +1,84 @@
+"""What bounds a call: the size of its body, and the time that it may wait.
+
+Invariants. A body is counted as it streams in: what a client says of its length is believed only when it is too
+much. A wait ends at once when its client is gone, or when the service closes; either way nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollyard.core.failure import BodyTooLarge
+from rollyard.service.problems import problem
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody waits for this reply any more."""
+
+
+class BodyLimit:
+    """ASGI: refuses bodies beyond a size with 413."""
+
+    def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
+        self._app = app
+        self._limit_bytes = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if told.isdigit() and int(told) > self._limit_bytes:
+            await problem(self._too_large())(scope, receive, send)
+            return
+        seen_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal seen_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                seen_bytes += len(message.get("body", b""))
+                if seen_bytes > self._limit_bytes:
+                    raise self._too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than {self._limit_bytes} bytes", limit_bytes=self._limit_bytes)
+
+
+async def while_wanted(request: Request, work: Coroutine[object, object, T], closing: asyncio.Event) -> T | None:
+    """The result of `work`; None if the service closes first; `ClientGone` if the client does. `work` is cancelled,
+    and has ended, in both cases. The request's body must have been read."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(disconnected(request.receive))
+    closed = asyncio.create_task(closing.wait())
+    try:
+        await asyncio.wait((task, gone, closed), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientGone
+        return None
+    finally:
+        await end_all(task, gone, closed)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end_all(*tasks: asyncio.Task[object]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

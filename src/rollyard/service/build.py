@@ -1,0 +1,207 @@
+"""The composition root: opens everything a service needs, in order, and closes it in reverse.
+
+Store first (it has the lock: a second service on the same data stops here), then runtimes (which end what an earlier
+process left), engines, the workshop, and last the yard, which takes up the work.
+
+Invariants. An engine that is not there at start is taken in as down and watched; nothing in the list of engines can
+keep the service from starting. If any part fails to open, those before it are closed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from rollyard.agents.registry import Agents
+from rollyard.core import RollyardError
+from rollyard.core.failure import EngineFailure, TokenizerMismatch
+from rollyard.engines.base import Engine, EngineSpec, Kind, Role
+from rollyard.engines.router import Router, RouterSettings
+from rollyard.envs.registry import Environments
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import NoTracer, open_tracer
+from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
+from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Runtime
+from rollyard.service.auth import load_tokens
+from rollyard.service.bounds import end_all
+from rollyard.service.house import House
+from rollyard.service.models import EngineBody, check_body
+from rollyard.service.scrape import snapshot
+from rollyard.service.settings import EngineSettings, Settings, SettingsError
+from rollyard.store.sqlite import SqliteStore
+
+log = logging.getLogger("rollyard.service")
+
+RUNTIMES = {"bubblewrap": BubblewrapRuntime, "local": LocalRuntime}
+
+MOST_DESCRIPTORS = 1 << 20  # some hosts allow a billion, and some programs close them one by one
+
+ENGINES_S = 3.0  # engines get so long to answer before the service is ready; the rest come when they come
+
+PROBE_S = 30.0  # for a runtime to try itself at start; a slow host is reported, not waited for
+
+
+@asynccontextmanager
+async def open_house(
+    settings: Settings, *, environments: Environments | None = None, agents: Agents | None = None
+) -> AsyncGenerator[House, None]:
+    """A whole service but for its socket. The registries may be given, for environments that are not installed."""
+    raise_descriptor_limit()
+    open_data_dir(settings.data_dir)
+    tokens = load_tokens(settings)
+    agents = agents or Agents()
+    async with AsyncExitStack() as stack:
+        environments = await stack.enter_async_context(environments or Environments())
+        metrics = Metrics()
+        tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
+        stack.push_async_callback(tracer.close)
+        store = await stack.enter_async_context(
+            await SqliteStore.open(
+                settings.store_path,
+                max_attempts=settings.max_attempts,
+                can_reevaluate=lambda name: name in environments.names,
+                on_commit=metrics.store_commit,
+            )
+        )
+        runtimes: dict[str, Runtime] = {}
+        for name in settings.runtimes:
+            runtimes[name] = await stack.enter_async_context(_runtime(name, settings))
+        probes = {name: await _probe(name, runtime) for name, runtime in runtimes.items()}
+        renderers = Renderers()
+        router = await stack.enter_async_context(
+            Router(
+                RouterSettings(engine_wait_s=settings.engine_wait_s, watch_s=settings.health_s),
+                vet=lambda engine: vet(engine, renderers),
+            )
+        )
+        specs = all_engines(settings, await store.engines())
+        refused = await stack.enter_async_context(_engines(router, specs))
+        shop = Workshop(
+            runtimes=runtimes,
+            default_runtime=settings.runtime,
+            router=router,
+            environments=environments,
+            agents=agents,
+            renderers=renderers,
+            artifacts=ArtifactFolder(settings.data_dir / "artifacts"),
+        )
+        yard = await stack.enter_async_context(
+            Yard(store, shop, pipeline_settings(settings), metrics=metrics, tracer=tracer)
+        )
+        house = House(settings, tokens, store, router, shop, yard, probes, refused)
+        metrics.watch(lambda: snapshot(yard, router))
+        try:
+            yield house
+        finally:
+            house.closing.set()
+
+
+def raise_descriptor_limit() -> None:
+    """A sandbox needs about five descriptors; the usual soft limit of 1024 would hold 200 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_data_dir(path: Path) -> None:
+    """Ours alone: it holds prompts, tokens and keys."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise SettingsError(f"data_dir {path} cannot be used: {error}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise SettingsError(f"data_dir {path} cannot be written to")
+
+
+def pipeline_settings(settings: Settings) -> PipelineSettings:
+    return PipelineSettings(
+        init_slots=settings.init_slots,
+        run_slots=settings.run_slots,
+        eval_slots=settings.eval_slots,
+        ready_slots=settings.ready_slots,
+        max_live=settings.max_live,
+        max_queued=settings.max_queued,
+        max_attempts=settings.max_attempts,
+        eval_attempts=settings.eval_attempts,
+        drain_s=settings.drain_s,
+        retain_s=settings.retain_s,
+    )
+
+
+def _runtime(name: str, settings: Settings) -> AbstractAsyncContextManager[Runtime]:
+    if name not in RUNTIMES:
+        raise SettingsError(f"runtimes: there is no runtime {name!r}; there are: {', '.join(RUNTIMES)}")
+    return RUNTIMES[name](root=settings.data_dir / "sandboxes" / name)
+
+
+async def _probe(name: str, runtime: Runtime) -> Mapping[str, str]:
+    try:
+        async with asyncio.timeout(PROBE_S):
+            found = await runtime.probe()
+    except TimeoutError:
+        found = {"probe": f"it was not done within {PROBE_S:g} s"}
+    for feature, state in found.items():
+        if state != "ok":
+            log.warning("a runtime lacks something", extra={"runtime": name, "feature": feature, "state": state})
+    return found
+
+
+async def vet(engine: Engine, renderers: Renderers) -> None:
+    """No session gets an engine whose tokens we cannot write exactly."""
+    if engine.spec.role is not Role.POLICY or engine.spec.kind is Kind.OPENAI:
+        return
+    try:
+        await renderers.check(engine)
+    except EngineFailure:
+        raise
+    except Exception as error:  # whatever a tokenizer's files can do to their reader
+        why = error.detail if isinstance(error, RollyardError) else f"{type(error).__name__}: {error}"
+        raise TokenizerMismatch(f"engine {engine.spec.id}: its tokenizer cannot be used: {why}") from error
+
+
+def engine_spec(engine: EngineSettings) -> EngineSpec:
+    raw = engine.model_dump(exclude={"api_key"})
+    raw["api_key"] = engine.api_key.get_secret_value()
+    raw["id"] = engine.id or None
+    return check_body(raw, EngineBody).to_spec()
+
+
+@asynccontextmanager
+async def _engines(router: Router, specs: Iterable[EngineSpec]) -> AsyncGenerator[dict[str, str], None]:
+    """Adds all of them at once, and waits a little: an engine that does not answer must not keep us from starting.
+
+    Yields those that were refused, and why.
+    """
+    refused: dict[str, str] = {}
+    adding = [asyncio.create_task(_add_engine(router, spec, refused), name=f"add {spec.id}") for spec in specs]
+    try:
+        if adding:
+            await asyncio.wait(adding, timeout=ENGINES_S)
+        yield refused
+    finally:
+        await end_all(*adding)
+
+
+async def _add_engine(router: Router, spec: EngineSpec, refused: dict[str, str]) -> None:
+    try:
+        status = await router.add(spec, must_answer=False)
+    except RollyardError as error:
+        refused[spec.id] = error.detail
+        log.error("an engine was refused", extra={"engine": spec.id, "code": error.code, "detail": error.detail})
+        return
+    if status.info is None:
+        log.warning("an engine is down", extra={"engine": spec.id, "detail": status.stats.last_error})
+
+
+def all_engines(settings: Settings, remembered: Iterable[EngineSpec]) -> list[EngineSpec]:
+    """Those of an earlier life and those configured; of two with one id, what is configured now."""
+    specs = {spec.id: spec for spec in remembered}
+    specs |= {spec.id: spec for spec in map(engine_spec, settings.engines)}
+    return list(specs.values())

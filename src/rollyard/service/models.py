@@ -1,0 +1,253 @@
+"""Request bodies: pydantic at the edge, core's dataclasses inside.
+
+A body is read as strict JSON (no NaN, no lone surrogates, whole numbers of any size), checked here, and turned into
+core types; nothing behind this file sees a field that it does not know or a number that is not sane.
+
+A task is checked after the run's defaults have been laid under it, so its errors carry the path in the client's body.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from starlette.requests import Request
+
+from rollyard.core import AgentSpec, Json, Limits, Mode, Run, Sampling, SandboxOptions, Task, check_id, new_id
+from rollyard.core.failure import InvalidRequest
+from rollyard.engines.base import EngineSpec, Kind, Role
+from rollyard.service.problems import invalid
+
+M = TypeVar("M", bound=BaseModel)
+
+_INT64 = 2**63 - 1
+_DAY_S = 86_400.0
+
+Seconds = Annotated[float, Field(gt=0, le=30 * _DAY_S, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=_INT64)]
+Whole = Annotated[int, Field(ge=-_INT64, le=_INT64)]
+Priority = Annotated[int, Field(ge=-1_000_000, le=1_000_000)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Text = Annotated[str, Field(max_length=4096)]
+Object = dict[str, JsonValue]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+# --- tasks --------------------------------------------------------------------------------------------
+
+
+class AgentBody(Body):
+    name: Annotated[str, Field(max_length=256)] = ""
+    options: Object = {}
+
+
+class SamplingBody(Body):
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = Sampling().temperature
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Sampling().top_p
+    top_k: Annotated[int, Field(ge=-1, le=_INT64)] = Sampling().top_k
+    max_tokens: Count = Sampling().max_tokens
+    extra: Object = {}
+
+
+class LimitsBody(Body):
+    init_s: Seconds = Limits().init_s
+    run_s: Seconds = Limits().run_s
+    eval_s: Seconds = Limits().eval_s
+    tool_s: Seconds = Limits().tool_s
+    model_s: Seconds = Limits().model_s
+    stall_s: Seconds = Limits().stall_s
+    max_turns: Count = Limits().max_turns
+    max_tokens: Count | None = None
+    max_context: Count | None = None
+    output_bytes: Annotated[int, Field(ge=64, le=64 << 20)] = Limits().output_bytes
+
+
+class SandboxBody(Body):
+    runtime: Name | None = None
+    image: Text | None = None
+    memory_bytes: Count | None = None
+    processes: Count | None = None
+    disk_bytes: Count | None = None
+    open_files: Count | None = None
+
+
+class TaskBody(Body):
+    environment: Name
+    data: Object = {}
+    agent: AgentBody = AgentBody()
+    sampling: SamplingBody = SamplingBody()
+    limits: LimitsBody = LimitsBody()
+    sandbox: SandboxBody = SandboxBody()
+
+
+def to_task(raw: Mapping[str, Json], defaults: Mapping[str, Json], path: Sequence[str | int] = ("task",)) -> Task:
+    """A task as a client sent it, over its run's defaults. InvalidRequest names the field."""
+    try:
+        body = TaskBody.model_validate(merge(defaults, raw) if defaults else raw)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False), path) from error
+    return Task(
+        environment=body.environment,
+        data=body.data,
+        agent=AgentSpec(body.agent.name, body.agent.options),
+        sampling=Sampling(**_fields(body.sampling)),
+        limits=Limits(**_fields(body.limits)),
+        sandbox=SandboxOptions(**_fields(body.sandbox)),
+    )
+
+
+def _fields(body: Body) -> dict[str, Any]:
+    return dict(body)  # model_dump would copy what may be large
+
+
+def merge(under: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
+    """`over` laid on `under`: objects are merged key by key, anything else is replaced whole."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+# --- rollouts -----------------------------------------------------------------------------------------
+
+
+class RolloutBody(Body):
+    """One rollout of a submit. Without an id one is made; only with an id is sending it again harmless."""
+
+    id: str | None = None
+    task: Object
+    priority: Priority | None = None
+    group: str | None = None
+    index: Annotated[int, Field(ge=0, le=_INT64)] = 0
+
+    def identity(self) -> dict[str, Json]:
+        """What must be equal for the same id to mean the same rollout: all that was sent, as it was sent."""
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set - {"id", "run"})}
+
+
+class SingleBody(RolloutBody):
+    run: str = "default"
+
+
+class SubmitBody(Body):
+    """One or many rollouts of a run, all stored or none. The run "default" is made on first use."""
+
+    run: str = "default"
+    rollouts: Annotated[list[RolloutBody], Field(min_length=1)]
+
+
+# --- the rest -----------------------------------------------------------------------------------------
+
+
+class RunBody(Body):
+    id: str | None = None
+    mode: Literal["train", "eval"] = "train"
+    policy: Name = "default"
+    defaults: Object = {}
+    seed: Whole = 0
+    priority: Priority = 0
+    max_live: Count | None = None
+    trainable_on_deadline: bool = False
+
+    def to_run(self, owner: str, at: float) -> Run:
+        """Checks the defaults as far as a part of a task can be."""
+        to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
+        return Run(
+            id=new_id("run") if self.id is None else check_id(self.id, "run id"),
+            mode=Mode(self.mode),
+            policy=self.policy,
+            defaults=self.defaults,
+            seed=self.seed,
+            priority=self.priority,
+            max_live=self.max_live,
+            trainable_on_deadline=self.trainable_on_deadline,
+            created_at=at,
+            owner=owner,
+        )
+
+
+class AckBody(Body):
+    cursor: str
+
+
+class PoolsBody(Body):
+    """New sizes, each optional. 0 stops a stage: what is in it goes on, nothing new enters."""
+
+    init: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    run: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    eval: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    ready: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    live: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+
+
+class EngineBody(Body):
+    id: str | None = None
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+", max_length=2048)]
+    kind: Literal["vllm", "sglang", "openai"] = "vllm"
+    policy: Name = "default"
+    model: Text = ""
+    role: Literal["policy", "judge"] = "policy"
+    tokenizer: Text = ""
+    renderer: Text = ""
+    capacity: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    api_key: Text = ""
+
+    def to_spec(self) -> EngineSpec:
+        return EngineSpec(
+            id=engine_id(self.url) if self.id is None else check_id(self.id, "engine id"),
+            url=self.url.rstrip("/"),
+            kind=Kind(self.kind),
+            policy=self.policy,
+            model=self.model,
+            role=Role(self.role),
+            tokenizer=self.tokenizer,
+            renderer=self.renderer,
+            capacity=self.capacity,
+            api_key=self.api_key,
+        )
+
+
+def engine_id(url: str) -> str:
+    """An engine that nobody named is called by its address: the same engine is not added twice by accident."""
+    name = re.sub(r"[^A-Za-z0-9._:-]+", "-", re.sub(r"^https?://(?:[^@/]*@)?", "", url)).strip("-.:_")
+    return check_id(name[:128], "engine id")
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+async def read_json(request: Request) -> object:
+    """The body as JSON. InvalidRequest says what is wrong with it."""
+    data = await request.body()
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}" if data else "the body is empty") from error
+
+
+def check_body(raw: object, model: type[M]) -> M:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False)) from error
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    return check_body(await read_json(request), model)
+
+
+async def read_submit(request: Request) -> tuple[str, list[RolloutBody]]:
+    """The run and the rollouts of a submit, in either of its two forms."""
+    raw = await read_json(request)
+    if isinstance(raw, dict) and "rollouts" in raw:
+        many = check_body(raw, SubmitBody)
+        return many.run, many.rollouts
+    one = check_body(raw, SingleBody)
+    return one.run, [one]

@@ -1,0 +1,85 @@
+"""The API's description. Bodies are read by our own hand (`models.read_body`), so their schemas are added here.
+
+`/docs` is a plain page made from it: no script, nothing from elsewhere, readable on a machine without a network.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from rollyard.service import models
+
+BODIES: tuple[type[BaseModel], ...] = (
+    models.RunBody,
+    models.AckBody,
+    models.SubmitBody,
+    models.SingleBody,
+    models.TaskBody,
+    models.EngineBody,
+    models.PoolsBody,
+)
+
+PROBLEM: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "title", "status", "code", "detail", "remedy"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "code": {"type": "string", "description": "Stable for ever: switch on this."},
+        "detail": {"type": "string", "description": "What was wrong."},
+        "remedy": {"type": "string", "description": "What to do about it."},
+    },
+}
+
+
+def json_body(*bodies: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` for a route that reads one of these bodies."""
+    references = [{"$ref": f"#/components/schemas/{body.__name__}"} for body in bodies]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The whole schema, made once per app."""
+    if app.openapi_schema:
+        return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, definitions = models_json_schema(
+        [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+    )
+    components = schema.setdefault("components", {})
+    components["schemas"] = {"Problem": PROBLEM, **definitions["$defs"]}
+    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{"token": []}]
+    problem = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    for calls in schema["paths"].values():
+        for call in calls.values():
+            call["responses"].pop("422", None)  # FastAPI's own shape, which we do not send
+            call["responses"]["default"] = {"description": "What went wrong", "content": problem}
+    app.openapi_schema = schema
+    return schema
+
+
+def page(schema: dict[str, Any]) -> str:
+    """The description as a page."""
+    rows = [
+        f"<tr><td><code>{method.upper()}</code><td><code>{escape(path)}</code>"
+        f"<td>{escape(call.get('description') or call.get('summary') or '')}"
+        for path, calls in schema["paths"].items()
+        for method, call in calls.items()
+    ]
+    title = f"{escape(schema['info']['title'])} {escape(schema['info']['version'])}"
+    return (
+        f"<!doctype html><meta charset=utf-8><title>{title}</title>"
+        "<style>body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto}"
+        "td{padding:.3em 1em .3em 0;vertical-align:top;border-top:1px solid #ccc}</style>"
+        f"<h1>{title}</h1><p>The full description, for tools: <a href=/openapi.json>openapi.json</a>."
+        f"<table>{''.join(rows)}</table>\n"
+    )

@@ -1,0 +1,175 @@
+"""Core's types as the JSON that clients get. Numbers of token columns are written from their buffers."""
+
+from __future__ import annotations
+
+from array import array
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+from starlette.responses import Response
+
+from rollyard.core import Json, Rollout, Run, Trace, Trajectory
+from rollyard.engines.pool import EngineStatus
+
+JsonObject = dict[str, Any]  # on its way to the encoder: dataclasses and token columns may be in it
+
+
+def reply(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(body), status, headers, "application/json")
+
+
+def encode(body: object) -> bytes:
+    """JSON of dataclasses, mappings and token columns. Whole numbers of any size; a float32 in its shortest form."""
+    return msgspec.json.encode(body, enc_hook=_column)
+
+
+def _column(value: object) -> msgspec.Raw:
+    if isinstance(value, array):
+        column: Any = np.frombuffer(value, dtype=np.dtype(value.typecode))
+    elif isinstance(value, bytearray):
+        column = np.frombuffer(value, dtype=np.uint8)
+    else:
+        raise NotImplementedError(f"{type(value).__name__} has no JSON form here")
+    return msgspec.Raw(orjson.dumps(column, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def record(rollout: Rollout) -> JsonObject:
+    """The record object of the API."""
+    ending = rollout.ending
+    score = ending.score if ending else None
+    return {
+        "id": rollout.id,
+        "run": rollout.run,
+        "group": rollout.group,
+        "index": rollout.index,
+        "state": rollout.state,
+        "attempt": rollout.attempt,
+        "priority": rollout.priority,
+        "outcome": ending.outcome if ending else None,
+        "reward": score.reward if score else None,
+        "trainable": ending.is_trainable if ending else False,
+        "score": score,
+        "failure": ending.failure if ending else None,
+        "summary": ending.summary if ending else None,
+        "timings": ending.timings if ending else None,
+        "lost": rollout.lost,
+        "scores": rollout.scores,
+        "cursor": cursor(rollout),
+        "created_at": rollout.created_at,
+        "updated_at": rollout.updated_at,
+        "task": rollout.task,
+    }
+
+
+def cursor(rollout: Rollout) -> str | None:
+    return None if rollout.ended_seq is None else f"e:{rollout.ended_seq}"
+
+
+def trajectory_object(trajectory: Trajectory, rollout: Rollout) -> JsonObject:
+    return {
+        "attempt": trajectory.attempt,
+        "turns": trajectory.turns,
+        "ended_by": trajectory.ended_by,
+        "messages": trajectory.messages,
+        "tools": trajectory.tools,
+        "artifacts": trajectory.artifacts,
+        "info": trajectory.info,
+        "traces": traces(trajectory, rollout),
+    }
+
+
+def traces(trajectory: Trajectory, rollout: Rollout) -> list[JsonObject]:
+    siblings = len(trajectory.traces)
+    return [
+        {
+            "rollout_id": trajectory.rollout_id,
+            "attempt": trajectory.attempt,
+            "index": index,
+            "siblings": siblings,
+            "policy": trace.policy,
+            "model": trace.model,
+            "logprobs_kind": trace.logprobs_kind,
+            "trainable": is_trainable(trace, rollout),
+            "reason": untrainable_reason(trace, rollout),
+            "fork_reason": trace.fork_reason,
+            "reward": reward(rollout),
+            "sampling": trace.sampling,
+            "token_ids": trace.token_ids,
+            "mask": np_view(trace.mask),
+            "logprobs": trace.logprobs,
+            "versions": trace.versions,
+            "spans": trace.spans,
+            "columns": {name: b64encode(data).decode() for name, data in trace.columns.items()},
+        }
+        for index, trace in enumerate(trajectory.traces)
+    ]
+
+
+def np_view(mask: bytearray) -> array[int]:
+    """msgspec would write a bytearray as base64; an array of bytes comes to our own hook."""
+    return array("B", mask)
+
+
+def reward(rollout: Rollout) -> float | None:
+    ending = rollout.ending
+    return ending.score.reward if ending and ending.score else None
+
+
+def is_trainable(trace: Trace, rollout: Rollout) -> bool:
+    """A trace is to be trained on if it may be, and its rollout too."""
+    return trace.is_trainable and rollout.ending is not None and rollout.ending.is_trainable
+
+
+def untrainable_reason(trace: Trace, rollout: Rollout) -> str | None:
+    """Why not, where it is not."""
+    if is_trainable(trace, rollout):
+        return None
+    if not trace.is_trainable:
+        return trace.untrainable_reason or "this trace is not trainable"
+    if rollout.ending is None:
+        return "its rollout has not ended"
+    failure = rollout.ending.failure
+    return f"its rollout ended with {failure.code}" if failure else "its run does not train"
+
+
+def run_object(run: Run) -> JsonObject:
+    return {
+        "id": run.id,
+        "mode": run.mode,
+        "policy": run.policy,
+        "defaults": run.defaults,
+        "seed": run.seed,
+        "priority": run.priority,
+        "max_live": run.max_live,
+        "trainable_on_deadline": run.trainable_on_deadline,
+        "created_at": run.created_at,
+    }
+
+
+def engine_object(status: EngineStatus) -> dict[str, Json]:
+    """Never the engine's key."""
+    spec, stats, info = status.spec, status.stats, status.info
+    return {
+        "id": spec.id,
+        "url": spec.url,
+        "kind": spec.kind,
+        "policy": spec.policy,
+        "model": info.model if info else spec.model,
+        "role": spec.role,
+        "tokenizer": spec.tokenizer,
+        "renderer": spec.renderer,
+        "state": status.health,
+        "capacity": spec.capacity,
+        "sessions": stats.sessions,
+        "in_flight": stats.in_flight,
+        "calls": stats.calls,
+        "failures": stats.failures,
+        "tokens": stats.tokens,
+        "cached_tokens": stats.cached_tokens,
+        "last_error": stats.last_error or None,
+        "info": msgspec.to_builtins(info),
+    }

@@ -1,0 +1,61 @@
+"""/v1/engines: the live pool of inference servers. Adding and removing is for admins: an engine sees every prompt."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard.core import check_id
+from rollyard.service.auth import require_admin
+from rollyard.service.house import House, house_of
+from rollyard.service.models import EngineBody, read_body
+from rollyard.service.openapi import json_body
+from rollyard.service.records import engine_object, reply
+
+router = APIRouter(prefix="/v1", tags=["engines"])
+
+
+@router.post("/engines", status_code=201, openapi_extra=json_body(EngineBody))
+async def add_engine(request: Request) -> Response:
+    """Probes an engine and takes it in, for good: it is there again after a restart."""
+    require_admin(request)
+    house = house_of(request)
+    spec = (await read_body(request, EngineBody)).to_spec()
+    status = await house.router.add(spec)
+    try:
+        await house.store.put_engine(spec)
+    except BaseException:
+        await house.router.remove(spec.id)  # what is not remembered is not there either
+        raise
+    return reply(engine_object(status), 201)
+
+
+@router.get("/engines")
+async def list_engines(request: Request) -> Response:
+    """Every engine with its load and health."""
+    return reply({"engines": [engine_object(status) for status in house_of(request).router.list()]})
+
+
+@router.delete("/engines/{engine_id}", status_code=204)
+async def remove_engine(request: Request, engine_id: str) -> Response:
+    """Takes an engine out. Its sessions go on elsewhere, from the tokens that they have."""
+    require_admin(request)
+    house = house_of(request)
+    await _remove(house, check_id(engine_id, "engine"))
+    return Response(status_code=204)
+
+
+@router.delete("/engines", status_code=204)
+async def clear_engines(request: Request) -> Response:
+    """Takes all engines out."""
+    require_admin(request)
+    house = house_of(request)
+    for status in house.router.list():
+        await _remove(house, status.spec.id)
+    return Response(status_code=204)
+
+
+async def _remove(house: House, engine_id: str) -> None:
+    await house.router.remove(engine_id)
+    await house.store.delete_engine(engine_id)

@@ -1,0 +1,52 @@
+"""What watches ask: /healthz (the loop lives), /readyz (work is taken), /metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from rollyard.core.failure import Draining, InternalError
+from rollyard.service import openapi
+from rollyard.service.house import house_of
+from rollyard.service.problems import problem
+from rollyard.service.records import reply
+from rollyard.store.base import StoreUnusable
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/healthz")
+async def healthz() -> Response:
+    """200 as long as the process answers at all."""
+    return reply({"status": "ok"})
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """200 when what was left by an earlier process is recovered and new work is taken; 503 otherwise."""
+    house = house_of(request)
+    if house.yard.is_draining:
+        raise Draining("the service is shutting down")
+    try:
+        await house.store.list(limit=1)
+    except StoreUnusable as error:
+        return problem(InternalError(f"the store cannot be used: {error}"), status=503)
+    return reply({"status": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text, or OpenMetrics where that is accepted. Needs a token, of any scope."""
+    data, content_type = house_of(request).yard.metrics.render(request.headers.get("accept", ""))
+    return Response(data, headers={"content-type": content_type})
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    return HTMLResponse(openapi.page(openapi.describe(request.app)))
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def schema(request: Request) -> Response:
+    return reply(openapi.describe(request.app))

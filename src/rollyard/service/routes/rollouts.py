@@ -1,0 +1,200 @@
+"""/v1/rollouts: submit, look, wait, cancel, score again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard.core import DeadlineExpired, Rollout, State, Trajectory, check_id, new_id
+from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
+from rollyard.pipeline import Yard
+from rollyard.service import arrow
+from rollyard.service.bounds import while_wanted
+from rollyard.service.house import House, house_of
+from rollyard.service.models import SingleBody, SubmitBody, read_submit, to_task
+from rollyard.service.openapi import json_body
+from rollyard.service.records import record, reply, traces, trajectory_object
+from rollyard.store.base import Page, Submission
+
+router = APIRouter(prefix="/v1", tags=["rollouts"])
+
+BREATH = 100  # tasks checked between two turns of the event loop: about 5 ms
+
+WaitS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class GetQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    wait_s: WaitS = Field(default=0.0, description="Answer at the rollout's end, or after so long.")
+    include: Literal["trajectory"] | None = None
+
+
+class ListQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    state: State | None = None
+    run: str | None = None
+    group: str | None = None
+    after: str | None = Field(default=None, description="The `next` of the page before.")
+    limit: int = Field(default=100, ge=1, le=1000)
+    wait_s: WaitS = Field(default=0.0, description="With state=ended: wait so long for the first one.")
+
+
+@router.post("/rollouts", status_code=202, openapi_extra=json_body(SubmitBody, SingleBody))
+async def submit(request: Request) -> Response:
+    """Takes one or many rollouts in, durably, all or none. The same id and body again is the same rollout."""
+    house = house_of(request)
+    run_id, bodies = await read_submit(request)
+    if house.yard.is_draining:
+        raise Draining("the service is shutting down")
+    run = await house.run(run_id)
+    submissions: list[Submission] = []
+    for number, body in enumerate(bodies):
+        path = ("task",) if isinstance(body, SingleBody) else ("rollouts", number, "task")
+        task = to_task(body.task, run.defaults, path)
+        house.shop.check(task, run)
+        rollout = Rollout(
+            id=new_id("ro") if body.id is None else check_id(body.id, "rollout id"),
+            run=run.id,
+            task=task,
+            group=None if body.group is None else check_id(body.group, "group"),
+            index=body.index,
+            priority=run.priority if body.priority is None else body.priority,
+        )
+        submissions.append(Submission(rollout, body.identity()))
+        if number % BREATH == BREATH - 1:
+            await asyncio.sleep(0)
+    stored = await house.yard.submit(submissions)
+    return reply({"rollouts": [record(rollout) for rollout in stored]}, 202)
+
+
+@router.get("/rollouts")
+async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
+    """A page of rollouts: ended ones in the order in which they ended, others in order of submission."""
+    house = house_of(request)
+    is_ended = query.state is State.ENDED
+    if query.wait_s and not is_ended:
+        raise InvalidRequest("wait_s: only a listing with state=ended can be waited for")
+    wait_s = house.wait_s(query.wait_s)
+    page: Page | None = None
+    if wait_s:
+        page = await while_wanted(request, _first_ended(house, query, wait_s), house.closing)
+    if page is None:
+        page = await _list(house, query)
+    after = page.next_cursor
+    if is_ended:  # there will be more: the place to ask from next time
+        last = page.rollouts[-1].ended_seq if page.rollouts else None
+        after = query.after or "e:0" if last is None else f"e:{last}"
+    return reply({"rollouts": [record(rollout) for rollout in page.rollouts], "next": after})
+
+
+async def _list(house: House, query: ListQuery) -> Page:
+    return await house.store.list(
+        state=query.state, run=query.run, group=query.group, after=query.after, limit=query.limit
+    )
+
+
+async def _first_ended(house: House, query: ListQuery, wait_s: float) -> Page:
+    """The page as soon as there is something on it."""
+    hub = house.yard.hub
+    try:
+        async with asyncio.timeout(wait_s):
+            while True:
+                seen = hub.last_id
+                page = await _list(house, query)
+                if page.rollouts:
+                    return page
+                async with aclosing(hub.events(seen)) as events:
+                    async for event in events:
+                        if event.kind == "gap" or (event.state is State.ENDED and query.run in (None, event.run)):
+                            break
+    except TimeoutError:
+        return await _list(house, query)
+
+
+@router.get("/rollouts/{rollout_id}")
+async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQuery, Query()]) -> Response:
+    """The record, at once or at its end; with its trajectory if asked for. As Arrow: its traces, and the record in
+    the schema's metadata."""
+    house = house_of(request)
+    check_id(rollout_id, "rollout id")
+    wait_s = house.wait_s(query.wait_s)
+    rollout: Rollout | None = None
+    if wait_s:
+        rollout = await while_wanted(request, house.yard.wait(rollout_id, wait_s), house.closing)
+    if rollout is None:
+        rollout = await house.store.get(rollout_id)
+    if _wants_arrow(request):
+        return _arrow(await _trajectory(house, rollout), rollout, with_record=True)
+    body = record(rollout)
+    if query.include == "trajectory":
+        trajectory = await house.store.trajectory(rollout_id)
+        body["trajectory"] = trajectory and trajectory_object(trajectory, rollout)
+    return reply(body)
+
+
+@router.delete("/rollouts/{rollout_id}", status_code=202)
+async def cancel(request: Request, rollout_id: str) -> Response:
+    """Cancels, from any state, as often as you like. An id that is not known yet is cancelled when it comes."""
+    check_id(rollout_id, "rollout id")
+    rollout = await house_of(request).yard.cancel(rollout_id)
+    return reply({"id": rollout_id, "state": rollout.state if rollout else "cancelled_before_submit"}, 202)
+
+
+@router.get("/rollouts/{rollout_id}/traces")
+async def get_traces(request: Request, rollout_id: str) -> Response:
+    """The training sequences alone, as JSON or (`Accept: application/vnd.apache.arrow.stream`) as Arrow."""
+    house = house_of(request)
+    rollout = await house.store.get(check_id(rollout_id, "rollout id"))
+    trajectory = await _trajectory(house, rollout)
+    if _wants_arrow(request):
+        return _arrow(trajectory, rollout)
+    return reply({"traces": traces(trajectory, rollout)})
+
+
+@router.post("/rollouts/{rollout_id}/rescore")
+async def rescore(request: Request, rollout_id: str) -> Response:
+    """Scores the saved artifacts again, without inference. Appended to `scores`; the terminal record stays."""
+    house = house_of(request)
+    check_id(rollout_id, "rollout id")
+    await request.body()  # there is none; but what there is must be read before a disconnect can be seen
+    if house.yard.is_draining:
+        raise Draining("the service is shutting down")
+    rollout = await while_wanted(request, _rescore(house.yard, rollout_id), house.closing)
+    if rollout is None:
+        raise Draining("the service is shutting down")
+    return reply(record(rollout))
+
+
+async def _rescore(yard: Yard, rollout_id: str) -> Rollout:
+    try:
+        return await yard.rescore(rollout_id)
+    except DeadlineExpired as error:
+        raise EvalDeadline(f"scoring rollout {rollout_id} took longer than its limits.eval_s") from error
+
+
+async def _trajectory(house: House, rollout: Rollout) -> Trajectory:
+    trajectory = await house.store.trajectory(rollout.id)
+    if trajectory is not None:
+        return trajectory
+    if rollout.ending is None:
+        raise NotFound(f"rollout {rollout.id} is in state {rollout.state}: its traces come with its end")
+    if rollout.ending.summary.traces:
+        raise Gone(f"the traces of rollout {rollout.id} have been deleted")
+    return Trajectory(rollout.id, rollout.attempt)
+
+
+def _wants_arrow(request: Request) -> bool:
+    return arrow.MEDIA_TYPE in request.headers.get("accept", "")
+
+
+def _arrow(trajectory: Trajectory, rollout: Rollout, *, with_record: bool = False) -> Response:
+    data = arrow.traces_stream(trajectory, rollout, with_record=with_record)
+    return Response(data, media_type=arrow.MEDIA_TYPE)

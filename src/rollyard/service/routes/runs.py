@@ -1,0 +1,68 @@
+"""/v1/runs: a trainer's jobs."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard.core import check_id
+from rollyard.core.failure import Draining, Forbidden, InvalidRequest
+from rollyard.service.auth import caller_of
+from rollyard.service.house import house_of
+from rollyard.service.models import AckBody, RunBody, read_body
+from rollyard.service.openapi import json_body
+from rollyard.service.records import reply, run_object
+from rollyard.store.base import Stale
+
+router = APIRouter(prefix="/v1", tags=["runs"])
+
+
+@router.post("/runs", status_code=201, openapi_extra=json_body(RunBody))
+async def create_run(request: Request) -> Response:
+    """Makes a run. The same id with the same body is the same run (200); with another body it is 409."""
+    house = house_of(request)
+    body = await read_body(request, RunBody)
+    if house.yard.is_draining:
+        raise Draining("the service is shutting down")
+    run = body.to_run(caller_of(request).name, time.time())
+    is_known = house.yard.run_of(run.id) is not None
+    sent = body.model_dump(exclude_unset=True, exclude={"id"})
+    stored = await house.store.put_run(run, sent)
+    house.yard.know(stored)
+    return reply(run_object(stored), 200 if is_known else 201)
+
+
+@router.get("/runs")
+async def list_runs(request: Request) -> Response:
+    """All runs, in the order in which they were made."""
+    return reply({"runs": [run_object(run) for run in await house_of(request).store.list_runs()]})
+
+
+@router.get("/runs/{run_id}")
+async def get_run(request: Request, run_id: str) -> Response:
+    return reply(run_object(await house_of(request).store.get_run(check_id(run_id, "run"))))
+
+
+@router.delete("/runs/{run_id}", status_code=204)
+async def delete_run(request: Request, run_id: str) -> Response:
+    """Cancels what is left of a run, then forgets it and its rollouts. A trainer's token deletes only its own."""
+    house, caller = house_of(request), caller_of(request)
+    run = await house.store.get_run(check_id(run_id, "run"))
+    if not caller.is_admin and caller.name != run.owner:
+        raise Forbidden(f"run {run_id!r} was made with another token")
+    try:
+        await house.yard.delete_run(run.id)
+    except Stale as error:
+        raise InvalidRequest(f"run {run_id!r} got new rollouts while it was being deleted: delete it again") from error
+    return Response(status_code=204)
+
+
+@router.post("/runs/{run_id}/ack", openapi_extra=json_body(AckBody))
+async def acknowledge(request: Request, run_id: str) -> Response:
+    """Says that everything up to a cursor is safe with the trainer: its traces and artifacts may be deleted."""
+    body = await read_body(request, AckBody)
+    count = await house_of(request).store.acknowledge(check_id(run_id, "run"), body.cursor)
+    return reply({"acknowledged": count})

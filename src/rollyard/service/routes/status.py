@@ -1,0 +1,67 @@
+"""/v1/status and /v1/pools: how the whole stands, and its sizes."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard import __version__
+from rollyard.core.failure import InvalidRequest
+from rollyard.service.auth import require_admin
+from rollyard.service.house import house_of
+from rollyard.service.models import PoolsBody, read_body
+from rollyard.service.openapi import json_body
+from rollyard.service.records import engine_object, reply
+
+router = APIRouter(prefix="/v1", tags=["status"])
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """Queues, pools, engines, runtimes, and what can be used here."""
+    house = house_of(request)
+    recovered = house.store.recovered
+    return reply(
+        {
+            "version": __version__,
+            "epoch": house.store.epoch,
+            "uptime_s": time.monotonic() - house.started_at,
+            "is_draining": house.yard.is_draining,
+            "states": await house.store.counts(),
+            "pools": house.yard.pools(),
+            "engines": [engine_object(engine) for engine in house.router.list()],
+            "refused_engines": house.refused_engines,
+            "runtimes": {
+                name: {
+                    "is_default": name == house.shop.default_runtime,
+                    "is_isolated": runtime.is_isolated,
+                    "features": house.runtimes.get(name, {}),
+                }
+                for name, runtime in house.shop.runtimes.items()
+            },
+            "environments": house.shop.environments.names,
+            "agents": house.shop.agents.names,
+            "recovered": {
+                "queued": recovered.queued,
+                "requeued": recovered.requeued,
+                "evals": len(recovered.evals),
+                "failed": recovered.failed,
+                "cancelled": recovered.cancelled,
+            },
+        }
+    )
+
+
+@router.patch("/pools", openapi_extra=json_body(PoolsBody))
+async def resize_pools(request: Request) -> Response:
+    """New sizes for stages, at once. Nothing that runs is thrown out."""
+    require_admin(request)
+    yard = house_of(request).yard
+    sizes = (await read_body(request, PoolsBody)).model_dump(exclude_none=True)
+    if not sizes:
+        raise InvalidRequest("name at least one of init, run, eval, ready, live")
+    yard.resize(sizes)
+    return reply(yard.pools())

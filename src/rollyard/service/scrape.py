@@ -1,0 +1,60 @@
+"""What Prometheus gets of this wing: each call by its route, and the house's state when it scrapes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollyard.core import State
+from rollyard.engines.pool import Health
+from rollyard.engines.router import Router
+from rollyard.observe.metrics import EngineState, Metrics, PoolState, Snapshot
+from rollyard.pipeline import Yard
+
+NO_ROUTE = "none"
+"""For paths that we do not have: what strangers ask for must not become labels."""
+
+
+class Counted:
+    """ASGI: counts every call, refused ones too, with its status and time."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 499  # nothing was sent: the client had gone
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", NO_ROUTE)
+            method = scope["method"] if route != NO_ROUTE else NO_ROUTE
+            self._metrics.http_request(method, route, status, time.perf_counter() - started)
+
+
+def snapshot(yard: Yard, router: Router) -> Snapshot:
+    """How it stands now, from what is in memory."""
+    states = Counter(attempt.state.value for attempt in yard.live.values())
+    states[State.QUEUED.value] += len(yard.scheduler)
+    pools = (yard.init_pool, yard.run_pool, yard.eval_pool)
+    return Snapshot(
+        rollouts={state.value: states[state.value] for state in State if state is not State.ENDED},
+        pools={pool.name: PoolState(pool.size, pool.active, pool.waiting) for pool in pools},
+        engines={
+            status.spec.id: EngineState(status.stats.sessions, status.stats.in_flight, status.health is Health.UP)
+            for status in router.list()
+        },
+    )

@@ -1,0 +1,190 @@
+"""The server: one process, uvloop, uvicorn with httptools; signals end it in an orderly way.
+
+First SIGTERM or SIGINT: /readyz says 503, submits are refused, what has not begun RUN goes back to the queue, RUN and
+EVAL get `drain_s`. Second one: they go back too, at once; their sandboxes are still proven gone. Then waiting calls
+are answered with what there is, and everything closes in reverse. A kill -9 loses nothing either; it only makes the
+next start clean up.
+
+Invariant: the port is bound before anything is opened (a taken port costs nothing), and answers only when what an
+earlier process left has been recovered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from rollyard import __version__
+from rollyard.observe import TracingUnavailable, logs
+from rollyard.service.app import create_app
+from rollyard.service.build import open_house
+from rollyard.service.house import House
+from rollyard.service.settings import Settings, SettingsError
+from rollyard.store.base import StoreLocked, StoreUnusable
+
+log = logging.getLogger("rollyard.service")
+
+BACKLOG = 2048  # a trainer may open a thousand connections at once
+LINGER_S = 5.0  # for replies in flight when the server closes
+KEEP_ALIVE_S = 75.0  # longer than a long-poll: a client's pooled connection is not closed under its next call
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A service that answers."""
+
+    url: str
+    house: House
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling (ours drains first), and with an event for the moment it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+@asynccontextmanager
+async def serve(settings: Settings, **registries: object) -> AsyncGenerator[Served, None]:
+    """A service on a port of this loop. Leaving the block ends it at once, cleanly; `drain` first to be gentle."""
+    with bind(settings) as listener:
+        async with open_house(settings, **registries) as house:  # type: ignore[arg-type]
+            config = uvicorn.Config(
+                create_app(house),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=int(KEEP_ALIVE_S),
+                timeout_graceful_shutdown=int(LINGER_S),
+            )
+            server = _Server(config)
+            url = url_of(listener)
+            serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+            try:
+                await _started(server, serving)
+                with _announced(settings.data_dir / "url", url):
+                    yield Served(url, house)
+            finally:
+                house.yard.stop_now()
+                house.closing.set()
+                server.should_exit = True
+                await asyncio.wait((serving,))
+
+
+async def _started(server: _Server, serving: asyncio.Task[None]) -> None:
+    listening = asyncio.create_task(server.listening.wait())
+    await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        listening.cancel()
+        serving.result()
+        raise RuntimeError("the HTTP server ended before it began")
+
+
+def bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        why = error.strerror or error
+        raise SettingsError(f"{settings.host}:{settings.port} cannot be listened on: {why}") from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    address, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, str(address))
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _announced(path: Path, url: str) -> Generator[None, None, None]:
+    """The URL in a file beside the data, for a CLI that was not told the port; gone when we are."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(url + "\n")
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def run_server(settings: Settings) -> int:
+    """Serves until a signal says otherwise. Returns the exit status; what went wrong is on stderr."""
+    logs.configure(level=settings.log_level.upper(), style=settings.log_format)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_main(settings))
+    except (SettingsError, StoreLocked, StoreUnusable, TracingUnavailable) as error:
+        _say(f"rollyard: {error}")
+        return 1
+
+
+async def _main(settings: Settings) -> int:
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+    assert main is not None
+    signals = _Signals(on_first=main.cancel)  # during start: what is open by then is closed again
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, signals.came, signum)
+    try:
+        async with serve(settings) as served:
+            signals.on_first = lambda: None
+            token = "" if settings.admin_tokens else f", token in {settings.token_path}"
+            _say(f"rollyard {__version__} at {served.url}{token}")
+            await signals.first.wait()
+            log.info("draining", extra={"within_s": settings.drain_s})
+            signals.on_second = served.house.yard.stop_now
+            await served.house.yard.drain()
+    except asyncio.CancelledError:
+        if not signals.first.is_set():
+            raise
+    return 0
+
+
+class _Signals:
+    """Counts them."""
+
+    def __init__(self, on_first: Callable[[], object]) -> None:
+        self.first = asyncio.Event()
+        self.on_first = on_first
+        self.on_second: Callable[[], object] = lambda: None
+
+    def came(self, signum: int) -> None:
+        log.info("signal", extra={"signal": signal.Signals(signum).name})
+        act = self.on_second if self.first.is_set() else self.on_first
+        self.first.set()
+        act()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,250 @@
+"""What an operator can set, in one frozen model, and where each value came from.
+
+Four places, in this order: flags, ROLLYARD_* environment variables, one TOML file, the defaults here.
+
+Invariants. A key that nobody knows is an error that names it and the nearest one that exists; for environment
+variables only where it looks like a slip of the pen, since that prefix is shared with other programs. Secrets are
+`SecretStr`: they show in no repr, log or listing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+PREFIX = "ROLLYARD_"
+_NOT_SETTINGS = ("CONFIG", "URL", "TOKEN")  # ROLLYARD_… that the client and the loader read themselves
+
+
+class SettingsError(Exception):
+    """A setting that cannot be. The message says which, from where, and what would be right."""
+
+
+def _split(value: object) -> object:
+    """A list as text: JSON if it begins like it, else comma-separated."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"this begins like a JSON list, but is none: {error}") from error
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _url_only(value: object) -> object:
+    return {"url": value} if isinstance(value, str) else value
+
+
+def _expand(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SomePath = Annotated[Path, BeforeValidator(_expand)]
+
+
+def data_home(environ: Mapping[str, str]) -> Path:
+    """Where data lies when nobody says: $XDG_DATA_HOME/rollyard, else ~/.local/share/rollyard."""
+    base = environ.get("XDG_DATA_HOME")
+    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+    return (Path(base).expanduser() if base else home / ".local" / "share") / "rollyard"
+
+
+class EngineSettings(BaseModel):
+    """One `[[engines]]` table. Only the URL is needed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(pattern=r"^https?://", description="Where the engine is.")
+    id: str = Field(default="", description="A name for it; empty: made from the URL.")
+    kind: Literal["vllm", "sglang", "openai"] = Field(default="vllm", description="Which API it speaks.")
+    policy: str = Field(default="default", description="Whose weights it serves.")
+    model: str = Field(default="", description="The model's name there; empty: the first that it lists.")
+    role: Literal["policy", "judge"] = Field(default="policy", description="What it is for.")
+    tokenizer: str = Field(default="", description="A folder or hub name; empty: as the engine says.")
+    renderer: str = Field(default="", description="The chat renderer; empty: by the model's name.")
+    capacity: Count = Field(default=256, description="Sessions it should hold at once.")
+    api_key: SecretStr = Field(default=SecretStr(""), description="Sent to the engine as a bearer token.")
+
+
+Engines = Annotated[tuple[Annotated[EngineSettings, BeforeValidator(_url_only)], ...], BeforeValidator(_split)]
+
+
+class Settings(BaseModel):
+    """See the module. Each field's description is what `rollyard config` prints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on; beyond loopback, set tokens too.")
+    port: int = Field(default=8127, ge=0, le=65535, description="Port to listen on; 0: any free one, told at start.")
+    hosts: Words = Field(default=(), description="Further names (or name:port) that a Host header may have.")
+    data_dir: SomePath = Field(
+        default_factory=lambda: data_home(os.environ), description="Where everything that must last is kept."
+    )
+    store: str = Field(default="", description="The SQLite file; empty: rollyard.db in data_dir.")
+    token_file: SomePath | None = Field(
+        default=None, description="Where the first start puts the admin token it makes."
+    )
+    admin_tokens: Secrets = Field(default=(), description="Tokens that may do everything; @FILE: those in a file.")
+    trainer_tokens: Secrets = Field(default=(), description="Tokens for runs and rollouts; @FILE: those in a file.")
+
+    runtimes: Words = Field(default=("bubblewrap",), min_length=1, description="Sandbox runtimes that tasks may use.")
+    runtime: str = Field(default="bubblewrap", description="The runtime of a task that names none.")
+
+    engines: Engines = Field(default=(), description="Engines to begin with: URLs or tables.")
+    engine_wait_s: Seconds = Field(default=120.0, description="How long a rollout waits for an engine to be up.")
+    health_s: Seconds = Field(default=2.0, description="Between two looks at the health of an engine.")
+
+    init_slots: Count = Field(default=16, description="Rollouts being set up at once.")
+    run_slots: Count = Field(default=256, description="Agents at work at once.")
+    eval_slots: Count = Field(default=32, description="Rollouts being scored at once.")
+    ready_slots: int = Field(default=16, ge=0, le=1_000_000, description="Set-up rollouts that may wait for RUN.")
+    max_live: Count | None = Field(default=None, description="Budget of live sandboxes; unset: the sum of all slots.")
+    max_queued: Count = Field(default=100_000, le=10_000_000, description="Queued rollouts; beyond it submits get 429.")
+    max_attempts: Count = Field(default=3, description="Attempts at a rollout when infrastructure fails.")
+    eval_attempts: Count = Field(default=3, description="Attempts at scoring one of them.")
+    drain_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="What RUN and EVAL get at shutdown.")
+    retain_s: Seconds = Field(default=7 * 86_400.0, description="Age at which ended rollouts are deleted.")
+
+    max_body_bytes: int = Field(default=64 << 20, ge=1024, description="Largest request body.")
+    max_wait_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="Longest long-poll; others are cut.")
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What is logged.")
+    log_format: Literal["console", "json"] = Field(default="console", description="How it is logged, on stderr.")
+    otlp_endpoint: str = Field(default="", description="Where OpenTelemetry spans go; empty: nowhere.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_runtime_is_allowed(cls, data: Any) -> Any:
+        """Who allows only another runtime means that one: the first named becomes the default."""
+        if isinstance(data, dict) and "runtime" not in data and "runtimes" in data:
+            names = _split(data["runtimes"])
+            if isinstance(names, (list, tuple)) and names and "bubblewrap" not in names:
+                return {**data, "runtime": names[0]}
+        return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Settings:
+        if self.runtime not in self.runtimes:
+            raise ValueError(f"runtime {self.runtime!r} is not among runtimes ({', '.join(self.runtimes)})")
+        scheme, separator, _ = self.store.partition("://")
+        if separator and scheme != "sqlite":
+            raise ValueError(f"store: only SQLite files can be named here, not {scheme}://")
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def allowed_hosts(self) -> tuple[str, ...]:
+        """Names beside those that the gate knows by itself (the address that a call came to, and loopback's names)."""
+        is_name = not re.fullmatch(r"[0-9.]+|.*:.*|localhost", self.host)
+        return (*self.hosts, self.host) if is_name else self.hosts
+
+    @property
+    def store_path(self) -> Path:
+        named = self.store.removeprefix("sqlite://")
+        return Path(named).expanduser() if named else self.data_dir / "rollyard.db"
+
+    @property
+    def token_path(self) -> Path:
+        return self.token_file or self.data_dir / "token"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, and for each field where its value came from."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+
+def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], toml_path: Path | None = None) -> Loaded:
+    """See the module. A flag that is None was not given. Raises `SettingsError`."""
+    values: dict[str, object] = {"data_dir": data_home(environ)}
+    sources: dict[str, str] = dict.fromkeys(Settings.model_fields, "default")
+    file = _find_file(environ, toml_path)
+    if file is not None:
+        for name, value in _read_toml(file).items():
+            _known(name, f"in {file}")
+            values[name], sources[name] = value, f"file {file}"
+    for variable, value in environ.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or variable.removeprefix(PREFIX) in _NOT_SETTINGS or not value:
+            continue  # an empty variable is as good as none
+        if name in Settings.model_fields:
+            values[name], sources[name] = value, f"env {variable}"
+        elif difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=0.85):
+            _known(name, f"as {variable} in the environment", PREFIX)
+    for name, value in flags.items():
+        if value is not None:
+            _known(name, "among the flags")
+            values[name], sources[name] = value, "flag"
+    try:
+        return Loaded(Settings.model_validate(values), sources)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_explain(item, sources) for item in error.errors())) from error
+
+
+def _find_file(environ: Mapping[str, str], given: Path | None) -> Path | None:
+    named = given or (Path(environ[f"{PREFIX}CONFIG"]) if environ.get(f"{PREFIX}CONFIG") else None)
+    if named is not None:
+        named = named.expanduser()
+        if not named.is_file():
+            raise SettingsError(f"there is no settings file {named}")
+        return named
+    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+    config = Path(environ["XDG_CONFIG_HOME"]) if environ.get("XDG_CONFIG_HOME") else home / ".config"
+    places = (Path("rollyard.toml"), config / "rollyard" / "config.toml")
+    return next((place for place in places if place.is_file()), None)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise SettingsError(f"{path} cannot be read as TOML: {error}") from error
+
+
+def _known(name: str, where: str, prefix: str = "") -> None:
+    if name in Settings.model_fields:
+        return
+    near = difflib.get_close_matches(name, Settings.model_fields, 1, cutoff=0.5)
+    hint = f"; did you mean {_shown(near[0], prefix)}?" if near else ""
+    raise SettingsError(f"there is no setting {_shown(name, prefix)} ({where}){hint}")
+
+
+def _shown(name: str, prefix: str) -> str:
+    return f"{prefix}{name.upper() if prefix else name}"
+
+
+def _explain(item: Any, sources: Mapping[str, str]) -> str:
+    """One validation error as a sentence. Never the value: it may be a secret."""
+    path = ".".join(str(part) for part in item["loc"])
+    field = str(item["loc"][0]) if item["loc"] else ""
+    source = f" (from {sources[field]})" if sources.get(field, "default") != "default" else ""
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(item["loc"][-1]), EngineSettings.model_fields, 1, cutoff=0.5)
+        message = "there is no such setting" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{path}{source}: {message}" if path else message

@@ -1,0 +1,101 @@
+"""Where a store may lie, and that only one process has it.
+
+SQLite's locks and its shared memory do not hold on network file systems (sqlite.org/wal.html), so those are
+refused. The lock is a `flock` on a file beside the store: the kernel drops it with the process, however that
+ends. The lock file is never deleted: who unlinked it would let two processes hold "the" lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.store.base import StoreLocked, StoreUnusable
+
+_log = logging.getLogger("rollyard.store")
+
+NETWORK = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "afs", "9p", "davfs"),
+        *("lustre", "gpfs", "beegfs", "ceph", "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs", "ocfs2", "gfs2"),
+        *("fuse.sshfs", "fuse.ceph", "fuse.ceph-fuse", "fuse.glusterfs", "fuse.beegfs", "fuse.juicefs", "fuse.davfs"),
+        *("fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.mountpoint-s3", "fuse.cvmfs", "fuse.wekafs"),
+    }
+)
+"""File system types, as mountinfo names them, that other machines may write to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    point: str
+    kind: str
+    source: str
+
+
+def mount_of(path: str, mountinfo: str) -> Mount | None:
+    """The mount that an absolute, resolved path lies on, read from the text of /proc/self/mountinfo.
+
+    A line is `36 35 98:0 /root /mount/point options [tags…] - type source options`; blanks are octal escapes.
+    Of several mounts on one point, the last hides the others.
+    """
+    found: Mount | None = None
+    for line in mountinfo.splitlines():
+        left, separator, right = line.partition(" - ")
+        fields, kinds = left.split(), right.split()
+        if not separator or len(fields) < 5 or len(kinds) < 2:
+            continue
+        point = _unescape(fields[4])
+        is_above = point == "/" or path == point or path.startswith(point + "/")
+        if is_above and (found is None or len(point) >= len(found.point)):
+            found = Mount(point, kinds[0], _unescape(kinds[1]))
+    return found
+
+
+def refuse_network(folder: Path, mountinfo: str | None = None) -> None:
+    """`StoreUnusable` if the folder lies on a network file system."""
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        except OSError as error:
+            _log.warning("cannot tell whether the store lies on a network file system", extra={"reason": str(error)})
+            return
+    mount = mount_of(str(folder.resolve()), mountinfo)
+    if mount is not None and mount.kind in NETWORK:
+        raise StoreUnusable(
+            f"{folder} lies on a network file system ({mount.kind}, mounted at {mount.point}), where SQLite loses "
+            "data; put the store on a local disk"
+        )
+
+
+class Lock:
+    """An exclusive hold on a store. `StoreLocked` names who has it."""
+
+    def __init__(self, store: Path) -> None:
+        self.path = store.with_name(store.name + ".lock")
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._fd, 300, 0).decode(errors="replace").strip() or "an unknown process"
+            os.close(self._fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StoreUnusable(f"{self.path} cannot be locked: {error.strerror}") from error
+            raise StoreLocked(f"{store} is open already, in {holder}; stop that one first") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,42 @@
+"""Readers: a few read-only connections, each used by one thread of a small pool at a time.
+
+In WAL mode a reader sees the last commit before its query began; it never waits for the writer, nor the writer
+for it. More than a few would only contend for the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Readers:
+    def __init__(self, connect: Callable[[], sqlite3.Connection], count: int) -> None:
+        self._all = [connect() for _ in range(count)]
+        self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        for connection in self._all:
+            self._idle.put(connection)
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="rollyard-store-reader")
+
+    async def run(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        """Runs a query in the pool. What the pool cannot take waits in its queue: one entry per waiting caller."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._with_connection, query)
+
+    def _with_connection(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        connection = self._idle.get()  # never waits: there are as many as threads
+        try:
+            return query(connection)
+        finally:
+            self._idle.put(connection)
+
+    def close(self) -> None:
+        """Waits for the queries that run. Blocking: call it in a thread."""
+        self._pool.shutdown(cancel_futures=True)
+        for connection in self._all:
+            connection.close()

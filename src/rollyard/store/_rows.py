@@ -1,0 +1,97 @@
+"""Rows and rollouts: reading a row as a `Rollout`, and the terminal write that all endings share.
+
+Invariant: `finish` is the only statement that writes `ended`, so every terminal record gets its number of the
+terminal order in the same transaction, whoever ends it: the pipeline, a cancel, a tombstone or a restart.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, Rollout, State, Task
+from rollyard.core.failure import Cancelled, InvalidRequest, NotFound
+from rollyard.store.base import Stale
+from rollyard.store.codec import from_json, to_json
+
+COLUMNS = """r.id, r.run, t.task, r.state, r.attempt, r."group", r."index", r.priority, r.seq, r.ended_seq,
+    r.cancel_detail, r.excused, r.lost, r.ending, r.scores,
+    printf('%!.17g', r.created_at), printf('%!.17g', r.updated_at)"""  # exact in a JSON array too (see _reads.page)
+FROM = "FROM rollouts r JOIN tasks t USING (seq)"
+
+Row = Sequence[Any]
+
+
+def to_rollout(row: Row) -> Rollout:
+    """A row of COLUMNS."""
+    (
+        rollout_id, run, task, state, attempt, group, index, priority, seq, ended_seq,
+        cancel_detail, excused, lost, ending, scores, created_at, updated_at,
+    ) = row  # fmt: skip
+    return Rollout(
+        id=rollout_id,
+        run=run,
+        task=from_json(task, Task),
+        position=Position(State(state), attempt),
+        group=group,
+        index=index,
+        priority=priority,
+        seq=seq,
+        ended_seq=ended_seq,
+        is_cancel_requested=cancel_detail is not None,
+        excused=excused,
+        lost=from_json(lost, tuple[LostAttempt, ...]),
+        ending=from_json(ending, Ending) if ending else None,
+        scores=from_json(scores, tuple[Mapping[str, Json], ...]),
+        created_at=float(created_at),
+        updated_at=float(updated_at),
+    )
+
+
+def find(connection: sqlite3.Connection, rollout_id: str) -> Row | None:
+    return connection.execute(f"SELECT {COLUMNS} {FROM} WHERE r.id = ?", (rollout_id,)).fetchone()
+
+
+def fetch(connection: sqlite3.Connection, rollout_id: str) -> Row:
+    row = find(connection, rollout_id)
+    if row is None:
+        raise NotFound(f"there is no rollout {rollout_id!r}")
+    return row
+
+
+def locate(connection: sqlite3.Connection, rollout_id: str, at: Position) -> int:
+    """The row's seq if it is at that position, else `Stale` with where it is."""
+    row = connection.execute("SELECT seq, state, attempt FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    if row is None:
+        raise Stale(f"rollout {rollout_id} is not in the store")
+    seq, state, attempt = row
+    if (state, attempt) != (at.state, at.attempt):
+        raise Stale(f"rollout {rollout_id} is in {state}, attempt {attempt}; not in {at.state}, attempt {at.attempt}")
+    return seq
+
+
+def finish(connection: sqlite3.Connection, seq: int, ending: str) -> None:
+    """Writes the terminal record of a row that the caller has located."""
+    (number,) = connection.execute(
+        "UPDATE meta SET value = value + 1 WHERE key = 'ended_seq' RETURNING value"
+    ).fetchone()
+    connection.execute(
+        "UPDATE rollouts SET state = 'ended', ending = ?, ended_seq = ?, updated_at = ? WHERE seq = ?",
+        (ending, number, time.time(), seq),
+    )
+
+
+def cancelled(detail: str, stage: str | None) -> str:
+    """The ending of a rollout that a client cancelled before anything could be scored."""
+    return to_json(Ending(Outcome.CANCELLED, failure=Cancelled(detail).failure(stage)))
+
+
+def parse_cursor(cursor: str, order: str) -> int:
+    """The number in "e:123" (terminal order) or "s:123" (order of submission)."""
+    prefix, _, number = cursor.partition(":")
+    if prefix != order or not (number.isascii() and number.isdigit()) or len(number) > 18:
+        meant = {"e": "the ended rollouts", "s": "rollouts in order of submission"}[order]
+        raise InvalidRequest(f"{cursor[:40]!r} is not a cursor of a listing of {meant}")
+    return int(number)

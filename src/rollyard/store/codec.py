@@ -1,0 +1,196 @@
+"""Records as bytes, and back.
+
+Short records (Task, Run, Ending, LostAttempt…) are JSON: a person can read them with any SQLite shell, and a
+field that a later version adds is simply its default here. A trajectory is msgpack whose token columns are raw
+little-endian buffers: no number is boxed on the way.
+
+Measured (2-core aarch64, one trace of 8,000 tokens): 104 KB, 15 µs to encode, 20 µs to decode.
+
+Invariants. `decode_trajectory(encode_trajectory(t)) == t`. The first four bytes name the format and its version;
+bytes of a version that we do not know are refused, never guessed at. The messages, tools and info of a trajectory
+are kept as JSON: integers of any size come back as they were.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollyard.core import Artifact, Json, Message, Sampling, Span, Trace, Trajectory
+from rollyard.core.trace import LogprobsKind
+
+T = TypeVar("T")
+
+MAGIC = b"RYT"
+VERSION = 1
+_HEADER = MAGIC + bytes([VERSION])
+_SWAP = sys.byteorder == "big"
+
+
+class CorruptRecord(ValueError):
+    """Bytes from the store that are not what they should be."""
+
+
+class _TraceRecord(msgspec.Struct, array_like=True):
+    """A trace on disk. The order of the fields is the format: append only, with defaults."""
+
+    token_ids: bytes  # int32
+    mask: bytearray
+    logprobs: bytes | None  # float32
+    versions: bytes  # int32
+    spans: tuple[Span, ...]
+    sampling: Sampling
+    policy: str
+    model: str
+    logprobs_kind: LogprobsKind
+    is_trainable: bool
+    untrainable_reason: str | None
+    fork_reason: str | None
+    columns: Mapping[str, bytes]
+
+
+class _Text(msgspec.Struct):
+    """The parts of a trajectory that are JSON by nature."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Json], ...]
+    info: Mapping[str, Json]
+
+
+class _TrajectoryRecord(msgspec.Struct, array_like=True):
+    rollout_id: str
+    attempt: int
+    traces: tuple[_TraceRecord, ...]
+    text: bytes  # JSON of _Text
+    artifacts: tuple[Artifact, ...]
+    turns: int
+    ended_by: str
+
+
+def to_json(record: object) -> str:
+    """Any dataclass of core, or any JSON value."""
+    return msgspec.json.encode(record).decode()
+
+
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """What `to_json` made; `CorruptRecord` if it is not one."""
+    try:
+        return _decoder(kind).decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is a DecodeError
+        raise CorruptRecord(f"a stored record cannot be read: {error}") from error
+
+
+@cache
+def _decoder(kind: Any) -> Any:  # building one costs 100 times its use
+    return msgspec.json.Decoder(kind)
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytearray:
+    """See the module. Raises ValueError for text that is not Unicode (a lone surrogate)."""
+    columns_bytes = sum(16 * len(trace) for trace in trajectory.traces)
+    buffer = bytearray(columns_bytes + 4096)  # about right at once: growing it would copy the columns again
+    buffer[:4] = _HEADER
+    record = _TrajectoryRecord(
+        rollout_id=trajectory.rollout_id,
+        attempt=trajectory.attempt,
+        traces=tuple(_to_record(trace) for trace in trajectory.traces),
+        text=msgspec.json.encode(_Text(trajectory.messages, trajectory.tools, trajectory.info)),
+        artifacts=trajectory.artifacts,
+        turns=trajectory.turns,
+        ended_by=trajectory.ended_by,
+    )
+    _encoder().encode_into(record, buffer, 4)
+    return buffer
+
+
+@cache
+def _encoder() -> msgspec.msgpack.Encoder:
+    return msgspec.msgpack.Encoder()
+
+
+def decode_trajectory(data: bytes | bytearray) -> Trajectory:
+    if data[:3] != MAGIC:
+        raise CorruptRecord("a stored trajectory does not begin as one")
+    if data[3:4] != bytes([VERSION]):
+        found = data[3] if len(data) > 3 else "none"
+        raise CorruptRecord(f"a stored trajectory has format {found}; this version of Rollyard reads {VERSION}")
+    try:
+        record = _trajectory_decoder().decode(memoryview(data)[4:])
+        text = from_json(record.text, _Text)
+        return Trajectory(
+            rollout_id=record.rollout_id,
+            attempt=record.attempt,
+            traces=tuple(_from_record(trace) for trace in record.traces),
+            messages=text.messages,
+            tools=text.tools,
+            artifacts=record.artifacts,
+            turns=record.turns,
+            ended_by=record.ended_by,
+            info=text.info,
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptRecord(f"a stored trajectory cannot be read: {error}") from error
+
+
+@cache
+def _trajectory_decoder() -> msgspec.msgpack.Decoder[_TrajectoryRecord]:
+    return msgspec.msgpack.Decoder(_TrajectoryRecord)
+
+
+def _to_record(trace: Trace) -> _TraceRecord:
+    return _TraceRecord(
+        token_ids=_raw(trace.token_ids, "i"),
+        mask=trace.mask,
+        logprobs=None if trace.logprobs is None else _raw(trace.logprobs, "f"),
+        versions=_raw(trace.versions, "i"),
+        spans=trace.spans,
+        sampling=trace.sampling,
+        policy=trace.policy,
+        model=trace.model,
+        logprobs_kind=trace.logprobs_kind,
+        is_trainable=trace.is_trainable,
+        untrainable_reason=trace.untrainable_reason,
+        fork_reason=trace.fork_reason,
+        columns=trace.columns,
+    )
+
+
+def _from_record(record: _TraceRecord) -> Trace:
+    return Trace(
+        token_ids=_column(record.token_ids, "i"),
+        mask=record.mask,
+        logprobs=None if record.logprobs is None else _column(record.logprobs, "f"),
+        versions=_column(record.versions, "i"),
+        spans=record.spans,
+        sampling=record.sampling,
+        policy=record.policy,
+        model=record.model,
+        logprobs_kind=record.logprobs_kind,
+        is_trainable=record.is_trainable,
+        untrainable_reason=record.untrainable_reason,
+        fork_reason=record.fork_reason,
+        columns=record.columns,
+    )
+
+
+def _raw(column: array[Any], typecode: str) -> bytes:
+    if column.typecode != typecode:
+        raise TypeError(f"a token column is array({typecode!r}), not array({column.typecode!r})")
+    if _SWAP:
+        column = array(typecode, column)
+        column.byteswap()
+    return column.tobytes()
+
+
+def _column(raw: bytes, typecode: str) -> array[Any]:
+    if len(raw) % 4:
+        raise CorruptRecord(f"a stored token column has {len(raw)} bytes, which is no multiple of 4")
+    column: array[Any] = array(typecode, raw)
+    if _SWAP:
+        column.byteswap()
+    return column

@@ -1,0 +1,109 @@
+"""The tables, as numbered migrations that are applied when a store is opened.
+
+A store says which migrations it has had (`PRAGMA user_version`) and that it is ours (`PRAGMA application_id`).
+Each migration is one transaction. A store that has had more of them than we know was written by a newer
+Rollyard: it is refused, because an older one would break its invariants without noticing.
+
+Invariants. A migration that was released is never edited; a change is a new one at the end. The hot row of a
+rollout is small, since every move rewrites it: its task (immutable) and its trajectory (large) have their own tables.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from rollyard.store.base import StoreUnusable
+
+APPLICATION_ID = 0x526C5964  # "RlYd"
+
+V1 = (
+    # epoch: raised by each opening. ended_seq: the last number given in the terminal order; it is kept apart from
+    # the rows because retention deletes rows, and a number must never be given twice.
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    "INSERT INTO meta VALUES ('epoch', 0), ('ended_seq', 0)",
+    """CREATE TABLE runs (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        digest TEXT NOT NULL,
+        record TEXT NOT NULL,
+        acked INTEGER NOT NULL DEFAULT 0)""",
+    """CREATE TABLE rollouts (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        run TEXT NOT NULL REFERENCES runs (id),
+        state TEXT NOT NULL,
+        attempt INTEGER NOT NULL,
+        "group" TEXT,
+        "index" INTEGER NOT NULL,
+        priority INTEGER NOT NULL,
+        excused INTEGER NOT NULL DEFAULT 0,
+        evals_lost INTEGER NOT NULL DEFAULT 0,
+        ended_seq INTEGER,
+        cancel_detail TEXT,
+        created_at REAL NOT NULL,
+        updated_at REAL NOT NULL,
+        digest TEXT NOT NULL,
+        lost TEXT NOT NULL DEFAULT '[]',
+        ending TEXT,
+        scores TEXT NOT NULL DEFAULT '[]',
+        CHECK ((state = 'ended') = (ending IS NOT NULL)),
+        CHECK ((state = 'ended') = (ended_seq IS NOT NULL)))""",
+    "CREATE INDEX rollouts_state ON rollouts (state, seq)",
+    "CREATE INDEX rollouts_run ON rollouts (run, ended_seq)",
+    'CREATE INDEX rollouts_group ON rollouts ("group") WHERE "group" IS NOT NULL',
+    "CREATE UNIQUE INDEX rollouts_ended ON rollouts (ended_seq) WHERE ended_seq IS NOT NULL",
+    "CREATE INDEX rollouts_age ON rollouts (updated_at) WHERE ended_seq IS NOT NULL",
+    "CREATE INDEX rollouts_cancel ON rollouts (seq) WHERE cancel_detail IS NOT NULL AND ended_seq IS NULL",
+    """CREATE TABLE tasks (
+        seq INTEGER PRIMARY KEY REFERENCES rollouts (seq) ON DELETE CASCADE,
+        task TEXT NOT NULL)""",
+    # info is NULL where the trajectory came with the ending, not from save_run.
+    """CREATE TABLE trajectories (
+        seq INTEGER PRIMARY KEY REFERENCES rollouts (seq) ON DELETE CASCADE,
+        sampled_tokens INTEGER NOT NULL,
+        info TEXT,
+        trajectory BLOB NOT NULL)""",
+    """CREATE TABLE tombstones (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        detail TEXT NOT NULL,
+        created_at REAL NOT NULL)""",
+    "CREATE TABLE engines (id TEXT PRIMARY KEY, record TEXT NOT NULL)",
+    # Rollouts whose artifacts are to be deleted. A sweep names them, the next one forgets them: a crash between
+    # the two names them again, and no file is left behind.
+    "CREATE TABLE leavings (id TEXT PRIMARY KEY) WITHOUT ROWID",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1,)
+
+
+def migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> int:
+    """Brings the store up to date; returns how many migrations were applied. `StoreUnusable` if it is not for us."""
+    application = _pragma(connection, "application_id")
+    version = _pragma(connection, "user_version")
+    if application != APPLICATION_ID:
+        has_tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+        if application or version or has_tables:
+            raise StoreUnusable("this SQLite file belongs to another program; give Rollyard a file of its own")
+    if version > len(migrations):
+        raise StoreUnusable(
+            f"this store has schema {version} and this Rollyard knows up to {len(migrations)}: "
+            "it was written by a newer version; install that one, or begin with an empty store"
+        )
+    for number, statements in enumerate(migrations[version:], version + 1):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for statement in statements:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {number}")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+    return len(migrations) - version
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])

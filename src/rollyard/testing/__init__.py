@@ -1,0 +1,30 @@
+"""For people who write environments, engines, runtimes or stores: a scripted engine, and the conformance suites.
+
+The names below are loaded when they are first used, so that `python -m rollyard.testing.scripted_engine` is clean.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollyard.testing.script import ByteTokenizer, FolderTokenizer, Reply, Rules, Turn
+    from rollyard.testing.scripted_engine import ScriptedEngine
+
+__all__ = ["ByteTokenizer", "FolderTokenizer", "Reply", "Rules", "ScriptedEngine", "Turn"]
+
+_HOMES = {
+    "ByteTokenizer": "script",
+    "FolderTokenizer": "script",
+    "Reply": "script",
+    "Rules": "script",
+    "ScriptedEngine": "scripted_engine",
+    "Turn": "script",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

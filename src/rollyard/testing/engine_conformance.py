@@ -1,0 +1,161 @@
+"""What every engine must do, as a list of checks: run them against your own.
+
+    for check in CHECKS:
+        await check.run(engine, Context(prompt_ids, stop_token_ids))
+
+A check raises AssertionError, or lets the engine's own error through. The engine has been probed before. Checks keep
+generations short, so that they can be run against a real model on a CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from rollyard.core import Sampling
+from rollyard.core.failure import EngineRefused
+from rollyard.engines.base import Engine, GenerateRequest, Generation
+
+_numbers = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the checks need to know of the model behind the engine."""
+
+    prompt_ids: Sequence[int]  # something that it answers with more than `long_tokens` tokens
+    long_tokens: int = 400  # long enough that an abort finds it generating
+    extra: dict[str, bool] = field(default_factory=lambda: {"ignore_eos": True})
+
+    def request(self, max_tokens: int, name: str = "", **fields: object) -> GenerateRequest:
+        sampling = Sampling(extra=self.extra)
+        request_id = f"conformance-{name}-{next(_numbers)}"
+        values: dict[str, object] = {"session_id": "conformance", "seed": 7, **fields}
+        return GenerateRequest(request_id, self.prompt_ids, sampling, max_tokens, **values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    run: Callable[[Engine, Context], Awaitable[None]]
+
+
+CHECKS: list[Check] = []
+
+
+def _check(function: Callable[[Engine, Context], Awaitable[None]]) -> Callable[[Engine, Context], Awaitable[None]]:
+    CHECKS.append(Check(function.__name__, function))
+    return function
+
+
+def check_shape(generation: Generation, max_tokens: int) -> None:
+    """Ids and logprobs one to one, versions over all or none of them."""
+    ids = generation.token_ids
+    assert len(ids) <= max_tokens, "it gave more tokens than were asked for"
+    assert ids.typecode == "i" and all(token >= 0 for token in ids)
+    if generation.logprobs is not None:
+        assert len(generation.logprobs) == len(ids), "logprobs and tokens differ in number"
+        assert all(math.isfinite(value) and value <= 1e-3 for value in generation.logprobs)
+    place = 0
+    for span in generation.versions:
+        assert span.start == place and span.end > place, "version spans have a gap"
+        place = span.end
+    assert place in (0, len(ids)), "version spans do not cover the tokens"
+
+
+@_check
+async def the_probe_says_what_it_is(engine: Engine, context: Context) -> None:
+    info = engine.info
+    assert info.model and info.api
+    assert info.max_context is None or info.max_context > len(context.prompt_ids)
+    assert info.logprobs_kind in ("processed", "raw", "unknown")
+
+
+@_check
+async def it_is_healthy(engine: Engine, context: Context) -> None:
+    assert await engine.healthy()
+
+
+@_check
+async def a_generation_has_one_logprob_per_token(engine: Engine, context: Context) -> None:
+    generation = await engine.generate(context.request(4, "shape"))
+    assert len(generation.token_ids) == 4 and generation.finish_reason == "length"
+    assert generation.prompt_tokens == len(context.prompt_ids)
+    assert generation.logprobs is not None, "an engine that trains gives logprobs"
+    check_shape(generation, 4)
+
+
+@_check
+async def a_stop_token_ends_it_and_is_kept(engine: Engine, context: Context) -> None:
+    free = await engine.generate(context.request(6, "free"))
+    stop = free.token_ids[2]
+    first = list(free.token_ids).index(stop)
+    stopped = await engine.generate(context.request(6, "stop", stop_token_ids=(stop,)))
+    if stopped.finish_reason == "stop":  # without a repeatable seed it may have sampled something else
+        assert stopped.token_ids[-1] == stop
+        assert len(stopped.token_ids) <= first + 1 or stopped.token_ids[:first] != free.token_ids[:first]
+    check_shape(stopped, 6)
+
+
+@_check
+async def an_abort_keeps_what_was_sampled(engine: Engine, context: Context) -> None:
+    request = context.request(context.long_tokens, "abort")
+    task = asyncio.create_task(engine.generate(request))
+    try:
+        for _ in range(100):  # an abort may overtake its request
+            await asyncio.wait({task}, timeout=0.2)
+            if task.done():
+                break
+            await engine.abort(request.request_id)
+        assert task.done(), "the call did not end when it was aborted"
+        generation = task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    assert generation.finish_reason == "abort"
+    assert len(generation.token_ids) < context.long_tokens
+    check_shape(generation, context.long_tokens)
+
+
+@_check
+async def an_abort_of_an_unknown_id_does_nothing(engine: Engine, context: Context) -> None:
+    await engine.abort("conformance-nobody")
+    assert await engine.healthy()
+
+
+@_check
+async def a_cancelled_call_leaves_the_engine_working(engine: Engine, context: Context) -> None:
+    task = asyncio.create_task(engine.generate(context.request(context.long_tokens, "cancel")))
+    await asyncio.wait({task}, timeout=0.2)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled(), "it swallowed the cancel"
+    check_shape(await engine.generate(context.request(2, "after")), 2)
+
+
+@_check
+async def a_prompt_beyond_the_context_is_refused_as_such(engine: Engine, context: Context) -> None:
+    if engine.info.max_context is None:
+        return
+    long = [context.prompt_ids[0]] * (engine.info.max_context + 8)
+    try:
+        await engine.generate(GenerateRequest("conformance-long", long, Sampling(), 1))
+    except EngineRefused as error:
+        assert error.data.get("context") is True, f"not recognised as too long: {error.detail}"
+    else:
+        raise AssertionError("a prompt longer than the context was accepted")
+
+
+@_check
+async def it_chats(engine: Engine, context: Context) -> None:
+    reply = await engine.chat([{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=4))
+    assert reply.message["role"] == "assistant" and isinstance(reply.message.get("content"), str)
+
+
+@_check
+async def its_tokens_are_integers_or_unsaid(engine: Engine, context: Context) -> None:
+    tokens = await engine.tokenize("hello")
+    assert tokens is None or (tokens and all(isinstance(token, int) for token in tokens))

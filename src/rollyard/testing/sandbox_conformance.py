@@ -1,0 +1,527 @@
+"""What every sandbox runtime must do, as checks that anyone can run against theirs.
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+    async def test_conformance(check, runtime):
+        await check.run(runtime)
+
+A check gets an open runtime and leaves nothing behind. It raises AssertionError, or what the runtime raised. A check
+that `needs_isolation` is for runtimes that say `is_isolated`. Two checks start a second process that makes a runtime
+of the same kind as `type(runtime)(root=FOLDER)`. Commands name files relative to their directory: a runtime
+without mounts has no /workspace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
+from rollyard.sandbox.base import Runtime, Sandbox, SandboxSpec
+
+SECONDS = 20.0
+"""Bounds whatever should take a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    run: Callable[[Runtime], Awaitable[None]]
+    needs_isolation: bool = False
+
+
+CHECKS: list[Check] = []
+
+
+def check(function: Callable[[Runtime], Awaitable[None]]) -> Callable[[Runtime], Awaitable[None]]:
+    CHECKS.append(Check(function.__name__, function))
+    return function
+
+
+def isolated(function: Callable[[Runtime], Awaitable[None]]) -> Callable[[Runtime], Awaitable[None]]:
+    CHECKS.append(Check(function.__name__, function, needs_isolation=True))
+    return function
+
+
+@asynccontextmanager
+async def started(runtime: Runtime, spec: SandboxSpec | None = None) -> AsyncGenerator[Sandbox, None]:
+    sandbox = await runtime.start(spec or SandboxSpec(owner="conformance"), lease_s=60.0)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.kill()
+
+
+async def output(sandbox: Sandbox, command: str) -> str:
+    result = await sandbox.exec(command, timeout_s=SECONDS)
+    assert result.status == 0, result
+    return result.stdout.decode()
+
+
+def marked() -> str:
+    """A number of seconds to sleep for that no other process sleeps for."""
+    return f"{1_000_000 + int.from_bytes(os.urandom(4), 'big')}"
+
+
+def alive(mark: str) -> list[int]:
+    """Live processes of this machine with that word in their command line; a zombie is not alive."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if mark.encode() in (entry / "cmdline").read_bytes().split(b"\0") and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+async def eventually(happened: Callable[[], bool], what: str) -> None:
+    """For ends that nobody announces: looks until it is so, within SECONDS."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SECONDS):
+            while not happened():
+                await asyncio.sleep(0.01)
+    assert happened(), what
+
+
+# --- exec ---------------------------------------------------------------------------------------------
+
+
+@check
+async def status_and_streams_come_back(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        result = await sandbox.exec("echo out; echo err >&2; exit 7", timeout_s=SECONDS)
+        assert (result.status, result.stdout, result.stderr) == (7, b"out\n", b"err\n")
+        assert (await sandbox.exec("kill -TERM $$", timeout_s=SECONDS)).status == -signal.SIGTERM
+        assert (await sandbox.exec(["printf", "%s", "a b"], timeout_s=SECONDS)).stdout == b"a b"
+        assert (await sandbox.exec(["no-such-program"], timeout_s=SECONDS)).status == 127
+
+
+@check
+async def output_need_not_be_text(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        result = await sandbox.exec(r"printf '\377\376\000x'", timeout_s=SECONDS)
+        assert result.stdout == b"\xff\xfe\x00x"
+        name = os.fsdecode(b"\xff\xfe")
+        await sandbox.write(name, b"odd name")
+        assert await sandbox.read(name, limit_bytes=100) == b"odd name"
+
+
+@check
+async def the_working_directory_may_be_relative(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        await sandbox.exec("mkdir -p a/b", timeout_s=SECONDS)
+        result = await sandbox.exec("pwd", timeout_s=SECONDS, cwd="a/b")
+        assert result.stdout.strip().endswith(b"/a/b")
+        missing = await sandbox.exec("true", timeout_s=SECONDS, cwd="nowhere")
+        assert missing.status == 126 and b"nowhere" in missing.stderr
+
+
+@check
+async def the_environment_is_clean(runtime: Runtime) -> None:
+    os.environ["ROLLYARD_CONFORMANCE"] = "leaked"
+    try:
+        async with started(runtime, SandboxSpec(env={"FROM_SPEC": "1"})) as sandbox:
+            result = await sandbox.exec(["env"], timeout_s=SECONDS, env={"FROM_CALL": "2"})
+            names = {line.partition(b"=")[0] for line in result.stdout.splitlines()}
+            assert {b"FROM_SPEC", b"FROM_CALL", b"PATH", b"HOME"} <= names
+            extra = names - {b"PATH", b"HOME", b"USER", b"LANG", b"TMPDIR", b"PWD", b"FROM_SPEC", b"FROM_CALL"}
+            assert not extra, extra
+    finally:
+        del os.environ["ROLLYARD_CONFORMANCE"]
+
+
+@check
+async def a_timeout_kills_all_that_the_command_started(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        mark = marked()
+        command = f"setsid sleep {mark} & (sleep {mark} &) ; echo begun; sleep {mark}"
+        result = await sandbox.exec(command, timeout_s=0.5)
+        assert result.is_timed_out and result.status == -signal.SIGKILL and result.stdout == b"begun\n"
+        assert not alive(mark)
+        assert await output(sandbox, "echo still here") == "still here\n"
+
+
+@check
+async def a_cancelled_exec_kills_its_command(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        mark = marked()
+        task = asyncio.ensure_future(sandbox.exec(["sleep", mark], timeout_s=SECONDS))
+        await eventually(lambda: bool(alive(mark)), "the command runs")
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await eventually(lambda: not alive(mark), "the command is gone")
+
+
+@check
+async def a_process_left_behind_does_not_hold_exec(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        mark = marked()
+        result = await sandbox.exec(f"sleep {mark} & echo done", timeout_s=SECONDS)
+        assert (result.status, result.stdout, result.is_timed_out) == (0, b"done\n", False)
+        assert alive(mark)
+
+
+@check
+async def output_is_capped_and_the_rest_counted(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        result = await sandbox.exec("head -c 3000000 /dev/zero", timeout_s=SECONDS, output_bytes=1000)
+        assert result.status == 0 and len(result.stdout) == 1000 and result.dropped_bytes == 2_999_000
+
+
+@check
+async def stdin_is_given_and_ends(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        assert (await sandbox.exec("cat", timeout_s=SECONDS, stdin=b"a\0b")).stdout == b"a\0b"
+        assert (await sandbox.exec("cat", timeout_s=SECONDS)).stdout == b""
+        big = os.urandom(1 << 20) * 8
+        result = await sandbox.exec("wc -c", timeout_s=SECONDS, stdin=big)
+        assert int(result.stdout) == len(big)
+        assert (await sandbox.exec("true", timeout_s=SECONDS, stdin=big)).status == 0  # nobody reads it
+
+
+@check
+async def long_commands_and_environments_arrive(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        text = "x" * 100_000
+        result = await sandbox.exec(f"printf %s {text} | wc -c", timeout_s=SECONDS, env={"LONG": text})
+        assert int(result.stdout) == len(text)
+
+
+@check
+async def many_commands_run_at_once(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        results = await asyncio.gather(*[sandbox.exec(["echo", str(n)], timeout_s=SECONDS) for n in range(30)])
+        assert [int(result.stdout) for result in results] == list(range(30))
+
+
+@check
+async def no_descriptor_of_the_host_is_inherited(runtime: Runtime) -> None:
+    with tempfile.TemporaryFile() as secret:
+        os.set_inheritable(secret.fileno(), True)
+        async with started(runtime) as sandbox:
+            listed = await output(sandbox, "exec ls /proc/self/fd")
+            assert set(listed.split()) == {"0", "1", "2", "3"}, listed  # 3: the folder that ls reads
+
+
+# --- spawn --------------------------------------------------------------------------------------------
+
+
+@check
+async def spawn_gives_exactly_the_named_descriptors(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        (reader, writer), (side, side_in), null = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
+        try:
+            command = "ls /proc/self/fd; echo aside >&60; exit 4"
+            process = await sandbox.spawn(["bash", "-c", command], fds={0: null, 1: writer, 2: null, 60: side_in})
+            os.close(writer)
+            os.close(side_in)
+            assert await process.wait() == 4 and await process.wait() == 4
+            assert os.read(side, 100) == b"aside\n"
+            assert set(os.read(reader, 1000).split()) == {b"0", b"1", b"2", b"3", b"60"}
+        finally:
+            for fd in (reader, side, null):
+                os.close(fd)
+
+
+@check
+async def spawn_gives_a_terminal_of_its_own(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        master, slave = os.openpty()
+        try:
+            command = "test -t 0 && echo $$ > /dev/tty; exec sleep 1000"
+            fds = {0: slave, 1: slave, 2: slave}
+            process = await sandbox.spawn(["sh", "-c", command], fds=fds, tty=slave)
+            assert (await asyncio.to_thread(os.read, master, 100)).strip().isdigit()
+            assert os.tcgetpgrp(master) == process.pid
+            assert Path(f"/proc/{process.pid}/comm").exists()
+            process.kill(signal.SIGTERM)
+            assert await process.wait() == -signal.SIGTERM
+            process.kill()  # nothing happens
+        finally:
+            os.close(master)
+            os.close(slave)
+
+
+# --- files --------------------------------------------------------------------------------------------
+
+
+@check
+async def fifty_mebibytes_come_back_as_they_went(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        data = os.urandom(1 << 20) * 50
+        await sandbox.write("deep/down/big.bin", data, mode=0o600)
+        assert await sandbox.read("deep/down/big.bin", limit_bytes=len(data)) == data
+        assert await output(sandbox, "stat -c '%s %a' deep/down/big.bin") == f"{len(data)} 600\n"
+
+
+@check
+async def missing_and_odd_files_are_errors(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        await sandbox.exec(
+            "mkdir d; mkfifo f; truncate -s 1T s; ln -s loop loop; echo x > r; ln -s r l", timeout_s=SECONDS
+        )
+        expected: dict[str, type[Exception]] = {
+            "nothing": FileNotFoundError,
+            "d": IsADirectoryError,
+            "f": ValueError,
+            "s": ValueError,
+            "loop": ValueError,
+        }
+        for name, kind in expected.items():
+            try:
+                await sandbox.read(name, limit_bytes=1 << 20)
+            except kind:
+                continue
+            raise AssertionError(f"reading {name} should raise {kind.__name__}")
+        assert await sandbox.read("l", limit_bytes=2) == b"x\n"  # a link is followed, inside
+        try:
+            await sandbox.read("r", limit_bytes=1)
+        except ValueError:
+            pass
+        else:
+            raise AssertionError("two bytes are more than one")
+        with contextlib.suppress(IsADirectoryError):
+            await sandbox.write("d", b"")
+            raise AssertionError("a folder is not overwritten")
+        await sandbox.write("f", b"a file now")  # replaced, not waited for
+        assert await output(sandbox, "cat f") == "a file now"
+
+
+@check
+async def folders_go_in_and_come_out(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        with tempfile.TemporaryDirectory() as name:
+            source, target = Path(name, "source"), Path(name, "target")
+            (source / "sub").mkdir(parents=True)
+            (source / "sub" / "run.sh").write_text("#!/bin/sh\necho ran\n")
+            (source / "sub" / "run.sh").chmod(0o755)
+            (source / "link").symlink_to("sub/run.sh")
+            await sandbox.upload(source, "tree")
+            await sandbox.upload(source / "sub" / "run.sh", "one.sh")
+            assert await output(sandbox, "./tree/link && ./one.sh") == "ran\nran\n"
+            await sandbox.exec("mkfifo tree/fifo; mkdir tree/empty", timeout_s=SECONDS)
+            assert await sandbox.download("tree", target, limit_bytes=1 << 20) == "tar"
+            with tarfile.open(target) as archive:
+                names = {member.name for member in archive}
+                assert names == {"sub", "sub/run.sh", "link", "empty"}, names
+                assert archive.getmember("sub/run.sh").mode == 0o755
+            await sandbox.unpack(target, "again")
+            assert await output(sandbox, "./again/link") == "ran\n"
+            assert await sandbox.download("one.sh", target, limit_bytes=1 << 20) == "file"
+            assert target.read_text() == "#!/bin/sh\necho ran\n"
+            for path in ("tree", "one.sh"):
+                with contextlib.suppress(ValueError):
+                    await sandbox.download(path, target, limit_bytes=5)
+                    raise AssertionError("the limit was passed")
+            assert sorted(entry.name for entry in Path(name).iterdir()) == ["source", "target"]
+
+
+@isolated
+async def links_never_lead_out(runtime: Runtime) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        secret = Path(name, "secret")
+        secret.write_text("the host's")
+        async with started(runtime) as sandbox:
+            await sandbox.exec(["ln", "-s", str(secret), "way"], timeout_s=SECONDS)
+            await sandbox.exec(["ln", "-s", name, "door"], timeout_s=SECONDS)
+            for path in ("way", "door/secret", "/proc/1/root" + str(secret), str(secret)):
+                try:
+                    got = await sandbox.read(path, limit_bytes=1000)
+                except OSError:
+                    continue
+                raise AssertionError(f"{path} gave {got!r}")
+            with contextlib.suppress(OSError):
+                await sandbox.write("door/planted", b"x")
+            assert [entry.name for entry in Path(name).iterdir()] == ["secret"]
+
+
+# --- its life -----------------------------------------------------------------------------------------
+
+
+@check
+async def kill_proves_that_all_is_gone(runtime: Runtime) -> None:
+    mark = marked()
+    sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
+    await sandbox.exec(f"setsid sleep {mark} </dev/null >/dev/null 2>&1 & trap '' TERM HUP; sleep 0", timeout_s=SECONDS)
+    await eventually(lambda: bool(alive(mark)), "the daemon runs")
+    control = sandbox.control_dir
+    await asyncio.gather(sandbox.kill(), sandbox.kill())
+    assert not alive(mark)
+    await sandbox.kill()
+    assert sandbox.end is not None and sandbox.end.reason == "killed"
+    assert (await sandbox.ended()).reason == "killed"
+    assert not control.exists()
+    try:
+        await sandbox.exec("true", timeout_s=1.0)
+    except SandboxLost:
+        return
+    raise AssertionError("a killed sandbox runs nothing")
+
+
+@check
+async def a_command_in_progress_learns_of_the_kill(runtime: Runtime) -> None:
+    sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
+    mark = marked()
+    task = asyncio.ensure_future(sandbox.exec(["sleep", mark], timeout_s=SECONDS))
+    await eventually(lambda: bool(alive(mark)), "the command runs")
+    await sandbox.kill()
+    await asyncio.wait([task], timeout=SECONDS)
+    assert isinstance(task.exception(), SandboxLost)
+
+
+@check
+async def a_lease_that_is_not_renewed_ends_it(runtime: Runtime) -> None:
+    kept = await runtime.start(SandboxSpec(), lease_s=0.2)
+    kept.renew(60.0)
+    left = await runtime.start(SandboxSpec(), lease_s=0.2)
+    async with asyncio.timeout(SECONDS):
+        assert (await left.ended()).reason == "lease"
+    assert kept.end is None
+    await kept.kill()
+    await left.kill()
+
+
+@isolated
+async def who_ended_it_inside_is_known(runtime: Runtime) -> None:
+    sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
+    with contextlib.suppress(SandboxEndedByPolicy):
+        await sandbox.exec("kill -9 -1", timeout_s=SECONDS)
+    async with asyncio.timeout(SECONDS):
+        assert (await sandbox.ended()).reason == "ended_inside"
+    try:
+        await sandbox.exec("true", timeout_s=1.0)
+    except SandboxEndedByPolicy:
+        await sandbox.kill()
+        return
+    raise AssertionError("an ended sandbox runs nothing")
+
+
+@check
+async def a_cancelled_start_leaves_nothing(runtime: Runtime) -> None:
+    before = _descendants()
+    for delay_s in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02):
+        task = asyncio.ensure_future(runtime.start(SandboxSpec(), lease_s=60.0))
+        await asyncio.sleep(delay_s)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            await task.result().kill()
+    # The launcher itself may be new, and its helpers take a moment to be gone.
+    await eventually(lambda: len(_descendants() - before) <= 1, "no process is left of cancelled starts")
+
+
+def _descendants() -> set[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] not in "ZX":
+                parents[int(entry.name)] = int(fields[1])
+    found: set[int] = set()
+    level = {os.getpid()}
+    while level:
+        level = {pid for pid, parent in parents.items() if parent in level}
+        found |= level
+    return found
+
+
+_SERVER = """
+import asyncio, importlib, sys
+from pathlib import Path
+from rollyard.sandbox.base import SandboxSpec
+async def main(module, name, root, mark):
+    runtime = getattr(importlib.import_module(module), name)(root=Path(root))
+    async with runtime:
+        sandboxes = await asyncio.gather(*[runtime.start(SandboxSpec(), lease_s=600.0) for _ in range(3)])
+        for sandbox in sandboxes:
+            await sandbox.exec(f"setsid sleep {mark} </dev/null >/dev/null 2>&1 & sleep 0", timeout_s=10.0)
+        print("up", flush=True)
+        await asyncio.gather(*[sandbox.exec(["sleep", mark], timeout_s=600.0) for sandbox in sandboxes])
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@check
+async def server_gone_sandbox_gone_and_the_next_one_sweeps(runtime: Runtime) -> None:
+    kind, mark = type(runtime), marked()
+    with tempfile.TemporaryDirectory() as root:
+        argv = [sys.executable, "-c", _SERVER, kind.__module__, kind.__name__, root, mark]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:  # noqa: ASYNC220  (a server of its own)
+            assert server.stdout is not None
+            assert await asyncio.to_thread(server.stdout.readline) == b"up\n"
+            own = len(alive(mark)) - 1  # less the server, which has the mark in its arguments
+            assert own >= 3, own
+            server.kill()
+            server.wait()
+        await eventually(lambda: not alive(mark), "nothing of a killed server's sandboxes is left")
+        async with kind(root=Path(root)) as successor:  # type: ignore[call-arg]
+            left = [entry.name for entry in Path(root).glob("sbx_*")]
+            assert not left, left
+            async with started(successor) as sandbox:
+                assert await output(sandbox, "echo ok") == "ok\n"
+
+
+# --- isolation ----------------------------------------------------------------------------------------
+
+
+@isolated
+async def the_control_folder_cannot_be_written_inside(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        (sandbox.control_dir / "command").write_text("echo")
+        path = sandbox.control_path
+        assert await output(sandbox, f"cat {path}/command") == "echo"
+        result = await sandbox.exec(
+            f"echo x > {path}/command; echo x > {path}/new; chmod 777 {path}", timeout_s=SECONDS
+        )
+        assert result.status != 0
+        assert [entry.name for entry in sandbox.control_dir.iterdir()] == ["command"]
+        assert (sandbox.control_dir / "command").read_text() == "echo"
+
+
+@isolated
+async def there_is_no_network_but_loopback(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        assert (await output(sandbox, "tail -n +3 /proc/net/dev | cut -d: -f1")).split() == ["lo"]
+        script = "import socket; socket.create_connection(('192.0.2.1', 80), 2)"
+        assert (await sandbox.exec(["python3", "-c", script], timeout_s=SECONDS)).status != 0
+        script = "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())"
+        assert (await sandbox.exec(["python3", "-c", script], timeout_s=SECONDS)).status == 0
+
+
+@isolated
+async def host_and_other_sandboxes_are_unseen(runtime: Runtime) -> None:
+    with tempfile.NamedTemporaryFile(prefix="host-secret-") as secret:
+        async with started(runtime) as sandbox, started(runtime) as other:
+            await other.write("mine", b"not yours")
+            seen = await sandbox.exec(["ls", secret.name, *_HOST_PLACES, str(other.control_dir)], timeout_s=SECONDS)
+            assert seen.stdout == b"", seen.stdout
+            assert await output(sandbox, "ls -A") == ""
+            assert str(os.getpid()) not in (await output(sandbox, "ls /proc")).split() or os.getpid() < 20
+            commands = await output(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; cat /proc/[0-9]*/environ")
+            assert "python" not in commands and "pytest" not in commands, commands
+            assert str(sandbox.control_dir) not in commands
+
+
+_HOST_PLACES = ("/root", "/home/runner", "/etc/shadow", "/etc/ssh", "/run/dbus", "/sys", "/var/lib", "/etc/ssl/private")
+
+
+@isolated
+async def privileges_cannot_be_had(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        status = dict(line.split(":\t") for line in (await output(sandbox, "cat /proc/self/status")).splitlines())
+        assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {"0" * 16}
+        assert status["NoNewPrivs"] == "1"
+        for command in ("unshare -U true", "unshare -m true", "mount -t tmpfs x /tmp", "ip link set lo down"):
+            assert (await sandbox.exec(command, timeout_s=SECONDS)).status != 0, command
+        result = await sandbox.exec("touch /usr/x /etc/x /dev/x /x", timeout_s=SECONDS)
+        assert result.status != 0 and result.stderr.count(b"touch:") == 4, result.stderr

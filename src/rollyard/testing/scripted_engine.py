@@ -1,0 +1,476 @@
+"""An engine that says what it is told: a real HTTP server that speaks vLLM's API (or SGLang's) without a model.
+
+    async with ScriptedEngine(script=lambda turn: "hello") as engine:
+        spec = EngineSpec("e1", engine.url, Kind.VLLM)
+
+or as a process of its own, which prints one line of JSON with its `url` when it is ready:
+
+    python -m rollyard.testing.scripted_engine --script script.json --latency-s 0.5
+
+Everything that it says is determined: the reply by the script, each logprob by the token, its place and the token
+before it (`scripted_logprob`), so a completion that is interrupted and continued, here or on another scripted
+engine, is the same as one that is not. `cached_tokens` is the true common prefix with the session's last call.
+
+It is cheap on purpose (benchmarks put thousands of calls a second through it): a bare `web.Server` with a table of
+paths, replies encoded once, and no timer for an answer that comes at once. The file is long because it is a whole
+server: one short handler per path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import orjson
+from aiohttp import web
+
+from rollyard.testing.script import (
+    END,
+    START,
+    ByteTokenizer,
+    Fault,
+    FolderTokenizer,
+    Reply,
+    Rules,
+    Script,
+    Tokenizer,
+    Turn,
+)
+from rollyard.testing.scripted_dialects import (
+    Body,
+    chat_body,
+    chat_prompt,
+    completion_body,
+    generate_body,
+    sglang_body,
+    spoil,
+)
+from rollyard.testing.scripted_sampling import LogprobsMode, Sampled, common_prefix, cut_reply
+from rollyard.testing.scripted_work import Piece, Work
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+Dialect = Literal["vllm", "sglang"]
+MAX_BODY_BYTES = 64 << 20
+MAX_SESSIONS = 16_384  # whose last prompt is remembered, for cached_tokens and call numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A request as it came."""
+
+    path: str
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    prompt_ids: Sequence[int] = ()
+
+    @property
+    def session_id(self) -> str:
+        return self.headers.get("X-Session-ID", "")
+
+
+class ScriptedEngine:
+    """See the module. Attributes may be changed while it runs."""
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        dialect: Dialect = "vllm",
+        model: str = "scripted",
+        root: str = "",
+        max_context: int = 32_768,
+        latency_s: float | Callable[[Turn], float] = 0.0,
+        tokens_per_s: float | None = None,
+        logprobs_mode: LogprobsMode = "processed",
+        is_scale_out: bool = True,
+        has_old_logprobs: bool = False,
+        record: int = 1000,
+        port: int = 0,
+    ) -> None:
+        self.script: Script = script or Rules()
+        self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
+        self.dialect = dialect
+        self.model = model
+        self.root = root
+        self.max_context = max_context
+        self.latency_s = latency_s
+        self.tokens_per_s = tokens_per_s
+        self.logprobs_mode: LogprobsMode = logprobs_mode
+        self.is_scale_out = is_scale_out
+        self.has_old_logprobs = has_old_logprobs
+        self.is_healthy = True
+        self.version = "default"
+        self.requests: deque[Recorded] = deque(maxlen=record)
+        self.aborted: deque[str] = deque(maxlen=1000)
+        self.total = 0
+        self._port = port
+        self._faults: deque[Fault | int] = deque()
+        self._work = Work()
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._encoded: dict[tuple[str, bool], list[int]] = {}
+        self._runner: web.ServerRunner | None = None
+        self._marker = array("i", self.tokenizer.encode(f"{START}assistant"))
+        self._newline = self.tokenizer.encode("\n")
+        self._paths = self._routes()
+
+    # --- its life
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listens; a second start takes the same port again."""
+        server = web.Server(self._handle, request_factory=_large_request, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096, reuse_address=True)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Cuts every connection. What was running is lost, as with a real one."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            server = runner.server
+            self._work.stop()
+            if isinstance(server, web.Server):
+                for connection in server.connections:
+                    connection.force_close()
+                    if connection.transport is not None:
+                        connection.transport.abort()
+            await runner.cleanup()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    # --- what a test asks and tells
+
+    def fail_next(self, count: int, fault: Fault | int) -> None:
+        """The next so many generations fail this way; then it works again."""
+        for _ in range(count):
+            self._faults.append(fault)
+
+    @property
+    def calls(self) -> list[Recorded]:
+        """The recorded generations that belong to sessions: no probes."""
+        return [request for request in self.requests if request.session_id and request.prompt_ids]
+
+    @property
+    def running(self) -> int:
+        return len(self._work.running)
+
+    async def idle(self) -> None:
+        """Waits until nothing is being generated."""
+        await self._work.idle.wait()
+
+    async def busy(self) -> None:
+        """Waits until something is."""
+        await self._work.busy.wait()
+
+    # --- HTTP
+
+    def _routes(self) -> Mapping[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]]:
+        common = {
+            "/health": self._health,
+            "/v1/models": self._models,
+            "/v1/chat/completions": self._chat,
+            "/tokenize": self._tokenize,
+            "/update_weight_version": self._update_version,
+            "/metrics": self._metrics,
+        }
+        if self.dialect == "sglang":
+            return common | {
+                "/generate": self._sglang,
+                "/abort_request": self._sglang_abort,
+                "/get_server_info": self._version_info,
+                "/get_weight_version": self._weight_info,
+            }
+        return common | {
+            "/inference/v1/generate": self._generate,
+            "/inference/v1/abort_requests": self._abort,
+            "/abort_requests": self._abort,
+            "/v1/completions": self._completion,
+            "/version": self._version_info,
+            "/weight_info": self._weight_info,
+            "/pause": self._pause,
+            "/resume": self._resume,
+        }
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        route = self._paths.get(request.path)
+        if route is None:
+            return _json({"detail": "Not Found"}, 404)
+        if not self.is_scale_out and request.path.startswith("/inference/"):
+            return _json({"error": {"message": "scale-out is not enabled", "code": 403}}, 403)
+        try:
+            return await route(request)
+        except _Refusal as refusal:
+            return _json({"error": {"message": refusal.message, "code": refusal.status}}, refusal.status)
+        except (KeyError, TypeError, ValueError) as error:
+            return _json({"error": {"message": f"{type(error).__name__}: {error}", "code": 400}}, 400)
+
+    async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(status=200 if self.is_healthy else 503)
+
+    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
+        card = {"id": self.model, "object": "model", "root": self.root or self.model, "max_model_len": self.max_context}
+        return _json({"object": "list", "data": [card]})
+
+    async def _version_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _json({"version": "scripted"})
+
+    async def _weight_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _json({"weight_version": self.version})
+
+    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        lines = f"vllm:num_requests_running {self.running}\nvllm:request_success_total {self.total}\n"
+        return web.Response(text=lines, content_type="text/plain")
+
+    async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
+        tokens = self.tokenizer.encode(str((await _body(request))["prompt"]))
+        return _json({"count": len(tokens), "max_model_len": self.max_context, "tokens": tokens})
+
+    async def _update_version(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.version = str((await _body(request))["new_version"])
+        self._work.new_version(self.version)
+        return _json({"success": True, "new_version": self.version})
+
+    async def _pause(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._work.open.clear()
+        if request.query.get("mode", "abort") == "abort":
+            self._end(list(self._work.running))
+        return _json({"status": "paused"})
+
+    async def _resume(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._work.open.set()
+        return _json({"status": "resumed"})
+
+    async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._end((await _body(request)).get("request_ids") or list(self._work.running))
+        return web.Response()
+
+    async def _sglang_abort(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await _body(request)
+        self._end(list(self._work.running) if body.get("abort_all") else [body["rid"]])
+        return web.Response()
+
+    def _end(self, request_ids: Sequence[str]) -> None:
+        self.aborted.extend(request_ids)
+        self._work.abort(request_ids)
+
+    # --- generating, in each dialect
+
+    async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await _body(request)
+        params = body["sampling_params"]
+        known_as = f"generate-tokens-{_request_id(request, body)}"
+        done = await self._sample(request, body, body["token_ids"], params, params.get("max_tokens", 16), known_as)
+        return self._answer(done, lambda d: generate_body(d, known_as, self.model, is_old=self.has_old_logprobs))
+
+    async def _completion(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await _body(request)
+        known_as = f"cmpl-{_request_id(request, body)}"
+        done = await self._sample(request, body, body["prompt"], body, body.get("max_tokens", 16), f"{known_as}-0")
+        return self._answer(done, lambda d: completion_body(d, known_as, self.model, self.tokenizer))
+
+    async def _sglang(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await _body(request)
+        known_as = str(body.get("rid", ""))
+        logprobs = body.get("top_logprobs_num", 0) if body.get("return_logprob") else None
+        params = {**body["sampling_params"], "logprobs": logprobs}
+        limit = params.get("max_new_tokens", 128)
+        done = await self._sample(request, body, body["input_ids"], params, limit, known_as)
+        return self._answer(done, lambda d: sglang_body(d, known_as, self.version, self.tokenizer))
+
+    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await _body(request)
+        prompt = self.tokenizer.encode(chat_prompt(body["messages"], START))
+        done = await self._sample(request, body, prompt, body, body.get("max_tokens", 4096), "")
+        return self._answer(done, lambda d: chat_body(d, self.model, self.tokenizer))
+
+    def _answer(self, done: Sampled | web.StreamResponse, render: Callable[[Sampled], Body]) -> web.StreamResponse:
+        if isinstance(done, web.StreamResponse):
+            return done
+        if done.fault == "not_json":
+            return web.Response(body=b"<html>Bad gateway</html>", content_type="text/html")
+        return _json(spoil(done, render(done)))
+
+    # --- the sampling that they share
+
+    async def _sample(
+        self,
+        request: web.BaseRequest,
+        body: Mapping[str, Any],
+        prompt: list[int],
+        params: Mapping[str, Any],
+        max_tokens: int,
+        known_as: str,
+    ) -> Sampled | web.StreamResponse:
+        self._check(body, prompt)
+        session_id = request.headers.get("X-Session-ID", "")
+        if self.requests.maxlen:
+            self.requests.append(Recorded(request.path, body, request.headers, prompt))
+        turn = Turn(prompt, self.tokenizer, self._marker, session_id, self._number(session_id))
+        reply = self.script(turn)
+        if not isinstance(reply, Reply):
+            reply = Reply(reply) if isinstance(reply, str) else Reply(token_ids=tuple(reply))
+        fault = self._faults.popleft() if self._faults else reply.fault
+        if isinstance(fault, int):
+            raise _Refusal(f"a fault of status {fault} was asked for", fault)
+        if fault == "cut":
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
+        ids = turn.rest_of(self._encode(reply), self._newline)
+        ids, finish = cut_reply(ids, max_tokens, params.get("stop_token_ids") or ())
+        piece = self._piece(turn, reply, len(ids), fault)
+        how = await self._work.do(known_as, piece)
+        if how == "stopped":
+            return web.Response(status=503)
+        if how == "abort" or fault == "unasked_abort":
+            ids, finish = ids[: piece.sampled() if how == "abort" else 0], "abort"
+        salt = str(body.get("cache_salt") or body.get("extra_key") or "")
+        cached = self._cached(session_id, salt, prompt, ids)
+        self.total += 1
+        return Sampled(prompt, ids, finish, cached, piece.versions, params, self.logprobs_mode, fault)
+
+    def _check(self, body: Mapping[str, Any], prompt: list[int]) -> None:
+        if body.get("model") not in (None, "", self.model):
+            raise _Refusal(f"The model `{body['model']}` does not exist.", 404)
+        if not prompt or not all(isinstance(i, int) and i >= 0 for i in prompt):
+            raise _Refusal("token_ids must be a list of non-negative integers", 400)
+        if len(prompt) >= self.max_context:
+            raise _Refusal(
+                f"The prompt (length {len(prompt)}) is longer than the maximum model length of {self.max_context}.", 400
+            )
+
+    def _number(self, session_id: str) -> int:
+        """Which call of its session this is, from 0."""
+        number = self._numbers.get(session_id, 0)
+        _remember(self._numbers, session_id, number + 1)
+        return number
+
+    def _cached(self, session_id: str, salt: str, prompt: list[int], sampled: list[int]) -> int:
+        """How much of the prompt the session's last call left in the cache; the last token is never taken from it."""
+        if not session_id:
+            return 0
+        known = self._prefixes.get((session_id, salt))
+        _remember(self._prefixes, (session_id, salt), array("i", [*prompt, *sampled]))
+        return 0 if known is None else min(common_prefix(known, prompt), len(prompt) - 1)
+
+    def _encode(self, reply: Reply) -> list[int]:
+        if reply.token_ids is not None:
+            return list(reply.token_ids)
+        key = (reply.text, reply.ends)
+        ids = self._encoded.get(key)
+        if ids is None:
+            if len(self._encoded) > 4096:
+                self._encoded.clear()
+            ids = self._encoded[key] = self.tokenizer.encode(reply.text + (END if reply.ends else ""))
+        return ids
+
+    def _piece(self, turn: Turn, reply: Reply, total: int, fault: Fault | None) -> Piece:
+        latency_s = self.latency_s if reply.latency_s is None else reply.latency_s
+        return Piece(
+            total=total,
+            latency_s=latency_s(turn) if callable(latency_s) else latency_s,
+            tokens_per_s=self.tokens_per_s if reply.tokens_per_s is None else reply.tokens_per_s,
+            stall_after=reply.stall_after,
+            ignores_aborts=fault == "hang",
+            versions=[(self.version, 0)],
+        )
+
+
+class _Refusal(Exception):
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+
+
+def _large_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
+
+
+async def _body(request: web.BaseRequest) -> dict[str, Any]:
+    return orjson.loads(await request.read())
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _request_id(request: web.BaseRequest, body: Mapping[str, Any]) -> str:
+    return request.headers.get("X-Request-Id") or str(body.get("request_id", ""))
+
+
+def _remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > MAX_SESSIONS:
+        memory.popitem(last=False)
+
+
+async def serve(engine: ScriptedEngine) -> None:
+    """Runs until SIGTERM or SIGINT; its first line of output is JSON with its url."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    async with engine:
+        sys.stdout.write(orjson.dumps({"url": engine.url, "model": engine.model}).decode() + "\n")
+        sys.stdout.flush()
+        await stopped.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m rollyard.testing.scripted_engine", description="A scripted engine."
+    )
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--script", type=Path, help="a JSON file with rules and default")
+    parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json; default: bytes")
+    parser.add_argument("--model", default="scripted")
+    parser.add_argument("--dialect", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--max-context", type=int, default=32_768)
+    parser.add_argument("--latency-s", type=float, default=0.0)
+    parser.add_argument("--tokens-per-s", type=float)
+    parser.add_argument("--record", type=int, default=0, help="how many requests to remember")
+    args = parser.parse_args()
+    engine = ScriptedEngine(
+        Rules.load(args.script) if args.script else None,
+        tokenizer=FolderTokenizer(args.tokenizer) if args.tokenizer else None,
+        dialect=args.dialect,
+        model=args.model,
+        root=str(args.tokenizer.resolve()) if args.tokenizer else "",
+        max_context=args.max_context,
+        latency_s=args.latency_s,
+        tokens_per_s=args.tokens_per_s,
+        record=args.record,
+        port=args.port,
+    )
+    import uvloop
+
+    uvloop.run(serve(engine))
+
+
+if __name__ == "__main__":
+    main()

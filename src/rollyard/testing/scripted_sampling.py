@@ -1,0 +1,121 @@
+"""What a scripted engine pretends to have sampled: ids, and numbers about them that follow from the ids alone."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollyard.testing.script import Fault
+
+LogprobsMode = Literal["processed", "raw"]
+
+MASKED = -9999.0  # vLLM's word for "not among the tokens that could be sampled"
+
+
+def scripted_logprob(before: int, position: int, token: int) -> float:
+    """The logprob at T = 1 of `token` at that place of the whole sequence, after the token `before`."""
+    mixed = (token * 2654435761 ^ position * 40503 ^ (before + 1) * 2246822519) & 0xFFFFFFFF
+    return -0.001 - (mixed * 2654435761 & 0xFFFFFFFF) / 0xFFFFFFFF * 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One generation. At temperature 1 without a cut its logprobs are `scripted_logprob`; otherwise each token has a
+    few made-up neighbours, and theirs and its own are scaled and cut as an engine of that mode would."""
+
+    prompt: Sequence[int]
+    ids: list[int]
+    finish: Literal["stop", "length", "abort"]
+    cached: int
+    versions: Sequence[tuple[str, int]]
+    params: Mapping[str, Any]
+    logprobs_mode: LogprobsMode
+    fault: Fault | None
+
+    @property
+    def top(self) -> int:
+        return self.params.get("logprobs") or 0
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.params.get("logprobs") is not None and self.fault != "no_logprobs"
+
+    def logprobs(self) -> list[float]:
+        is_plain = self.logprobs_mode == "raw" or (
+            self.params.get("temperature", 1.0) == 1.0 and self.params.get("top_k", -1) <= 0
+        )
+        values = [self._raw(i) if is_plain else self.tops(i)[token] for i, token in enumerate(self.ids)]
+        if self.fault == "fewer_logprobs":
+            values = values[:-1]
+        elif self.fault == "missing_logprob" and values:
+            values[-1] = MASKED
+        elif self.fault == "positive_logprob" and values:
+            values[-1] = 0.5
+        return values
+
+    def tops(self, index: int) -> dict[int, float]:
+        """The sampled token and its neighbours; the sampled one is the likeliest."""
+        token = self.ids[index]
+        raw = {token + step: self._raw(index) - 0.5 * step for step in range(max(1, self.top, 5))}
+        if self.logprobs_mode == "raw":
+            return raw
+        temperature = max(self.params.get("temperature", 1.0), 1e-2)
+        kept = self.params.get("top_k", -1)
+        scaled = [value / temperature for value in raw.values()]
+        allowed = scaled[:kept] if kept > 0 else scaled
+        total = math.log(sum(math.exp(value) for value in allowed))
+        return {
+            one: value - total if place < len(allowed) else MASKED
+            for place, (one, value) in enumerate(zip(raw, scaled, strict=True))
+        }
+
+    def spans(self) -> list[dict[str, Any]]:
+        if self.fault == "bad_version":
+            return [{"version": "seven", "start": 0, "end": len(self.ids)}]
+        starts = [min(start, len(self.ids)) for _, start in self.versions] + [len(self.ids)]
+        return [
+            {"version": version, "start": starts[i], "end": starts[i + 1]}
+            for i, (version, _) in enumerate(self.versions)
+            if starts[i + 1] > starts[i]
+        ]
+
+    def usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": len(self.ids),
+            "total_tokens": len(self.prompt) + len(self.ids),
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+    def _raw(self, index: int) -> float:
+        before = self.ids[index - 1] if index else self.prompt[-1]
+        return scripted_logprob(before, len(self.prompt) + index, self.ids[index])
+
+
+def cut_reply(
+    ids: list[int], max_tokens: int, stop_token_ids: Sequence[int]
+) -> tuple[list[int], Literal["stop", "length"]]:
+    """What an engine would have given: up to the first stop token, and no more than was asked for."""
+    for stop in stop_token_ids:
+        if stop in ids:
+            ids = ids[: ids.index(stop) + 1]
+    return (ids, "stop") if len(ids) <= max_tokens else (ids[:max_tokens], "length")
+
+
+def common_prefix(known: array[int], prompt: Sequence[int]) -> int:
+    """How many first tokens two sequences share. The usual case, all of the known, is one comparison."""
+    new = array("i", prompt)
+    size = min(len(known), len(new))
+    if known[:size] == new[:size]:
+        return size
+    low, high = 0, size  # known[:low] agrees, known[:high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if known[low:middle] == new[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

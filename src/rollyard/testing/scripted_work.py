@@ -1,0 +1,101 @@
+"""The generations of a scripted engine that take time: how far each is, and what ends it early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+How = Literal["done", "abort", "stopped"]
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """One generation. `stall_after` tokens it goes no further by itself."""
+
+    total: int
+    latency_s: float = 0.0
+    tokens_per_s: float | None = None
+    stall_after: int | None = None
+    ignores_aborts: bool = False
+    versions: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # (version, first token)
+    started: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    ended: asyncio.Future[How] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def takes_s(self) -> float:
+        return self.latency_s + (self.total / self.tokens_per_s if self.tokens_per_s else 0.0)
+
+    @property
+    def is_stalling(self) -> bool:
+        return self.stall_after is not None or self.ignores_aborts
+
+    def sampled(self) -> int:
+        """How many tokens there are by now."""
+        passed_s = asyncio.get_running_loop().time() - self.started - self.latency_s
+        count = self.total if passed_s >= 0 else 0
+        if count and self.tokens_per_s is not None:
+            count = min(count, int(passed_s * self.tokens_per_s))
+        return count if self.stall_after is None else min(count, self.stall_after)
+
+    def end(self, how: How) -> None:
+        if not self.ended.done():
+            self.ended.set_result(how)
+
+
+class Work:
+    """All that is being generated. A piece that takes no time never enters."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Piece] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.busy = asyncio.Event()
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def do(self, name: str, piece: Piece) -> How:
+        """Returns when the piece would have been sampled, or is ended."""
+        if piece.takes_s <= 0 and not piece.is_stalling and self.open.is_set():
+            return "done"
+        key = f"{name}#{id(piece)}" if not name or name in self.running else name
+        self.running[key] = piece
+        self.idle.clear()
+        self.busy.set()
+        timer: asyncio.TimerHandle | None = None
+        try:
+            await self._opened_or(piece.ended)
+            if not piece.is_stalling:
+                timer = asyncio.get_running_loop().call_later(piece.takes_s, piece.end, "done")
+            return await piece.ended
+        finally:
+            if timer is not None:
+                timer.cancel()
+            del self.running[key]
+            if not self.running:
+                self.idle.set()
+                self.busy.clear()
+
+    def abort(self, names: Iterable[str]) -> None:
+        for name in names:
+            piece = self.running.get(name)
+            if piece is not None and not piece.ignores_aborts:
+                piece.end("abort")
+
+    def stop(self) -> None:
+        for piece in self.running.values():
+            piece.end("stopped")
+
+    def new_version(self, version: str) -> None:
+        for piece in self.running.values():
+            piece.versions.append((version, piece.sampled()))
+
+    async def _opened_or(self, ended: asyncio.Future[How]) -> None:
+        if self.open.is_set():
+            return
+        opened = asyncio.ensure_future(self.open.wait())
+        try:
+            await asyncio.wait({opened, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opened.cancel()

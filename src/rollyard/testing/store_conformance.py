@@ -1,0 +1,624 @@
+"""What every store must do, as checks that a test runs one by one: public, for those who write a store.
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    async def test_store(check, tmp_path):
+        await check(Opener(tmp_path))
+
+An `Open` opens the same store each time it is called, like a server that starts again; with `is_forced` it does so
+although another process seems to have it, as when a lock was lost. A check closes what it opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from rollyard.core import (
+    Ending,
+    EngineSpec,
+    LostAttempt,
+    Outcome,
+    Position,
+    Rollout,
+    Run,
+    Score,
+    State,
+    Task,
+    Trace,
+    Trajectory,
+    ids_array,
+    logprobs_array,
+)
+from rollyard.core.engine import Kind
+from rollyard.core.engine import EngineSpec, Kind
+from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
+from rollyard.core.task import Sampling
+from rollyard.core.trace import Span
+from rollyard.store.base import Retention, Stale, Store, StoreLocked, StoreUnusable, Submission
+
+
+class Open(Protocol):
+    def __call__(self, *, max_attempts: int = 3, is_forced: bool = False) -> Awaitable[Store]: ...
+
+
+Check = Callable[[Open], Awaitable[None]]
+
+CHECKS: list[Check] = []
+"""Every check, in the order of this file."""
+
+QUEUED = Position()
+INIT, READY = QUEUED.to(State.INIT), QUEUED.to(State.INIT).to(State.READY)
+RUN = READY.to(State.RUN)
+EVAL = RUN.to(State.EVAL)
+
+
+def _check(check: Check) -> Check:
+    CHECKS.append(check)
+    return check
+
+
+def submission(rollout_id: str, run: str = "run", group: str | None = None, note: str = "") -> Submission:
+    task = Task("shell", {"instruction": f"do {rollout_id}", "note": note})
+    return Submission(Rollout(rollout_id, run, task, group=group), {"id": rollout_id, "note": note})
+
+
+def trajectory(rollout_id: str, attempt: int = 1) -> Trajectory:
+    """Two prompt tokens, three sampled ones."""
+    trace = Trace(
+        token_ids=ids_array([1, 2, 7, 8, 9]),
+        mask=bytearray([0, 0, 1, 1, 1]),
+        logprobs=logprobs_array([0, 0, -0.5, -1, -0.25]),
+        versions=ids_array([-1, -1, 4, 4, 4]),
+        spans=(Span(2, 5, 1, "stop", "digest"),),
+        sampling=Sampling(),
+        policy="default",
+        model="m",
+    )
+    return Trajectory(rollout_id, attempt, (trace,), ({"role": "user", "content": "go"},), turns=1, ended_by="stop")
+
+
+def completed(reward: float = 1.0) -> Ending:
+    return Ending(Outcome.COMPLETED, Score(reward), is_trainable=True)
+
+
+@asynccontextmanager
+async def opened(open_store: Open, *, max_attempts: int = 3, is_forced: bool = False) -> AsyncGenerator[Store, None]:
+    """The store, with the run "run" in it."""
+    store = await open_store(max_attempts=max_attempts, is_forced=is_forced)
+    try:
+        await store.put_run(Run("run"), {})
+        yield store
+    finally:
+        await store.close()
+
+
+async def advance(store: Store, rollout_id: str, to: State, attempt: int = 1) -> Position:
+    """A queued rollout, moved up to a state. Nothing is awaited but the last write."""
+    at = Position(State.QUEUED, attempt)
+    for state in (State.INIT, State.READY, State.RUN):
+        if at.state is to:
+            return at
+        moved = store.move(rollout_id, at, at.to(state))
+        at = at.to(state)
+        if state is to:
+            await moved
+    if to is State.EVAL:
+        await store.save_run(rollout_id, at, trajectory(rollout_id, attempt), {"is_reevaluable": True})
+        at = at.to(State.EVAL)
+    return at
+
+
+async def raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Awaitable[object]) -> str:
+    """Awaits a call that must fail so; its message."""
+    try:
+        await call
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{kind} was not raised")
+
+
+async def ended_ids(store: Store, limit: int = 100, run: str | None = None) -> list[str]:
+    """All that have ended, page by page."""
+    found: list[str] = []
+    cursor: str | None = None
+    while True:
+        page = await store.list(state=State.ENDED, after=cursor, limit=limit, run=run)
+        found += [rollout.id for rollout in page.rollouts]
+        if page.next_cursor is None:
+            return found
+        cursor = page.next_cursor
+
+
+# --- runs and submit ----------------------------------------------------------------------------------
+
+
+@_check
+async def runs_are_idempotent(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        made = await store.put_run(Run("a", seed=7, priority=2), {"seed": 7})
+        assert made == await store.put_run(Run("a", seed=7, priority=2, created_at=9.0), {"seed": 7})
+        await raises(IdConflict, store.put_run(Run("a", seed=8), {"seed": 8}))
+        assert await store.get_run("a") == made
+        assert [run.id for run in await store.list_runs()] == ["run", "a"]
+        await raises(NotFound, store.get_run("b"))
+    async with opened(open_store) as store:
+        assert await store.get_run("a") == made
+
+
+@_check
+async def a_submitted_rollout_is_there_after_a_restart(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        (new,) = await store.submit([submission("a", group="g")])
+        assert (new.position, new.group, new.task.data["instruction"]) == (QUEUED, "g", "do a")
+        assert await store.get("a") == new
+    async with opened(open_store) as store:
+        assert await store.get("a") == new
+        assert [(row.id, row.attempt) for row in await store.queued()] == [("a", 1)]
+        assert store.recovered.queued == 1
+        await raises(NotFound, store.get("b"))
+
+
+@_check
+async def a_repeated_submit_is_the_same_rollout(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        first = await store.submit([submission("a"), submission("b")])
+        again = await store.submit([submission("b"), submission("c"), submission("a")])
+        assert [again[2], again[0]] == list(first)
+        assert [row.id for row in await store.queued()] == ["a", "b", "c"]
+        at = await advance(store, "a", State.RUN)
+        ended = await store.end("a", at, completed())
+        assert list(await store.submit([submission("a")])) == [ended]
+
+
+@_check
+async def a_conflicting_submit_stores_nothing(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_run(Run("other"), {})
+        await store.submit([submission("a")])
+        await raises(IdConflict, store.submit([submission("b"), submission("a", note="other body")]))
+        await raises(IdConflict, store.submit([submission("b"), submission("a", run="other")]))
+        await raises(IdConflict, store.submit([submission("b"), submission("b")]))
+        await raises(NotFound, store.submit([submission("b"), submission("c", run="nobody's")]))
+        assert [row.id for row in await store.queued()] == ["a"]
+
+
+@_check
+async def one_failing_call_does_not_fail_its_neighbours(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a")])
+        good = asyncio.gather(*(store.submit([submission(f"n{i}")]) for i in range(20)))
+        bad = asyncio.gather(
+            *(store.submit([submission(f"x{i}"), submission("a", note="!")]) for i in range(20)), return_exceptions=True
+        )
+        more = asyncio.gather(*(store.submit([submission(f"m{i}")]) for i in range(20)))
+        assert len(await good) == len(await more) == 20
+        assert all(isinstance(result, IdConflict) for result in await bad)
+        assert {row.id for row in await store.queued()} == {"a", *(f"{c}{i}" for c in "nm" for i in range(20))}
+
+
+@_check
+async def engines_that_were_added_are_remembered(open_store: Open) -> None:
+    one, two = (EngineSpec(name, f"http://{name}", Kind.VLLM, api_key="k") for name in ("one", "two"))
+    async with opened(open_store) as store:
+        await store.put_engine(one)
+        await store.put_engine(two)
+        await store.put_engine(replace(two, capacity=7))
+        await store.delete_engine("one")
+        await store.delete_engine("never there")
+    async with opened(open_store) as store:
+        assert list(await store.engines()) == [replace(two, capacity=7)]
+
+
+# --- moves and endings --------------------------------------------------------------------------------
+
+
+@_check
+async def a_rollout_goes_its_way(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a")])
+        at = await advance(store, "a", State.EVAL)
+        assert (await store.get("a")).position == EVAL
+        saved = await store.saved_run("a")
+        assert saved is not None and saved == (trajectory("a"), {"is_reevaluable": True})
+        ended = await store.end("a", at, completed(0.5))
+        assert ended == await store.get("a")
+        assert ended.ending is not None and ended.ending.score == Score(0.5) and ended.ended_seq is not None
+        assert await store.trajectory("a") == trajectory("a")
+        assert await store.saved_run("a") == saved  # for scoring again
+        await store.submit([submission("f")])
+        final = replace(trajectory("f"), ended_by="later")
+        await store.end("f", await advance(store, "f", State.EVAL), completed(), final)
+        assert await store.saved_run("f") == (final, {"is_reevaluable": True})
+        await store.submit([submission("b"), submission("c")])
+        await store.end("b", QUEUED, completed(), trajectory("b"))
+        assert await store.trajectory("b") == trajectory("b") and await store.saved_run("b") is None
+        assert await store.trajectory("c") is None
+        await raises(NotFound, store.trajectory("d"))
+
+
+@_check
+async def a_move_from_elsewhere_is_stale(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a")])
+        await raises(Stale, store.move("a", INIT, READY))
+        await raises(Stale, store.move("nobody", QUEUED, INIT))
+        await store.move("a", QUEUED, INIT)
+        message = await raises(Stale, store.move("a", QUEUED, INIT))
+        assert "init" in message
+        await store.requeue("a", INIT, LostAttempt(1, "engine_unavailable", "", "init"))
+        await raises(Stale, store.end("a", INIT, completed()))
+        await raises(Stale, store.end("a", QUEUED, completed()))  # the right state, the attempt before
+        assert (await store.get("a")).position == Position(State.QUEUED, 2)
+
+
+@_check
+async def a_lost_attempt_stands_in_the_record(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a")])
+        lost = [LostAttempt(1, "sandbox_lost", "gone", "eval", 3), LostAttempt(2, "drained", "", "run")]
+        at = await advance(store, "a", State.EVAL)
+        await store.requeue("a", at, lost[0])
+        assert await store.trajectory("a") is None  # it was the lost attempt's
+        at = await advance(store, "a", State.RUN, attempt=2)
+        await store.requeue("a", at, lost[1], is_excused=True)
+        rollout = await store.get("a")
+        assert (rollout.position, rollout.lost, rollout.excused) == (Position(State.QUEUED, 3), tuple(lost), 1)
+
+
+@_check
+async def of_many_ends_one_wins(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a")])
+        at = await advance(store, "a", State.RUN)
+        results = await asyncio.gather(
+            *(store.end("a", at, completed(i)) for i in range(10)),
+            store.request_cancel("a", "?"),
+            return_exceptions=True,
+        )
+        won = [result for result in results[:10] if isinstance(result, Rollout)]
+        assert len(won) == 1 and sum(isinstance(result, Stale) for result in results) == 9
+        assert (await store.get("a")).ending == won[0].ending
+        assert await ended_ids(store) == ["a"]
+
+
+@_check
+async def later_scores_are_appended(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a")])
+        await raises(Stale, store.add_score("a", {"reward": 0}))
+        ended = await store.end("a", QUEUED, completed())
+        await store.add_score("a", {"reward": 0.25, "at": {"nested": [1, None]}})
+        again = await store.add_score("a", {"reward": 0.75})
+        assert again.ending == ended.ending and again.ended_seq == ended.ended_seq
+        assert again.scores == ({"reward": 0.25, "at": {"nested": [1, None]}}, {"reward": 0.75})
+        await raises(NotFound, store.add_score("b", {}))
+
+
+# --- cancelling ---------------------------------------------------------------------------------------
+
+
+def _is_cancelled(rollout: Rollout | None) -> bool:
+    return rollout is not None and rollout.ending is not None and rollout.ending.outcome is Outcome.CANCELLED
+
+
+@_check
+async def a_cancel_before_its_submit_wins(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        assert await store.request_cancel("a", "too late") is None
+        assert await store.request_cancel("a", "again") is None
+    async with opened(open_store) as store:
+        (rollout, other) = await store.submit([submission("a"), submission("b")])
+        assert _is_cancelled(rollout) and not _is_cancelled(other)
+        assert rollout.ending is not None and rollout.ending.failure is not None
+        assert rollout.ending.failure.detail == "too late"
+        assert list(await store.submit([submission("a")])) == [rollout]
+        assert await ended_ids(store) == ["a"]
+
+
+@_check
+async def a_cancel_ends_what_is_queued_and_marks_what_is_live(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("q"), submission("l")])
+        cancelled = await store.request_cancel("q", "no need")
+        assert _is_cancelled(cancelled) and await store.request_cancel("q", "again") == cancelled
+        await raises(Stale, store.move("q", QUEUED, INIT))
+        at = await advance(store, "l", State.RUN)
+        marked = await store.request_cancel("l", "no need")
+        assert marked is not None and marked.is_cancel_requested and marked.position == at
+        ended = await store.end("l", at, completed())  # it was faster; the pipeline decides
+        assert await store.request_cancel("l", "again") == ended
+
+
+@_check
+async def a_cancel_and_a_start_race_to_one_end(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        ids = [f"r{i}" for i in range(40)]
+        await store.submit([submission(rollout_id) for rollout_id in ids])
+
+        async def start(rollout_id: str) -> bool:
+            try:
+                await store.move(rollout_id, QUEUED, INIT)
+            except Stale:
+                return False
+            return True
+
+        calls: list[Awaitable[object]] = []
+        for number, rollout_id in enumerate(ids):
+            pair = [start(rollout_id), store.request_cancel(rollout_id, "")]
+            calls += pair if number % 2 else reversed(pair)
+        await asyncio.gather(*calls)
+        for rollout_id in ids:
+            rollout = await store.get(rollout_id)
+            assert rollout.is_cancel_requested
+            assert _is_cancelled(rollout) or rollout.position == INIT
+
+
+# --- restarts -----------------------------------------------------------------------------------------
+
+
+@_check
+async def a_restart_requeues_what_was_at_work(open_store: Open) -> None:
+    states = [State.INIT, State.READY, State.RUN]
+    async with opened(open_store) as store:
+        await store.submit([submission(state) for state in (*states, State.QUEUED)])
+        for state in states:
+            await advance(store, state, state)
+        epoch = store.epoch
+    async with opened(open_store) as store:
+        assert store.epoch == epoch + 1
+        assert (store.recovered.requeued, store.recovered.queued, store.recovered.failed) == (3, 1, 0)
+        for state in states:
+            rollout = await store.get(state)
+            assert rollout.position == Position(State.QUEUED, 2)
+            assert [(lost.attempt, lost.code, lost.stage) for lost in rollout.lost] == [(1, "server_restarted", state)]
+        assert len(await store.queued()) == 4
+
+
+@_check
+async def a_restart_fails_what_has_used_its_attempts(open_store: Open) -> None:
+    async with opened(open_store, max_attempts=2) as store:
+        await store.submit([submission("a"), submission("excused")])
+        await advance(store, "a", State.RUN)
+        at = await advance(store, "excused", State.RUN)
+        await store.requeue("excused", at, LostAttempt(1, "drained", ""), is_excused=True)
+        await advance(store, "excused", State.RUN, attempt=2)
+    async with opened(open_store, max_attempts=2) as store:
+        assert (store.recovered.requeued, store.recovered.failed) == (2, 0)
+        await advance(store, "a", State.INIT, attempt=2)
+        await advance(store, "excused", State.INIT, attempt=3)
+    async with opened(open_store, max_attempts=2) as store:
+        assert (store.recovered.requeued, store.recovered.failed) == (0, 2)
+        for rollout_id, attempt in (("a", 2), ("excused", 3)):
+            rollout = await store.get(rollout_id)
+            assert rollout.position == Position(State.ENDED, attempt)
+            assert rollout.ending is not None and rollout.ending.failure is not None
+            assert rollout.ending.failure.code == "lost_to_restarts" and rollout.ending.failure.blame == "infra"
+            assert rollout.ending.score is None and not rollout.ending.is_trainable
+        assert await ended_ids(store) == ["a", "excused"]
+
+
+@_check
+async def a_restart_evaluates_again_what_had_ended_run(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("fresh"), submission("same")])
+        await advance(store, "fresh", State.EVAL)
+        await store.save_run("same", await advance(store, "same", State.RUN), trajectory("same"), {})
+    async with opened(open_store) as store:
+        assert store.recovered.evals == ("fresh",) and store.recovered.requeued == 1
+        assert (await store.get("fresh")).position == EVAL
+        assert await store.saved_run("fresh") == (trajectory("fresh"), {"is_reevaluable": True})
+        same = await store.get("same")
+        assert same.position == Position(State.QUEUED, 2) and same.lost[0].tokens_lost == 3
+        assert await store.saved_run("same") is None
+        await store.end("fresh", EVAL, completed())
+
+
+@_check
+async def an_evaluation_that_kills_the_service_ends(open_store: Open) -> None:
+    async with opened(open_store, max_attempts=2) as store:
+        await store.submit([submission("a")])
+        await advance(store, "a", State.EVAL)
+    for _ in range(2):
+        async with opened(open_store, max_attempts=2) as store:
+            assert store.recovered.evals == ("a",)
+    async with opened(open_store, max_attempts=2) as store:
+        assert store.recovered.evals == () and store.recovered.failed == 1
+        rollout = await store.get("a")
+        assert rollout.ending is not None and rollout.ending.failure is not None
+        assert rollout.ending.failure.code == "lost_to_restarts"
+
+
+@_check
+async def a_restart_ends_what_was_to_be_cancelled(open_store: Open) -> None:
+    states = [State.INIT, State.READY, State.RUN, State.EVAL]
+    async with opened(open_store) as store:
+        await store.submit([submission(state) for state in states])
+        for state in states:
+            await advance(store, state, state)
+            await store.request_cancel(state, "enough")
+            await store.request_cancel(state, "again")
+    async with opened(open_store) as store:
+        assert (store.recovered.cancelled, store.recovered.requeued, store.recovered.evals) == (4, 0, ())
+        for state in states:
+            rollout = await store.get(state)
+            assert _is_cancelled(rollout) and rollout.ending is not None and rollout.ending.failure is not None
+            assert (rollout.ending.failure.detail, rollout.ending.failure.stage) == ("enough", state)
+
+
+@_check
+async def only_one_process_has_a_store(open_store: Open) -> None:
+    async with opened(open_store):
+        await raises(StoreLocked, open_store())
+    async with opened(open_store):
+        pass
+
+
+@_check
+async def a_server_that_lost_its_store_writes_nothing(open_store: Open) -> None:
+    async with opened(open_store) as old:
+        await old.submit([submission("a")])
+        await advance(old, "a", State.RUN)
+        async with opened(open_store, is_forced=True) as new:
+            assert new.epoch == old.epoch + 1
+            await raises(Stale, old.end("a", RUN, completed()))
+            await raises(StoreUnusable, old.submit([submission("b")]))
+            await raises(StoreUnusable, old.get("a"))
+            assert (await new.get("a")).position == Position(State.QUEUED, 2)
+            assert await ended_ids(new) == []
+
+
+# --- listing ------------------------------------------------------------------------------------------
+
+
+@_check
+async def the_terminal_order_is_the_order_of_commits(open_store: Open) -> None:
+    ids = [f"r{i:03}" for i in range(120)]
+    async with opened(open_store) as store:
+        await store.submit([submission(rollout_id) for rollout_id in ids])
+        seen: list[str] = []
+        cursor: str | None = None
+
+        async def watch() -> None:
+            nonlocal cursor
+            while len(seen) < len(ids):
+                page = await store.list(state=State.ENDED, after=cursor, limit=7)
+                seen.extend(rollout.id for rollout in page.rollouts)
+                cursor = page.next_cursor or cursor
+                await asyncio.sleep(0)
+
+        async def finish(rollout_id: str) -> int:
+            ended = await store.end(rollout_id, await advance(store, rollout_id, State.INIT), completed())
+            assert ended.ended_seq is not None
+            return ended.ended_seq
+
+        _, *numbers = await asyncio.gather(watch(), *(finish(rollout_id) for rollout_id in ids))
+        # Read while others ended: nothing was missed, nothing came twice, and a later reading agrees.
+        by_number = [rollout_id for _, rollout_id in sorted(zip(numbers, ids, strict=True))]
+        assert len(set(numbers)) == len(ids) and seen == by_number == await ended_ids(store)
+        assert (await store.list(state=State.ENDED, after=cursor)).next_cursor is None
+
+
+@_check
+async def listings_are_filtered_and_paged(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_run(Run("other"), {})
+        await store.submit([submission(f"a{i}", group=f"g{i % 2}") for i in range(5)])
+        await store.submit([submission(f"b{i}", run="other") for i in range(3)])
+        await store.end("a3", QUEUED, completed())
+        await store.end("b0", QUEUED, completed())
+        await advance(store, "a2", State.RUN)
+        await store.end("a1", QUEUED, completed())
+
+        async def ids(**filters: object) -> list[str]:
+            found: list[str] = []
+            cursor = None
+            while True:
+                page = await store.list(after=cursor, limit=2, **filters)  # type: ignore[arg-type]
+                found += [rollout.id for rollout in page.rollouts]
+                if (cursor := page.next_cursor) is None:
+                    return found
+
+        assert await ids() == ["a0", "a1", "a2", "a3", "a4", "b0", "b1", "b2"]
+        assert await ids(state=State.QUEUED) == ["a0", "a4", "b1", "b2"]
+        assert await ids(state=State.QUEUED, run="other") == ["b1", "b2"]
+        assert await ids(group="g1") == ["a1", "a3"]
+        assert await ids(state=State.ENDED) == ["a3", "b0", "a1"]
+        assert await ids(state=State.ENDED, run="other") == ["b0"]
+        assert await ids(state=State.ENDED, group="g0") == []
+        assert await ids(state=State.ENDED, group="g1") == ["a3", "a1"]
+        counts = dict(await store.counts())
+        assert counts == {"queued": 4, "init": 0, "ready": 0, "run": 1, "eval": 0, "ended": 3}
+
+
+@_check
+async def a_wrong_cursor_or_limit_is_refused(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        for state, cursor in ((State.ENDED, "s:1"), (None, "e:1"), (State.ENDED, "e:-1"), (None, "s:x"), (None, "")):
+            await raises(InvalidRequest, store.list(state=state, after=cursor))
+        for limit in (0, -1, 1_000_000):
+            await raises(InvalidRequest, store.list(limit=limit))
+        for cursor in ("s:0", "nonsense", "e:1"):  # the last is ahead of everything that has ended
+            await raises(InvalidRequest, store.acknowledge("run", cursor))
+
+
+# --- retention ----------------------------------------------------------------------------------------
+
+
+async def _end_all(store: Store, ids: Sequence[str], run: str = "run") -> list[Rollout]:
+    await store.submit([submission(rollout_id, run=run) for rollout_id in ids])
+    return [await store.end(rollout_id, QUEUED, completed(), trajectory(rollout_id)) for rollout_id in ids]
+
+
+@_check
+async def what_is_acknowledged_loses_its_trajectory(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_run(Run("other"), {})
+        ended = await _end_all(store, [f"r{i:03}" for i in range(130)])
+        await _end_all(store, ["theirs"], run="other")
+        cursor = f"e:{ended[119].ended_seq}"
+        assert await store.acknowledge("run", cursor) == 120
+        assert await store.acknowledge("run", cursor) == 0
+        assert await store.trajectory("r119") is None and await store.get("r119") == ended[119]
+        assert await store.trajectory("r120") is not None and await store.trajectory("theirs") is not None
+        assert set(await store.sweep(Retention(3600))) == {f"r{i:03}" for i in range(120)}
+        assert await store.sweep(Retention(3600)) == ()
+        await raises(NotFound, store.acknowledge("nobody's", cursor))
+
+
+@_check
+async def a_sweep_deletes_what_is_old(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await _end_all(store, [f"r{i:03}" for i in range(130)])
+        await store.submit([submission("queued")])
+        await store.request_cancel("never came", "")
+        before = (await store.list(state=State.ENDED, limit=1000)).next_cursor
+        assert await store.sweep(Retention(3600)) == ()
+        moment = time.time()
+        while time.time() <= moment:  # the clock's next tick
+            await asyncio.sleep(0)
+        assert len(await store.sweep(Retention(0))) == 130
+    async with opened(open_store) as store:
+        assert len(await store.sweep(Retention(0))) == 130  # not proven to have been deleted: named again
+        assert await store.sweep(Retention(0)) == ()
+        assert (await store.counts())["ended"] == 0 and (await store.get("queued")).position == QUEUED
+        (came,) = await store.submit([submission("never came")])
+        assert not _is_cancelled(came)  # its tombstone was old
+        ended = await store.end("queued", QUEUED, completed())
+        assert before is not None and ended.ended_seq is not None and ended.ended_seq > int(before[2:])
+
+
+@_check
+async def a_deleted_run_takes_its_rollouts_along(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_run(Run("other"), {})
+        await _end_all(store, [f"r{i:03}" for i in range(130)])
+        await store.submit([submission("live"), submission("theirs", run="other")])
+        await raises(Stale, store.delete_run("run"))
+        await raises(NotFound, store.delete_run("nobody's"))
+        assert (await store.counts())["ended"] == 130
+        await store.request_cancel("live", "")
+        await store.delete_run("run")
+        await raises(NotFound, store.get_run("run"))
+        assert [rollout.id for rollout in (await store.list()).rollouts] == ["theirs"]
+        await store.put_run(Run("run"), {})
+        (again,) = await store.submit([submission("r000")])
+        assert again.position == QUEUED
+        leavings = await store.sweep(Retention(3600))
+        assert len(leavings) == 130 and "r000" not in leavings  # that id is in use again: its files stay
+
+
+@_check
+async def engines_are_remembered(open_store: Open) -> None:
+    first = EngineSpec("e1", "http://127.0.0.1:1", Kind.VLLM, policy="actor", api_key="secret")
+    async with opened(open_store) as store:
+        await store.put_engine(first)
+        await store.put_engine(replace(first, id="e2"))
+        await store.put_engine(replace(first, capacity=7))
+        await store.delete_engine("e2")
+        await store.delete_engine("never there")
+    async with opened(open_store) as store:
+        assert list(await store.engines()) == [replace(first, capacity=7)]

@@ -1,0 +1,23 @@
+"""Rendering, exact splicing, trace building: what was sampled is kept, and never rendered again."""
+
+from rollyard.tokens.base import Parsed, Renderer, ToolCall, ToolSchema
+from rollyard.tokens.chatml import ChatML
+from rollyard.tokens.choose import load_renderer
+from rollyard.tokens.tokenizer import Tokenizer, Tokenizers
+from rollyard.tokens.trace import TraceBuilder, prompt_digest
+from rollyard.tokens.verify import verify, verify_trace
+
+__all__ = [
+    "ChatML",
+    "Parsed",
+    "Renderer",
+    "Tokenizer",
+    "Tokenizers",
+    "ToolCall",
+    "ToolSchema",
+    "TraceBuilder",
+    "load_renderer",
+    "prompt_digest",
+    "verify",
+    "verify_trace",
+]

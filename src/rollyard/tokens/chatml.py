@@ -1,0 +1,203 @@
+"""ChatML as code: `<|im_start|>role\\n … <|im_end|>\\n`, with tools in the Hermes form that Qwen made common.
+
+For the many models that speak plain ChatML and have no hand-written renderer (SmolLM2, Qwen2.5, most small
+fine-tunes).
+
+Invariants. A turn that was sampled is never rendered again: `extend` copies it and writes only what comes after,
+closing it first if the model did not (a length stop). What users and tools said is escaped, so it cannot forge a
+turn or a tool call. Tool calls are found by the id of `<tool_call>` where the vocabulary has it, else by text,
+and only in what the model sampled. A call drafted inside the model's reasoning is not a call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rollyard.core import Json, Message
+from rollyard.tokens.base import Parsed, ToolSchema
+from rollyard.tokens.calls import assistant_message, named_arguments, read_call
+from rollyard.tokens.tokenizer import Tokenizer
+
+_TOOLS_HEADER = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+_TOOLS_FOOTER = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>"
+)
+
+
+class ChatML:
+    """See the module. `default_system` is what the model's template says where a conversation has no system turn."""
+
+    name = "chatml"
+
+    def __init__(self, tokenizer: Tokenizer, default_system: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._default_system = default_system
+        close = tokenizer.special_id("<|im_end|>")
+        if close is None or tokenizer.special_id("<|im_start|>") is None:
+            raise ValueError(f"{tokenizer.name_or_path}: no <|im_start|> and <|im_end|> in the vocabulary")
+        self._close = close
+        self._newline = tokenizer.encode("\n")
+        stops = dict.fromkeys((close, tokenizer.eos_token_id, tokenizer.special_id("<|endoftext|>")))
+        self.stop_token_ids: tuple[int, ...] = tuple(token for token in stops if token is not None)
+        self._call = (tokenizer.special_id("<tool_call>"), tokenizer.special_id("</tool_call>"))
+        self._think = (tokenizer.special_id("<think>"), tokenizer.special_id("</think>"))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        return self._tokenizer.encode(self.render_text(messages, tools) + "<|im_start|>assistant\n")
+
+    def render_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
+        """A whole conversation as escaped text, without the prompt for the next turn."""
+        first = messages[0] if messages and messages[0].get("role") == "system" else None
+        system = self._text(first) if first is not None else self._default_system
+        text = ""
+        if tools:
+            lead = "" if system is None else system + "\n\n"
+            schemas = "".join("\n" + self._tokenizer.escape(_dumps(tool)) for tool in tools)
+            text = f"<|im_start|>system\n{lead}{_TOOLS_HEADER}{schemas}{_TOOLS_FOOTER}<|im_end|>\n"
+        elif system is not None:
+            text = f"<|im_start|>system\n{system}<|im_end|>\n"
+        return text + self._turns(messages[1:] if first is not None else messages)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+    ) -> list[int] | None:
+        if any(message.get("role") == "assistant" for message in new_messages):
+            return None  # an assistant turn that was not sampled here: the history was rewritten
+        ids = [*prompt_ids, *sampled_ids]
+        newline = self._newline
+        if sampled_ids and list(sampled_ids[-1 - len(newline) :]) == [self._close, *newline]:
+            lead = ""
+        else:
+            lead = "\n" if sampled_ids and sampled_ids[-1] == self._close else "<|im_end|>\n"
+        ids += self._tokenizer.encode(f"{lead}{self._turns(new_messages)}<|im_start|>assistant\n")
+        return ids
+
+    def parse(
+        self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
+    ) -> Parsed:
+        ids = list(sampled_ids)
+        for index, token in enumerate(ids):
+            if token in self.stop_token_ids:
+                ids = ids[:index]
+                break
+        reasoning, ids, rest = self._reasoning(ids)
+        content, raws = self._calls_by_id(ids) if self._call[0] is not None else _calls_by_text(rest)
+        calls = tuple(
+            read_call(raw, f"call_{len(prompt_ids)}_{index}", is_closed=is_closed)
+            for index, (raw, is_closed) in enumerate(raws)
+        )
+        content = content.strip()
+        return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    # --- writing ---
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        parts: list[str] = []
+        for index, message in enumerate(messages):
+            role = message.get("role")
+            if role == "assistant":
+                parts.append(self._assistant(message))
+            elif role == "tool":
+                if index == 0 or messages[index - 1].get("role") != "tool":
+                    parts.append("<|im_start|>user")
+                parts.append(f"\n<tool_response>\n{self._text(message)}\n</tool_response>")
+                if index + 1 == len(messages) or messages[index + 1].get("role") != "tool":
+                    parts.append("<|im_end|>\n")
+            else:
+                parts.append(f"<|im_start|>{self._escaped(role)}\n{self._text(message)}<|im_end|>\n")
+        return "".join(parts)
+
+    def _assistant(self, message: Message) -> str:
+        content = self._text(message)
+        reasoning = message.get("reasoning_content")
+        text = "<|im_start|>assistant\n"
+        if isinstance(reasoning, str) and reasoning:
+            text += f"<think>\n{self._escaped(reasoning)}\n</think>\n\n"
+        text += content
+        calls = message.get("tool_calls")
+        for index, call in enumerate(calls if isinstance(calls, Sequence) else ()):
+            name, arguments = named_arguments(call)
+            body = arguments if isinstance(arguments, str) else _dumps(arguments)
+            lead = "\n" if content or index else ""
+            name = self._escaped(name)
+            text += f'{lead}<tool_call>\n{{"name": "{name}", "arguments": {self._escaped(body)}}}\n</tool_call>'
+        return text + "<|im_end|>\n"
+
+    def _text(self, message: Message) -> str:
+        """A message's text; of a list of parts, the text ones."""
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+            content = "".join(part for part in parts if isinstance(part, str))
+        return self._escaped(content)
+
+    def _escaped(self, value: Json) -> str:
+        return self._tokenizer.escape(value) if isinstance(value, str) else ""
+
+    # --- reading ---
+
+    def _reasoning(self, ids: list[int]) -> tuple[str, list[int], str]:
+        """(reasoning, the ids after it, their text). An unclosed one goes to the end."""
+        opening, closing = self._think
+        if opening is None or closing is None:
+            text = self.decode(ids)
+            if text.lstrip().startswith("<think>"):
+                reasoning, _, rest = text.lstrip().removeprefix("<think>").partition("</think>")
+                return reasoning.strip(), [], rest
+            return "", ids, text
+        if closing in ids:
+            at = ids.index(closing)
+            start = ids.index(opening) + 1 if opening in ids[:at] else 0
+            return self.decode(ids[start:at]).strip(), ids[at + 1 :], ""
+        if opening in ids:
+            at = ids.index(opening)
+            return self.decode(ids[at + 1 :]).strip(), ids[:at], ""
+        return "", ids, ""
+
+    def _calls_by_id(self, ids: list[int]) -> tuple[str, list[tuple[str, bool]]]:
+        opening, closing = self._call
+        if opening not in ids:
+            return self.decode(ids), []
+        raws: list[tuple[str, bool]] = []
+        start = ids.index(opening)
+        content = self.decode(ids[:start])
+        while start < len(ids):
+            if ids[start] != opening:
+                start += 1
+                continue
+            end = start + 1
+            while end < len(ids) and ids[end] not in (opening, closing):
+                end += 1
+            is_closed = end < len(ids) and ids[end] == closing
+            raws.append((self.decode(ids[start + 1 : end]).strip(), is_closed))
+            start = end + 1 if is_closed else end
+        return content, raws
+
+
+def _calls_by_text(text: str) -> tuple[str, list[tuple[str, bool]]]:
+    content, *blocks = text.split("<tool_call>")
+    raws: list[tuple[str, bool]] = []
+    for block in blocks:
+        body, closing, _ = block.partition("</tool_call>")
+        raws.append((body.strip(), bool(closing)))
+    return content, raws
+
+
+def _dumps(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,75 @@
+"""Which renderer speaks a model's language: by name, by the model, or by trying its own template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollyard.core import Message
+from rollyard.core.failure import InvalidRequest
+from rollyard.tokens.base import Renderer
+from rollyard.tokens.chatml import ChatML
+from rollyard.tokens.tokenizer import Tokenizer
+
+_PROBE: tuple[Message, ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One plus one?"},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "Und zwei plus zwei? 你好"},
+)
+
+
+def load_renderer(tokenizer: Tokenizer, model_name: str, renderer_name: str = "") -> Renderer:
+    """The renderer for a model, or `InvalidRequest` with the choices. May import much: call it off the loop.
+
+    An unnamed model gets our ChatML only if its template, filled in for a small conversation, gives exactly the
+    same tokens: shown, not guessed.
+    """
+    if renderer_name == "chatml":
+        try:
+            return ChatML(tokenizer, _default_system(tokenizer))
+        except ValueError as error:
+            raise InvalidRequest(f"renderer 'chatml' does not fit: {error}") from error
+    if renderer_name:
+        from rollyard.tokens.library import LibraryRenderer
+
+        return LibraryRenderer(tokenizer, renderer_name)
+    for name in dict.fromkeys((model_name, tokenizer.name_or_path)):
+        if name.count("/") == 1 and not Path(name).exists():  # only hub names are looked up; the look-up is dear
+            from rollyard.tokens.library import LibraryRenderer, library_name_of
+
+            found = library_name_of(name)
+            if found is not None:
+                return LibraryRenderer(tokenizer, found)
+    if _speaks_chatml(tokenizer):
+        return ChatML(tokenizer, _default_system(tokenizer))
+    from rollyard.tokens.library import library_names
+
+    raise InvalidRequest(
+        f"no renderer is known for model {model_name!r}, and its chat template is not plain ChatML; "
+        f"name one for this engine (renderer): chatml, {', '.join(library_names())}"
+    )
+
+
+def _speaks_chatml(tokenizer: Tokenizer) -> bool:
+    if not tokenizer.has_chat_template:
+        return False
+    try:
+        theirs = tokenizer.apply_chat_template(_PROBE, add_generation_prompt=True)
+        return theirs == ChatML(tokenizer).render(_PROBE)
+    except Exception:  # a template may raise anything; whatever it is, this is not plain ChatML
+        return False
+
+
+def _default_system(tokenizer: Tokenizer) -> str | None:
+    """What the template puts in a system turn of its own where a conversation has none (Qwen2.5, SmolLM2)."""
+    if not tokenizer.has_chat_template:
+        return None
+    try:
+        text = tokenizer.apply_chat_template(_PROBE[1:2], tokenize=False)
+    except Exception:  # it cannot do without a system turn
+        return None
+    head, _, _ = str(text).partition("<|im_start|>user")
+    opening, closing = "<|im_start|>system\n", "<|im_end|>\n"
+    if not head.startswith(opening) or not head.endswith(closing):
+        return None
+    return head[len(opening) : -len(closing)]

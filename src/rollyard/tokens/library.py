@@ -1,0 +1,153 @@
+"""The hand-written renderers of the `renderers` package (Qwen, GLM, DeepSeek, Kimi, gpt-oss…) behind our door.
+
+The package costs about 1.1 s and 50 MB to import (it brings an HTTP client that we do not use), so nothing here
+imports it before such a renderer is asked for.
+
+Invariants. What it bridges is checked token by token against what was sent and sampled; where that fails, it did
+not happen (None). What users and tools said is escaped (see tokenizer.py), which the package alone does not do.
+Thinking of earlier turns stays in the prompt, where it was sampled: dropping it would break every trace in two.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, cast
+
+from rollyard.core import Json, Message
+from rollyard.core.failure import InvalidRequest
+from rollyard.tokens.base import Parsed, ToolCall, ToolSchema
+from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments, read_json
+from rollyard.tokens.tokenizer import Tokenizer
+
+_STATUS = {
+    "invalid_json": "the tool call is not valid JSON",
+    "unclosed_block": "the tool call was not closed",
+    "missing_name": "the tool call has no name",
+    "malformed_structure": "the tool call is not in the model's tool-call format",
+    "unknown_tool": "there is no such tool",
+}
+
+
+def library_names() -> tuple[str, ...]:
+    """The renderers that the package has, but for its generic one, which cannot extend a prompt exactly."""
+    base = _package()
+    base._populate_registry()
+    return tuple(sorted(name for name in base.RENDERER_REGISTRY if name != "default"))
+
+
+def library_name_of(model: str) -> str | None:
+    """The renderer that the package's authors checked for exactly this model."""
+    return cast("str | None", _package().MODEL_RENDERER_MAP.get(model))
+
+
+class LibraryRenderer:
+    """One renderer of the package."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        self.name = name
+        self._tokenizer = tokenizer
+        self._inner = _create(tokenizer, name)
+        self.stop_token_ids: tuple[int, ...] = tuple(self._inner.get_stop_token_ids())
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        return list(self._inner.render_ids(self._messages(messages), tools=_tools(tools), add_generation_prompt=True))
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+    ) -> list[int] | None:
+        bridged = self._inner.bridge_to_next_turn(
+            list(prompt_ids), list(sampled_ids), self._messages(new_messages), tools=_tools(tools)
+        )
+        if bridged is None:
+            return None
+        ids: list[int] = list(bridged.token_ids)
+        before = array("i", prompt_ids) + array("i", sampled_ids)
+        return ids if array("i", ids[: len(before)]) == before else None
+
+    def parse(
+        self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
+    ) -> Parsed:
+        found = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids) or None)
+        calls = tuple(
+            _call(call, f"call_{len(prompt_ids)}_{index}") for index, call in enumerate(found.tool_calls or ())
+        )
+        content, reasoning = str(found.content or ""), str(found.reasoning_content or "")
+        return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [self._message(message) for message in messages]
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        """As the package wants it: text, escaped; arguments as objects where they are objects."""
+        out: dict[str, Any] = dict(message)
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+            content = "".join(part for part in parts if isinstance(part, str))
+        out["content"] = self._tokenizer.escape(content) if isinstance(content, str) else ""
+        reasoning = message.get("reasoning_content")
+        if isinstance(reasoning, str):
+            out["reasoning_content"] = self._tokenizer.escape(reasoning)
+        calls = message.get("tool_calls")
+        if isinstance(calls, Sequence) and calls:
+            out["tool_calls"] = [self._tool_call(call) for call in calls if isinstance(call, Mapping)]
+        return out
+
+    def _tool_call(self, call: Mapping[str, Json]) -> dict[str, Any]:
+        name, arguments = named_arguments(call)
+        if isinstance(arguments, str):
+            text = self._tokenizer.escape(arguments)
+            try:
+                value = read_json(text)
+            except ValueError:
+                value = None
+            arguments = value if isinstance(value, Mapping) else text
+        return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _call(call: Any, call_id: str) -> ToolCall:
+    raw, name, status = str(call.raw), str(call.name or ""), str(call.status)
+    if status == "ok":
+        return read_arguments(name, call.arguments, raw, call_id)
+    return ToolCall(call_id, name, None, raw, _STATUS.get(status, status))
+
+
+def _tools(tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] or None
+
+
+def _package() -> Any:
+    try:
+        return import_module("renderers.base")
+    except ImportError as error:
+        raise InvalidRequest(
+            f"the renderers package cannot be imported ({error}); install it whole: pip install renderers httpx"
+        ) from error
+
+
+def _create(tokenizer: Tokenizer, name: str) -> Any:
+    base = _package()
+    names = library_names()
+    if name not in names:
+        raise InvalidRequest(f"there is no renderer {name!r}; there are chatml, {', '.join(names)}")
+    config = import_module("renderers.configs").config_from_name(name)
+    retained = type(config)(thinking_retention="all")
+    try:
+        return base.create_renderer(tokenizer, retained)
+    except (ValueError, NotImplementedError):
+        pass  # a format with only one way to keep its thinking
+    except AssertionError as error:
+        raise InvalidRequest(f"renderer {name!r} does not fit tokenizer {tokenizer.name_or_path!r}: {error}") from error
+    return base.create_renderer(tokenizer, config)

@@ -1,0 +1,187 @@
+"""A model's tokenizer from its folder, with neither torch nor transformers.
+
+`Tokenizers` loads and keeps them, one per source; `Tokenizer` has the surface that chat templates and the
+`renderers` package need.
+
+Invariants. `encode` never adds tokens of its own (no BOS). Text that went through `escape` can never become a
+special token: a file that says "<|im_end|>" is read as that text, and does not end the turn. Escaping does not
+change the text, only where it may be cut into tokens. A lone surrogate, which no tokenizer takes, becomes U+FFFD.
+
+It never downloads: a hub name must be in the local cache already.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rollyard.core import Json, Message
+from rollyard.core.failure import InvalidRequest
+
+if TYPE_CHECKING:
+    from rollyard.tokens.template import ChatTemplate
+
+BREAK = "\udfff"
+"""Marks a cut inside escaped text. A lone surrogate: no UTF-8 text holds one, so it cannot be confused."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_REMEDY = "give a folder with tokenizer.json and tokenizer_config.json (scripts/get-tokenizer fetches well-known ones)"
+
+
+class Tokenizer:
+    """One model's vocabulary and chat template. Safe to share between threads."""
+
+    def __init__(self, folder: Path, name: str = "") -> None:
+        import tokenizers  # 7 MB: only where tokens are wanted
+
+        self.name_or_path = name or str(folder)
+        self._backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        config = _json_file(folder / "tokenizer_config.json")
+        template_file = folder / "chat_template.jinja"
+        self._template_source: Json = (
+            template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
+        )
+        self._template: ChatTemplate | None = None
+        self.special_tokens: dict[str, str] = {}  # "eos_token" → "<|im_end|>", as templates name them
+        for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            text = _token_text(config.get(key))
+            if text:
+                self.special_tokens[key] = text
+        added = cast("Mapping[int, Any]", self._backend.get_added_tokens_decoder())
+        self._added: tuple[str, ...] = tuple(str(token.content) for token in added.values())
+        self.all_special_tokens: list[str] = [str(token.content) for token in added.values() if token.special]
+        longest_first = sorted((token for token in self._added if len(token) > 1), key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.token_id(self.special_tokens.get("eos_token", ""))
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self.token_id(self.special_tokens.get("unk_token", ""))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._template_source)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of exactly this token, or None."""
+        return self._backend.token_to_id(token) if token else None
+
+    def special_id(self, token: str) -> int | None:
+        """The same, but only for a token that text is searched for before anything else."""
+        return self.token_id(token) if token in self._added else None
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        if isinstance(tokens, str):
+            found = self.token_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [cast("int | None", self.convert_tokens_to_ids(token)) for token in tokens]
+
+    def escape(self, text: str) -> str:
+        """The same text as nobody's markup: no part of it becomes a special token."""
+        text = _SURROGATE.sub("�", text)
+        if self._literal is None:
+            return text
+        return self._literal.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The ids of a text. `add_special_tokens` is there for callers of the usual signature; it stays False."""
+        if add_special_tokens:
+            raise ValueError("templates write their own special tokens")
+        if BREAK not in text:
+            try:
+                return self._backend.encode(text, add_special_tokens=False).ids
+            except (TypeError, UnicodeEncodeError):
+                text = _SURROGATE.sub("�", text)
+                return self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = []
+        for part in text.split(BREAK):
+            if part:
+                ids += self.encode(part)
+        return ids
+
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False, **_: object) -> str:
+        return self._backend.decode(
+            [ids] if isinstance(ids, int) else list(ids), skip_special_tokens=skip_special_tokens
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Json]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        **variables: Json,
+    ) -> list[int] | str:
+        """The model's own Jinja template, as its authors' library would fill it in."""
+        if return_dict:
+            raise ValueError("only plain ids are given")
+        if self._template is None:
+            from rollyard.tokens.template import ChatTemplate
+
+            self._template = ChatTemplate(self._template_source, self.special_tokens)
+        text = self._template.fill(messages, tools, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self.encode(text) if tokenize else text
+
+
+class Tokenizers:
+    """Loads each source once. The service holds one; there is no global."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Tokenizer] = {}
+        self._lock = threading.Lock()
+
+    def load(self, source: str | Path) -> Tokenizer:
+        """From a folder or a cached hub name. Reads megabytes: call it off the event loop."""
+        key = str(source)
+        with self._lock:
+            if key not in self._loaded:
+                self._loaded[key] = Tokenizer(_folder(key), name=key)
+            return self._loaded[key]
+
+
+def _folder(source: str) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        missing = [name for name in _FILES[:2] if not (path / name).is_file()]
+        if missing:
+            raise InvalidRequest(f"tokenizer {source!r}: the folder lacks {' and '.join(missing)}; {_REMEDY}")
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise InvalidRequest(f"tokenizer {source!r} is neither a folder nor a hub name; {_REMEDY}")
+    snapshot_download: Callable[..., str] = import_module("huggingface_hub").snapshot_download
+    try:
+        found = snapshot_download(source, allow_patterns=list(_FILES), local_files_only=True)
+    except Exception as error:  # its errors differ between versions; all mean the same here
+        raise InvalidRequest(
+            f"tokenizer {source!r} is not in the local hub cache, and nothing is downloaded here: "
+            f"run `hf download {source} {' '.join(_FILES[:2])}` where there is a network, or {_REMEDY}"
+        ) from error
+    return _folder(found)
+
+
+def _json_file(path: Path) -> dict[str, Json]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _token_text(value: Json) -> str:
+    """Configs write a token as a string or as {"content": …}."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,152 @@
+"""One shell process on a terminal of ours: what is typed to it, and what it answers.
+
+An answer is a record on a pipe of its own: number, status, directory. It is done when the record of the awaited number
+has come *and* the terminal has been drained; the kernel hands over what was written before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from dataclasses import dataclass
+
+from rollyard.sandbox.base import Process
+from rollyard.tools._output import Output
+from rollyard.tools._terminal import Terminal
+
+FLOOD_BYTES = 8 << 20
+FLOOD_PAUSE_S = 0.005
+"""A command that has said so much is read with pauses, so that it costs the others nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one kind of shell is started, and made to report."""
+
+    argv: tuple[str, ...]
+    status_fd: int
+    line: str
+
+    def typed(self, number: int, path: str) -> bytes:
+        return self.line.format(n=number, path=path).encode() + b"\n"
+
+
+BASH = Dialect(
+    ("bash", "--noprofile", "--norc", "--noediting", "-i"),
+    60,
+    """PROMPT_COMMAND='builtin printf "%s %s %s\\0" {n} "$?" "$PWD" >&60'"""
+    """; builtin eval "$(<'{path}')" 60>&- </dev/tty >/dev/tty 2>&1""",
+)
+SH = Dialect(  # dash and busybox have no PROMPT_COMMAND, but expand their prompt; their descriptors end at 9
+    ("sh", "-i"),
+    9,
+    """PS1='$(printf "%s %s %s\\0" {n} "$?" "$PWD" >&9)'; eval "$(cat '{path}')" 9>&- </dev/tty >/dev/tty 2>&1""",
+)
+
+
+class ShellProcess:
+    """One shell process with its terminal and its status pipe."""
+
+    def __init__(self, output: Output) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._output = output
+        self.terminal = Terminal()
+        self._status, self.status_writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._status, False)
+        self._records = bytearray()
+        self._awaited = -1
+        self._answer: asyncio.Future[tuple[int, str] | None] | None = None
+        self.process: Process | None = None
+        self.is_dead = False
+        self._pause: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._status, self.read_status)
+        self._loop.add_reader(self.terminal.master, self._read_output)
+
+    def started(self, process: Process) -> None:
+        self.process = process
+        self.terminal.started()
+        os.close(self.status_writer)
+        self.status_writer = -1
+
+    def ask(self, number: int, line: bytes) -> asyncio.Future[tuple[int, str] | None]:
+        """Types the line; the future is the numbered answer (status, cwd), or None if the shell dies."""
+        self._awaited = number
+        self._answer = self._loop.create_future()
+        if self.is_dead:
+            self._answer.set_result(None)
+            return self._answer
+        with contextlib.suppress(OSError):  # it just died: the status pipe says so
+            self.terminal.restore()
+            os.write(self.terminal.master, line)
+        return self._answer
+
+    def read_status(self) -> None:
+        try:
+            data = os.read(self._status, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._status)
+            self.is_dead = True
+            self._settle(None)
+            return
+        self._records += data
+        while (end := self._records.find(0)) >= 0:
+            number, _, rest = bytes(self._records[:end]).partition(b" ")
+            del self._records[: end + 1]
+            if number == str(self._awaited).encode():  # any other is stale, or made up
+                status, _, cwd = rest.partition(b" ")
+                if status.isdigit():
+                    self._settle((int(status), cwd.decode("utf-8", "replace")))
+        if len(self._records) > 65536:
+            self._records.clear()
+
+    def _settle(self, answer: tuple[int, str] | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            while self._read_some():  # what was said before the status is in the terminal by now
+                pass
+            self._answer.set_result(answer)
+
+    def _read_some(self) -> bool:
+        try:
+            data = os.read(self.terminal.master, 65536)
+        except BlockingIOError:
+            return False
+        except OSError:  # EIO: nobody has the other side open any more
+            data = b""
+        if not data:
+            self._loop.remove_reader(self.terminal.master)
+            return False
+        self._output.feed(data)
+        return True
+
+    def _read_output(self) -> None:
+        for _ in range(16):  # a terminal gives at most 4 kB at a time
+            if not self._read_some():
+                return
+        if self._output.seen_bytes > FLOOD_BYTES:
+            self._loop.remove_reader(self.terminal.master)
+            self._pause = self._loop.call_later(FLOOD_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        if self.terminal.master >= 0:
+            self._loop.add_reader(self.terminal.master, self._read_output)
+
+    def close(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        if self.process is not None:
+            self.process.kill()
+        if self._status >= 0:
+            self._loop.remove_reader(self._status)
+            os.close(self._status)
+            self._status = -1
+        if self.terminal.master >= 0:
+            self._loop.remove_reader(self.terminal.master)
+        self.terminal.close()
+        if self.status_writer >= 0:
+            os.close(self.status_writer)
+            self.status_writer = -1
+        self.is_dead = True

@@ -1,0 +1,120 @@
+"""The host's end of a pseudo-terminal: its settings, signals to whoever is in front, and what they wait for.
+
+No pid is ever signalled by number: TIOCSIG addresses the terminal's foreground group itself, KILL goes by pidfd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import signal
+import struct
+import termios
+from pathlib import Path
+
+TIOCSIG = 0x40045436
+PIDFD_SIGNAL_PROCESS_GROUP = 4  # Linux 6.9
+ROWS, COLUMNS = 50, 120
+
+_READ, _SELECT = {"x86_64": ({0}, {23, 270}), "aarch64": ({63}, {72}), "riscv64": ({63}, {72})}.get(
+    platform.machine(), (set[int](), set[int]())
+)
+
+
+class Terminal:
+    """`slave` is for the child and closed by `started()`; `master` is ours until `close()`."""
+
+    def __init__(self) -> None:
+        self.master, self.slave = os.openpty()
+        self._settings = termios.tcgetattr(self.slave)
+        self._settings[1] &= ~termios.OPOST
+        self._settings[3] &= ~(termios.ECHO | termios.ECHONL)
+        termios.tcsetattr(self.slave, termios.TCSANOW, self._settings)
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        os.set_blocking(self.master, False)
+
+    def started(self) -> None:
+        if self.slave >= 0:
+            os.close(self.slave)
+            self.slave = -1
+
+    def close(self) -> None:
+        self.started()
+        if self.master >= 0:
+            os.close(self.master)
+            self.master = -1
+
+    def restore(self) -> None:
+        """As it was, whatever a program did to it, with nothing left to read."""
+        termios.tcsetattr(self.master, termios.TCSANOW, self._settings)
+        termios.tcflush(self.master, termios.TCOFLUSH)  # our output is their input
+
+    def interrupt(self, signum: signal.Signals) -> None:
+        """SIGINT or SIGQUIT to the foreground group; works in raw mode and across namespaces."""
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.master, TIOCSIG, int(signum))
+
+    def foreground(self) -> int:
+        """The foreground group's number, as we see it; 0 if there is none."""
+        with contextlib.suppress(OSError):
+            return struct.unpack("i", fcntl.ioctl(self.master, termios.TIOCGPGRP, bytes(4)))[0]
+        return 0
+
+    def kill_foreground(self, spare: int) -> None:
+        """KILL to the foreground group, unless that is `spare` (the shell, whose end is decided elsewhere)."""
+        group = self.foreground()
+        if group in (0, spare):
+            return
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(group)
+            try:
+                if self.foreground() != group:  # then the number may be another's by now
+                    return
+                try:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL, None, PIDFD_SIGNAL_PROCESS_GROUP)
+                except OSError:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
+
+    def reader(self, shell: int) -> int | None:
+        """The pid of a foreground process that is blocked reading the terminal, if there is one."""
+        group = self.foreground()
+        for pid in _tree(shell):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                with open(f"/proc/{pid}/stat", "rb") as file:
+                    if int(file.read().rpartition(b")")[2].split()[2]) != group:
+                        continue
+                if _reads_tty(pid):
+                    return pid
+        return None
+
+
+def stdin_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/{pid}/fd/0").readlink())
+    return ""
+
+
+def _reads_tty(pid: int) -> bool:
+    with open(f"/proc/{pid}/syscall") as file:
+        words = file.read().split()
+    number, first = int(words[0]), int(words[1], 16)
+    if number in _SELECT and first == 1:  # select on descriptor 0 alone: how readline waits
+        first = 0
+    elif number not in _READ:
+        return False
+    return str(Path(f"/proc/{pid}/fd/{first}").readlink()).startswith(("/dev/pts/", "/dev/tty"))
+
+
+def _tree(root: int, limit: int = 256) -> list[int]:
+    """The process and its descendants, breadth first."""
+    found = [root]
+    for pid in found:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
+            found += [int(child) for child in file.read().split()]
+        if len(found) > limit:
+            break
+    return found

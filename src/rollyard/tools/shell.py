@@ -1,0 +1,336 @@
+"""A shell that lasts for a rollout: directory, variables and functions persist from command to command.
+
+A PTY is held here, on the host. A command is never typed: it is written to a file that the sandbox sees
+read-only, and one short line is typed that evaluates it. Its status comes back on a pipe, numbered. So there is no
+prompt to parse, no sentinel to forge by chance, nothing to poll: measured 0.2 ms an `echo`.
+
+Invariants. The status only informs the model: code in the same shell can forge it. Whatever a command did to the
+terminal is undone before the next one. A call ends within its timeout plus the ladder's bounds (INT, QUIT, KILL,
+a new shell: under 3 s). When the shell is lost the model is told that its state is. Only the end of the sandbox
+itself raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from rollyard.core import Json, new_id
+from rollyard.sandbox.base import WORKDIR, Sandbox
+from rollyard.tools._output import Output
+from rollyard.tools._shell_process import BASH, SH, ShellProcess
+from rollyard.tools._terminal import COLUMNS, stdin_of
+from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
+
+QUIET_S = 0.5
+"""Silence before the first look at whether somebody waits for input; then twice as long each time."""
+
+LADDER = ((signal.SIGINT, 0.7), (signal.SIGQUIT, 0.7), (signal.SIGKILL, 1.0))
+"""Each signal to the foreground group, and how long it may take to bring the shell back."""
+
+OPEN_S = 30.0
+EXIT_S = 0.3
+
+_ENV = {
+    "TERM": "dumb",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "PS1": "",
+    "PS2": "",
+    "HISTFILE": "",
+    "COLUMNS": str(COLUMNS),
+}
+
+
+class ShellOutcome(StrEnum):
+    COMPLETED = "completed"  # it ended by itself; see the status
+    TIMEOUT = "timeout"  # it was interrupted at its deadline
+    AWAITING_INPUT = "awaiting_input"  # it read the terminal, where nobody types, and was interrupted
+    SHELL_DIED = "shell_died"  # the shell itself ended, or no longer answers
+
+
+@dataclass(frozen=True, slots=True)
+class ShellResult:
+    outcome: ShellOutcome
+    output: str
+    status: int | None  # of the command; of the shell if that died; None if unknown
+    cwd: str
+    omitted_bytes: int = 0
+    is_restarted: bool = False  # a new shell stands there now; the old one's state is lost
+
+
+class Shell:
+    """`await Shell.open(sandbox)`, then `run`; one command at a time. Closed with the sandbox, or by `close()`."""
+
+    def __init__(self, sandbox: Sandbox, *, output_bytes: int, cwd: str, env: Mapping[str, str]) -> None:
+        self._sandbox = sandbox
+        self._output = Output(output_bytes)
+        self._cwd = cwd
+        self._env = {**_ENV, **env}
+        self._turn = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._dialect = BASH
+        name = new_id("shell")
+        self._path = f"{sandbox.control_path}/{name}"
+        self._file = os.open(sandbox.control_dir / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._live: ShellProcess | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        sandbox: Sandbox,
+        *,
+        output_bytes: int = 1 << 20,
+        cwd: str = WORKDIR,
+        env: Mapping[str, str] | None = None,
+    ) -> Self:
+        """A shell that has answered once. bash, or sh where the image has no bash."""
+        shell = cls(sandbox, output_bytes=output_bytes, cwd=cwd, env=env or {})
+        try:
+            await shell._start()
+        except BaseException:
+            await shell.close()
+            raise
+        return shell
+
+    @property
+    def pid(self) -> int:
+        """The shell's, as the host sees it; for /proc only."""
+        return self._live.process.pid if self._live and self._live.process else 0
+
+    async def close(self) -> None:
+        if self._live is not None:
+            self._live.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    # --- its life ---
+
+    async def _start(self) -> str:
+        """A fresh shell; returns where it is."""
+        for dialect in (self._dialect, SH):
+            self._dialect = dialect
+            if self._live is not None:
+                self._live.close()
+            live = self._live = ShellProcess(self._output)
+            slave = live.terminal.slave
+            process = await self._sandbox.spawn(
+                dialect.argv,
+                fds={0: slave, 1: slave, 2: slave, dialect.status_fd: live.status_writer},
+                tty=slave,
+                cwd=self._cwd,
+                env=self._env,
+            )
+            live.started(process)
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    answer = await self._ask("")
+            except TimeoutError:
+                answer = None
+            if answer is not None:
+                return answer[1]
+        said, _ = self._output.text()
+        raise RuntimeError(f"no shell starts in this sandbox: {said.strip()[-500:]}")
+
+    def _ask(self, command: str) -> asyncio.Future[tuple[int, str] | None]:
+        assert self._live is not None
+        number = next(self._numbers)
+        data = command.encode("utf-8", "surrogateescape")
+        os.pwrite(self._file, data, 0)
+        os.ftruncate(self._file, len(data))
+        return self._live.ask(number, self._dialect.typed(number, self._path))
+
+    # --- commands ---
+
+    async def run(self, command: str, timeout_s: float) -> ShellResult:
+        """Runs it. Raises only if the sandbox is gone (SandboxLost, SandboxEndedByPolicy)."""
+        if "\0" in command:
+            raise ValueError("a command must not contain NUL")
+        async with self._turn:
+            if self._live is None or self._live.is_dead:
+                return await self._lost(ShellOutcome.SHELL_DIED)
+            answer = self._ask(command)
+            try:
+                outcome = await self._watch(answer, timeout_s)
+                is_back = answer.done() or (outcome is not ShellOutcome.SHELL_DIED and await self._interrupt(answer))
+                if not is_back:
+                    return await self._lost(outcome)
+                found = answer.result()
+            except asyncio.CancelledError:
+                self._live.close()  # whatever it was doing; a later call finds a new shell
+                raise
+            if found is None:
+                return await self._lost(ShellOutcome.SHELL_DIED if outcome is ShellOutcome.COMPLETED else outcome)
+            return self._result(outcome, *found)
+
+    def _result(
+        self, outcome: ShellOutcome, status: int | None, cwd: str, *, is_restarted: bool = False
+    ) -> ShellResult:
+        text, omitted = self._output.text()
+        self._output.clear()
+        return ShellResult(outcome, text, status, cwd, omitted, is_restarted)
+
+    async def _lost(self, outcome: ShellOutcome) -> ShellResult:
+        """Ends what is left of the shell and starts another; the output so far is kept."""
+        live, status = self._live, None
+        if live is not None and live.process is not None:
+            if live.is_dead:
+                with contextlib.suppress(TimeoutError):  # it may live on without our pipe: `exec something`
+                    async with asyncio.timeout(EXIT_S):
+                        status = await live.process.wait()
+            live.close()
+        text, omitted = self._output.text()
+        self._output.clear()
+        cwd = await self._start()
+        self._output.clear()
+        return ShellResult(outcome, text, status, cwd, omitted, is_restarted=True)
+
+    async def _watch(self, answer: asyncio.Future[tuple[int, str] | None], timeout_s: float) -> ShellOutcome:
+        """Waits for the answer, the deadline, or the discovery that somebody waits for input."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        quiet_s, seen = QUIET_S, self._output.seen_bytes
+        while True:
+            left = deadline - loop.time()
+            done, _ = await asyncio.wait([answer], timeout=max(0.0, min(left, quiet_s)))
+            if done:
+                return ShellOutcome.COMPLETED
+            if left <= quiet_s:
+                return ShellOutcome.TIMEOUT
+            if self._output.seen_bytes == seen:
+                if (found := self._blocked()) is not None:
+                    return found
+                quiet_s *= 2
+            seen = self._output.seen_bytes
+
+    def _blocked(self) -> ShellOutcome | None:
+        """Whether the foreground waits for input; the shell at its own prompt has lost our status line."""
+        assert self._live is not None and self._live.process is not None
+        shell = self._live.process.pid
+        reader = self._live.terminal.reader(shell)
+        if reader is None:
+            return None
+        # During a command its stdin is the /dev/tty that our line opened; at the prompt it is the PTY it began with.
+        if reader == shell and stdin_of(shell) != "/dev/tty":
+            self._live.read_status()
+            return ShellOutcome.SHELL_DIED
+        return ShellOutcome.AWAITING_INPUT
+
+    async def _interrupt(self, answer: asyncio.Future[tuple[int, str] | None]) -> bool:
+        """The ladder. True: the shell answers again (or has died, which the answer says)."""
+        assert self._live is not None
+        for signum, bound_s in LADDER:
+            if signum is signal.SIGKILL:
+                self._live.terminal.kill_foreground(spare=self.pid)
+            else:
+                self._live.terminal.interrupt(signum)
+            done, _ = await asyncio.wait([answer], timeout=bound_s)
+            if done:
+                return True
+        return False
+
+
+# --- the tool -----------------------------------------------------------------------------------------
+
+SPEC = ToolSpec(
+    name="shell",
+    description=(
+        "Runs a command in a persistent bash shell and returns its output. The working directory, variables and"
+        " functions persist between calls. Nobody can type: give input by a pipe or a file."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "command": {"type": "string", "description": "What to run; may have several lines."},
+            "timeout_s": {"type": "number", "description": "Interrupt it after that many seconds."},
+        },
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+)
+
+
+class ShellTool:
+    """The shell of one rollout."""
+
+    def __init__(self, shell: Shell, cwd: str) -> None:
+        self._shell = shell
+        self._cwd = cwd
+
+    @property
+    def spec(self) -> ToolSpec:
+        return SPEC
+
+    async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
+        command, wanted_s = arguments.get("command"), arguments.get("timeout_s")
+        if unknown := arguments.keys() - {"command", "timeout_s"}:
+            return ToolResult(f"Unknown argument: {', '.join(sorted(unknown))}.", is_error=True)
+        if not isinstance(command, str) or "\0" in command:
+            return ToolResult("`command` must be a string without NUL.", is_error=True)
+        if wanted_s is not None:
+            if not isinstance(wanted_s, int | float) or isinstance(wanted_s, bool) or not wanted_s > 0:
+                return ToolResult("`timeout_s` must be a positive number.", is_error=True)
+            timeout_s = min(timeout_s, wanted_s)
+        result = await self._shell.run(command, timeout_s)
+        return self._told(result, timeout_s)
+
+    def _told(self, result: ShellResult, timeout_s: float) -> ToolResult:
+        notes: list[str] = []
+        match result.outcome:
+            case ShellOutcome.COMPLETED:
+                if result.status:
+                    notes.append(f"exit {result.status}")
+            case ShellOutcome.TIMEOUT:
+                notes.append(f"timed out after {timeout_s:g} s and was interrupted")
+            case ShellOutcome.AWAITING_INPUT:
+                notes.append("waited for input, which nobody can type, and was interrupted; use a pipe or a file")
+            case ShellOutcome.SHELL_DIED:
+                how = "stopped answering" if result.status is None else f"ended with status {result.status}"
+                notes.append(f"the shell {how}")
+        if result.is_restarted:
+            notes.append("a new shell was started: directory, variables and functions are lost")
+        if result.cwd != self._cwd:
+            self._cwd = result.cwd
+            notes.append(f"cwd {result.cwd}")
+        text = result.output.rstrip("\n")
+        content = "\n".join(filter(None, [text, f"[{'; '.join(notes)}]" if notes else ""])) or "(no output)"
+        info: dict[str, Json] = {
+            "outcome": str(result.outcome),
+            "status": result.status,
+            "omitted_bytes": result.omitted_bytes,
+            "is_restarted": result.is_restarted,
+        }
+        return ToolResult(content, is_error=result.outcome is not ShellOutcome.COMPLETED, info=info)
+
+    async def close(self) -> None:
+        await self._shell.close()
+
+
+class ShellKind:
+    """Makes shells; see `rollyard.tools.base.ToolKind`."""
+
+    @property
+    def spec(self) -> ToolSpec:
+        return SPEC
+
+    @property
+    def needs_sandbox(self) -> bool:
+        return True
+
+    async def open(self, context: ToolContext) -> ShellTool:
+        if context.sandbox is None:
+            raise RuntimeError("the shell needs a sandbox")
+        shell = await Shell.open(context.sandbox, output_bytes=context.output_bytes)
+        first = await shell.run("", timeout_s=OPEN_S)
+        return ShellTool(shell, first.cwd)
+
+
+SHELL = ShellKind()

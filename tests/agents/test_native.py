@@ -1,0 +1,247 @@
+"""The native loop, with a scripted engine over HTTP in the model's place."""
+
+import asyncio
+
+import pytest
+
+from rollyard.agents import Agents, NativeAgent
+from rollyard.agents.arguments import wrong_arguments
+from rollyard.core import AgentSpec, Limits, Sampling, Task, Trajectory
+from rollyard.core.failure import (
+    ContextLimit,
+    RunDeadline,
+    SandboxLost,
+    TaskInvalid,
+    TokenLimit,
+    TurnLimit,
+    UnknownAgent,
+)
+from rollyard.testing.script import Reply
+from rollyard.tokens import verify
+from rollyard.tools.finish import SPEC as FINISH_SPEC
+from rollyard.tools.finish import Finish
+
+from .conftest import USER, Jotter, call
+
+
+async def test_it_calls_tools_until_it_finishes(scene):
+    async with scene([call("shell", command="ls"), call("finish", answer="42")]) as s:
+        assert await s.run() == "finish"
+        assert s.said("tool") == ["did ls", "Done."]
+        assert s.context.info["answer"] == "42"
+        assert s.context.info["tool_calls"] == 2
+        assert 0 <= s.context.info["tool_s"] <= s.context.clock.used_s
+        assert s.context.info["model_s"] > 0
+        assert len(s.beats) == 4
+        verify(Trajectory("r1", 1, traces=s.conversation.traces()))
+        assert "<tools>" in s.renderer.decode(s.prompts[0])
+
+
+async def test_an_answer_without_a_call_ends_it(scene):
+    async with scene(["It is 42."]) as s:
+        assert await s.run() == "stop"
+        assert s.said("assistant") == ["It is 42."]
+
+
+async def test_several_calls_of_a_turn_run_in_order_and_none_behind_a_final_one(scene):
+    tool = Jotter()
+    turn = call("shell", command="a") + call("shell", command="b") + call("finish") + call("shell", command="c")
+    async with scene([turn], tools=[tool, Finish()]) as s:
+        assert await s.run() == "finish"
+        assert [c["command"] for c in tool.calls] == ["a", "b"]
+        assert s.said("tool") == ["did a", "did b", "Done."]
+
+
+@pytest.mark.parametrize(
+    ("text", "observation"),
+    [
+        ("<tool_call>{nope}</tool_call>", "not valid JSON"),
+        ("<tool_call>{}</tool_call>", 'no "name"'),
+        (call("rocket"), 'no tool "rocket"; there are: shell, finish'),
+        (call("shell"), 'required argument "command" is missing'),
+        (call("shell", command=1), 'argument "command" must be of type string, not integer'),
+        (call("shell", command="x", count=True), "must be of type integer, not boolean"),
+        (call("shell", command="x", colour="red"), 'no argument "colour"; there are: command, count'),
+    ],
+)
+async def test_a_malformed_call_is_an_observation_not_an_end(scene, text, observation):
+    tool = Jotter()
+    async with scene([text, "I see."], tools=[tool, Finish()]) as s:
+        assert await s.run() == "stop"
+        assert tool.calls == []
+        assert observation in s.said("tool")[0]
+
+
+async def test_the_turn_limit_truncates_and_keeps_the_last_observation(scene):
+    async with scene([call("shell", command="ls")], limits=Limits(max_turns=2)) as s:
+        with pytest.raises(TurnLimit, match="all 2 turns"):
+            await s.run()
+        assert s.conversation.turns == 2
+        assert len(s.said("tool")) == 2
+
+
+async def test_the_token_limit_bounds_all_turns_together(scene):
+    async with scene([call("shell", command="ls")], limits=Limits(max_tokens=60)) as s:
+        with pytest.raises(TokenLimit):
+            await s.run()
+        assert s.conversation.sampled_tokens == 60
+        budgets = [c.body["sampling_params"]["max_tokens"] for c in s.engine.calls]
+        assert budgets[0] == 60
+        assert budgets[-1] < 60
+
+
+async def test_a_reply_cut_off_with_nothing_to_run_is_a_truncation(scene):
+    async with scene(["word " * 50], sampling=Sampling(max_tokens=10)) as s:
+        with pytest.raises(TokenLimit, match="cut off after 10 tokens"):
+            await s.run()
+        assert s.conversation.sampled_tokens == 10
+
+
+async def test_the_context_limit_truncates(scene):
+    tool = Jotter(answer=lambda _: "word " * 300)
+    async with scene([call("shell", command="ls")], limits=Limits(max_context=400), tools=[tool]) as s:
+        with pytest.raises(ContextLimit):
+            await s.run()
+        assert s.conversation.turns == 1
+
+
+async def test_time_used_up_in_a_model_call_is_the_run_s_deadline(scene):
+    async with scene([Reply("one two three", stall_after=2)], run_s=0.3) as s:
+        with pytest.raises(RunDeadline):
+            await s.run()
+        assert s.conversation.sampled_tokens == 2
+        assert s.context.info["model_s"] > 0
+
+
+async def test_time_used_up_in_a_tool_is_the_run_s_deadline(scene):
+    tool = Jotter(answer=lambda _: asyncio.Event().wait())
+    async with scene([call("shell", command="x")], run_s=0.3, tools=[tool]) as s:
+        with pytest.raises(RunDeadline):
+            await s.run()
+        assert s.context.clock.is_expired
+        assert s.conversation.turns == 1
+
+
+async def test_a_tool_that_hangs_beyond_its_time_is_an_observation(scene):
+    tool = Jotter(answer=lambda _: asyncio.Event().wait())
+    async with scene([call("shell", command="x"), "ok"], limits=Limits(tool_s=0.05), tools=[tool]) as s:
+        agent = NativeAgent()
+        agent.tool_grace_s = 0.05
+        assert await agent.run(s.context, USER) == "stop"
+        assert "did not answer within 0.05 s" in s.said("tool")[0]
+
+
+async def test_a_timeout_of_a_tool_s_own_is_not_taken_for_ours(scene):
+    def fail(_):
+        raise TimeoutError("its own")
+
+    async with scene([call("shell", command="x")], tools=[Jotter(answer=fail)]) as s:
+        with pytest.raises(TimeoutError, match="its own"):
+            await s.run()
+
+
+async def test_a_lost_sandbox_is_no_observation(scene):
+    def fail(_):
+        raise SandboxLost("gone")
+
+    async with scene([call("shell", command="x")], tools=[Jotter(answer=fail)]) as s:
+        with pytest.raises(SandboxLost):
+            await s.run()
+
+
+async def test_bash_blocks_run_by_the_shell(scene):
+    tool = Jotter()
+    replies = ["Look:\n```bash\nls -la\necho `date`\n```\n", "All done."]
+    async with scene(replies, options={"format": "bash_block"}, tools=[tool, Finish()]) as s:
+        assert await s.run() == "stop"
+        assert tool.calls == [{"command": "ls -la\necho `date`\n"}]
+        assert s.said("user")[1].startswith("did ls")
+        first = s.renderer.decode(s.prompts[0])
+        assert "exactly one block" in first
+        assert "<tools>" not in first
+        assert len(s.conversation.traces()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "observation"),
+    [
+        ("```bash\na\n```\nand\n```bash\nb\n```", "there were 2"),
+        ("```bash\nls", "it was not closed"),
+    ],
+)
+async def test_anything_but_one_block_is_an_observation(scene, text, observation):
+    tool = Jotter()
+    async with scene([text, "ok"], options={"format": "bash_block"}, tools=[tool]) as s:
+        assert await s.run() == "stop"
+        assert tool.calls == []
+        assert observation in s.said("user")[1]
+
+
+async def test_another_language_s_block_is_an_answer(scene):
+    async with scene(["```python\nprint(1)\n```"], options={"format": "bash_block"}) as s:
+        assert await s.run() == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "messages", "expected"),
+    [
+        ({}, [{"role": "system", "content": "env"}, *USER], ["env"]),
+        ({"system_prompt": "mine"}, [{"role": "system", "content": "env"}, *USER], ["mine"]),
+        ({"system_prompt": "mine"}, USER, ["mine"]),
+        ({"system_prompt": None}, USER, []),
+    ],
+)
+async def test_a_task_s_system_prompt_goes_before_the_environment_s(scene, options, messages, expected):
+    async with scene(["ok"], options=options) as s:
+        await s.run(messages)
+        assert s.said("system") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"formt": "tools"}, "agent.options.formt: unknown"),
+        ({"format": "xml"}, "agent.options.format: one of tools, bash_block"),
+        ({"tools": "shell"}, "agent.options.tools: a list"),
+        ({"system_prompt": 3}, "agent.options.system_prompt"),
+        ({"format": "bash_block", "tools": ["finish"]}, "needs the tool shell"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_submit(options, wrong):
+    with pytest.raises(TaskInvalid, match=wrong):
+        NativeAgent().check(Task("shell", agent=AgentSpec("native", options)))
+
+
+def test_good_options_pass():
+    NativeAgent().check(Task("shell"))
+    NativeAgent().check(Task("shell", agent=AgentSpec("native", {"format": "bash_block", "system_prompt": None})))
+
+
+def test_agents_are_found_by_entry_point_and_may_be_added():
+    agents = Agents()
+    assert isinstance(agents.get("native"), NativeAgent)
+    assert agents.get("native") is agents.get("native")
+    with pytest.raises(UnknownAgent, match=r"'nobody'; there are: native"):
+        agents.get("nobody")
+    mine = NativeAgent()
+    assert Agents({"mine": mine}).get("mine") is mine
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "wrong"),
+    [
+        ({"type": "object"}, {}, ""),
+        ({"properties": {"n": {"type": ["integer", "null"]}}}, {"n": None}, ""),
+        ({"properties": {"n": {"type": "integer"}}}, {"n": 2.0}, ""),
+        ({"properties": {"n": {"type": "integer"}}}, {"n": 2.5}, "must be of type integer, not number"),
+        ({"properties": {"n": {"enum": ["a", "b"]}}}, {"n": "c"}, "one of 'a', 'b'"),
+        ({"properties": {"n": {"type": "array", "items": {"type": "string"}}}}, {"n": ["a", 1]}, '"n[1]"'),
+        ({"properties": {"n": {"type": "object", "required": ["m"]}}}, {"n": {}}, '"n.m" is missing'),
+        ({"properties": {"n": {"type": "anything"}}}, {"n": 1}, ""),
+        (FINISH_SPEC.parameters, {"answer": 1}, "must be of type string"),
+    ],
+)
+def test_arguments_are_checked_against_the_schema(schema, value, wrong):
+    found = wrong_arguments(schema, value)
+    assert wrong in found
+    assert bool(found) == bool(wrong)

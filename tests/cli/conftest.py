@@ -1,0 +1,53 @@
+import asyncio
+import io
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import pytest
+
+from rollyard.cli import main
+from tests.client.served import Yard, served
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> list:
+        return [orjson.loads(line) for line in self.out.splitlines()]
+
+
+Cli = Callable[..., Awaitable[Said]]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
+    """Runs one command line as a person would, in a thread, in an empty folder and home."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    async def run(*argv: object, stdin: str = "") -> Said:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        status = await asyncio.to_thread(main, [str(word) for word in argv])
+        said = capsys.readouterr()
+        return Said(status, said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+async def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Yard, None]:
+    """A service that the CLI finds by its environment."""
+    async with served(tmp_path / "yard") as running:
+        for name, value in running.environ().items():
+            monkeypatch.setenv(name, value)
+        yield running

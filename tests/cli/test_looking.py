@@ -1,0 +1,103 @@
+"""The commands that look at a service, and those that change it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollyard.client import AsyncClient
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.cli.conftest import Cli
+from tests.client.served import Yard, task
+
+
+@pytest.fixture
+async def ended(yard: Yard) -> str:
+    """A rollout that has ended, with reward 1."""
+    async with AsyncClient(yard.url, yard.token) as client:
+        await client.submit([task()], ids=["one"])
+        await client.wait("one", timeout_s=30)
+    return "one"
+
+
+async def test_rollouts_are_listed(cli: Cli, ended: str):
+    said = await cli("rollouts", "list", "--state", "ended", "--json")
+    assert [record["id"] for record in said.json] == [ended]
+    assert "completed" in (await cli("rollouts", "list")).out
+    assert "there may be more: --after e:1" in (await cli("rollouts", "list", "--state", "ended", "--limit", "1")).err
+    assert (await cli("rollouts", "list", "--state", "lost")).status == 1
+
+
+async def test_a_rollout_is_shown_with_what_was_said(cli: Cli, ended: str):
+    said = await cli("rollouts", "show", ended, "--messages")
+    assert said.status == 0 and "Write done." in said.out and "completed" in said.out
+    assert (await cli("rollouts", "show", ended, "--json")).json[0]["reward"] == 1.0
+    missing = await cli("rollouts", "show", "nowhere")
+    assert missing.status == 1 and "nowhere" in missing.err
+
+
+async def test_traces_are_shown_and_written(cli: Cli, ended: str, tmp_path: Path):
+    said = await cli("rollouts", "traces", ended)
+    assert said.status == 0 and "yes" in said.out
+    (trace,) = (await cli("rollouts", "traces", ended, "--json")).json
+    assert len(trace["token_ids"]) == len(trace["mask"])
+    assert (await cli("rollouts", "traces", ended, "--out", tmp_path / "t.arrow")).status == 0
+    assert (tmp_path / "t.arrow").stat().st_size > 0
+
+
+async def test_a_rescore_and_a_cancel(cli: Cli, ended: str):
+    assert (await cli("rollouts", "rescore", ended)).out == "one: 1 (at its end: 1)\n"
+    said = await cli("rollouts", "cancel", ended, "never-was", "--json")
+    assert said.json == [{"id": "one", "state": "ended"}, {"id": "never-was", "state": "cancelled_before_submit"}]
+
+
+async def test_engines_come_and_go(cli: Cli, yard: Yard):
+    assert "e0" in (await cli("engines", "list")).out
+    added = await cli("engines", "add", yard.engine.url, "--id", "e1", "--tokenizer", tokenizer_dir(), "--json")
+    assert (added.json[0]["id"], added.json[0]["state"]) == ("e1", "up")
+    again = await cli("engines", "add", yard.engine.url, "--id", "e1", "--tokenizer", tokenizer_dir())
+    assert again.status == 1 and "e1" in again.err
+    assert (await cli("engines", "remove", "e1")).status == 0
+    assert (await cli("engines", "remove", "e1")).status == 1
+    assert (await cli("engines", "clear", "--json")).json == [{"cleared": True}]
+    assert "there is no engine" in (await cli("engines", "list")).err
+
+
+async def test_runs_are_made_listed_and_deleted(cli: Cli, yard: Yard):
+    said = await cli("runs", "create", "r", "--seed", "7", "--defaults", '{"limits": {"max_turns": 3}}', "--json")
+    assert (said.json[0]["seed"], said.json[0]["defaults"]) == (7, {"limits": {"max_turns": 3}})
+    assert "r " in (await cli("runs", "list")).out
+    assert (await cli("runs", "delete", "r")).err == "r is deleted\n"
+    assert (await cli("runs", "delete", "r")).status == 1
+
+
+async def test_top_shows_one_frame(cli: Cli, yard: Yard, ended: str):
+    said = await cli("top", "--once")
+    assert said.status == 0
+    for word in ("queue", "init", "ready", "run", "eval", "ended 1", "e0", "turns/s", yard.url):
+        assert word in said.out, word
+    (status,) = (await cli("top", "--once", "--json")).json
+    assert status["states"]["ended"] == 1 and set(status["rates"]) == {"turns_per_s", "tokens_per_s", "rollouts_per_s"}
+
+
+async def test_top_goes_on_until_it_is_interrupted(yard: Yard):
+    import json
+    import os
+    import signal
+    import sys
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollyard", "top", "--json", "--interval", "0.1",
+        env={**os.environ, **yard.environ()}, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with asyncio.timeout(40):
+        await process.stdout.readline()
+        async with AsyncClient(yard.url, yard.token) as client:
+            (record,) = await client.submit([task()])
+            await client.wait(record.id)
+        while not json.loads(await process.stdout.readline())["rates"]["rollouts_per_s"]:
+            pass
+        process.send_signal(signal.SIGINT)
+        await process.stdout.read()
+        assert await process.wait() == 0

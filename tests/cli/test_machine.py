@@ -1,0 +1,111 @@
+"""serve, config, doctor and bench: the commands about this machine."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from rollyard.cli.bench import BENCHES, machine
+from tests.cli.conftest import Cli
+
+
+async def test_config_says_what_is_in_force_and_from_where(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "rollyard.toml").write_text('run_slots = 9\n[[engines]]\nurl = "http://e:1"\napi_key = "hidden-key"\n')
+    monkeypatch.setenv("ROLLYARD_EVAL_SLOTS", "7")
+    monkeypatch.setenv("ROLLYARD_ADMIN_TOKENS", "hidden-token-hidden")
+    (found,) = (await cli("config", "--json")).json
+    assert found["run_slots"] == {"value": 9, "source": "file rollyard.toml"}
+    assert found["eval_slots"] == {"value": 7, "source": "env ROLLYARD_EVAL_SLOTS"}
+    assert found["init_slots"]["source"] == "default"
+    assert found["engines"]["value"][0]["url"] == "http://e:1"
+    said = await cli("config")
+    assert said.status == 0 and "env ROLLYARD_EVAL_SLOTS" in said.out and "********" in said.out
+    assert "hidden" not in said.out + json.dumps(found)
+
+
+async def test_a_setting_that_cannot_be_is_one_line(cli: Cli, tmp_path: Path):
+    (tmp_path / "rollyard.toml").write_text("run_slot = 9\n")
+    said = await cli("config")
+    assert (said.status, said.out) == (1, "")
+    assert "did you mean run_slots?" in said.err and said.err.count("\n") == 1
+
+
+async def test_doctor_tries_what_there_is(cli: Cli):
+    said = await cli("doctor", "--json")
+    found = {check["name"]: check for check in said.json}
+    assert found["local: start"]["state"] == "ok"
+    assert {"bubblewrap: start", "user namespaces", "open files", "pseudo terminals", "data_dir", "memory"} <= set(
+        found
+    )
+    assert found["tokenizers"]["state"] == "ok"
+    assert all(check["remedy"] for check in found.values() if check["state"] != "ok")
+    assert said.status == (1 if any(check["state"] == "fail" for check in found.values()) else 0)
+
+
+async def test_doctor_ends_with_1_if_the_default_runtime_is_missing(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = await cli("doctor")
+    assert said.status == 1
+    assert "bwrap was not found" in said.out and "apt-get install bubblewrap" in said.out
+    assert "does not work on this machine" in said.err
+    monkeypatch.setenv("ROLLYARD_RUNTIMES", "local")
+    assert (await cli("doctor")).status == 0
+
+
+async def test_a_served_service_is_found_by_its_data_and_ends_on_sigterm(cli: Cli, tmp_path: Path, monkeypatch):
+    data = tmp_path / "data"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollyard", "serve", "--port", "0", "--data-dir", str(data), "--runtime", "local",
+        "--run-slots", "3", env={**os.environ, "HOME": str(tmp_path)}, stderr=asyncio.subprocess.PIPE, cwd=tmp_path,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(40):
+            said = b""
+            while b" at http://127.0.0.1:" not in said:
+                said += (line := await process.stderr.readline())
+                assert line, said.decode()
+            monkeypatch.setenv("ROLLYARD_DATA_DIR", str(data))
+            (status,) = (await cli("top", "--once", "--json")).json
+            assert status["pools"]["run"]["size"] == 3
+            assert set(status["runtimes"]) >= {"local"} and status["runtimes"]["local"]["is_default"]
+            process.terminate()
+            await process.stderr.read()
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+
+
+async def test_serve_beyond_loopback_needs_tokens(tmp_path: Path):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollyard", "serve", "--host", "0.0.0.0", "--port", "0", "--runtime", "local",
+        "--data-dir", str(tmp_path / "d"),
+        env={**os.environ, "HOME": str(tmp_path)}, stderr=asyncio.subprocess.PIPE, cwd=tmp_path,
+    )  # fmt: skip
+    _, said = await asyncio.wait_for(process.communicate(), 40)
+    assert process.returncode == 1
+    assert b"set admin_tokens" in said and b"Traceback" not in said
+
+
+async def test_benches_are_listed(cli: Cli):
+    assert [line["bench"] for line in (await cli("bench", "--json")).json] == list(BENCHES)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_is_there(name: str):
+    assert asyncio.iscoroutinefunction(getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}"))
+
+
+def test_the_machine_is_described():
+    found = machine()
+    assert list(found) == ["cpu", "cores", "memory_gb", "kernel", "python", "rollyard"]
+    assert all(found.values())

@@ -1,0 +1,103 @@
+"""The shape of the whole: help, errors, exit statuses, what is imported, and the reference page."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from rollyard import __version__
+from rollyard.cli._reference import reference
+from rollyard.cli.app import app
+from tests.cli.conftest import Cli
+
+HEAVY = {"aiohttp", "pyarrow", "fastapi", "torch", "numpy", "pydantic", "msgspec", "asyncio"} - {"asyncio"}
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    children = getattr(command, "commands", None)
+    if not children:
+        return [path]
+    return [leaf for name, child in children.items() for leaf in leaves(child, (*path, name))]
+
+
+COMMANDS = leaves(get_command(app))
+
+
+def test_the_commands_are_those_that_are_promised():
+    names = {path[0] for path in COMMANDS}
+    assert names == {
+        *("serve", "submit", "rollouts", "engines", "runs", "top", "shell", "doctor", "bench", "config", "demo")
+    }
+    assert {path[1] for path in COMMANDS if path[0] == "rollouts"} == {"list", "show", "cancel", "traces", "rescore"}
+    assert {path[1] for path in COMMANDS if path[0] == "engines"} == {"list", "add", "remove", "clear"}
+    assert {path[1] for path in COMMANDS if path[0] == "runs"} == {"list", "create", "delete"}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+async def test_every_help_has_an_example_and_json(cli: Cli, path: tuple[str, ...]):
+    said = await cli(*path, "--help")
+    assert said.status == 0
+    assert f"Example: rollyard {' '.join(path)}" in said.out
+    assert "--json" in said.out or path[0] in ("serve", "demo")
+
+
+def test_help_imports_nothing_heavy():
+    code = f"""
+import sys
+from rollyard.cli import main
+assert main(["--help"]) == 0 and main(["submit", "--help"]) == 0
+heavy = {HEAVY!r} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, stdout=subprocess.DEVNULL)
+
+
+def test_the_reference_page_is_true():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+    assert page.read_text() == reference(), "write it anew: python -m rollyard.cli._reference > docs/reference/cli.md"
+
+
+async def test_the_version(cli: Cli):
+    assert (await cli("--version")).out == f"rollyard {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["sumbit"], "No such command 'sumbit'"),
+        (["submit"], "Missing argument"),
+        (["submit", "x.jsonl", "--group-size", "0"], "--group-size"),
+        (["top", "--fast"], "No such option: --fast"),
+        (["bench", "nothing"], "there is no bench 'nothing'"),
+        (["serve", "--tokenizer", "x"], "--tokenizer says something of the engines"),
+        (["submit", "x.jsonl", "--no-wait", "--out", "x.jsonl"], "--out needs the rollouts to end"),
+        (["submit", "x.jsonl", "--out", "x.parquet"], "the ending says the format"),
+        (["runs", "create", "--defaults", "{"], "--defaults is not JSON"),
+    ],
+)
+async def test_wrong_usage_is_one_line_and_status_2(cli: Cli, argv: list[str], says: str):
+    said = await cli(*argv)
+    assert (said.status, said.out) == (2, "")
+    assert said.err.startswith("rollyard: ") and says in said.err and " — " in said.err
+    assert said.err.count("\n") == 1
+
+
+async def test_nobody_there_is_one_line_and_status_1(cli: Cli, unused_tcp_port: int):
+    said = await cli("top", "--once", "--url", f"http://127.0.0.1:{unused_tcp_port}", "--token", "t")
+    assert (said.status, said.out) == (1, "")
+    assert "nobody answers at" in said.err and "rollyard serve" in said.err and said.err.count("\n") == 1
+
+
+async def test_without_a_token_the_places_are_named(cli: Cli, tmp_path: Path):
+    said = await cli("engines", "list")
+    assert said.status == 1
+    assert "ROLLYARD_TOKEN is not set" in said.err and str(tmp_path / "home") in said.err
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path):
+    command = f"{sys.executable} -m rollyard config | head -1"
+    done = subprocess.run(["/bin/bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")

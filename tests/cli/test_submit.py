@@ -1,0 +1,132 @@
+"""Submitting: from lines to a table, and every mistake told by its line before anything is sent."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rollyard.client import AsyncClient
+from tests.cli.conftest import Cli
+from tests.client.served import Yard, task
+
+
+def lines(path: Path, *tasks: object) -> Path:
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in tasks))
+    return path
+
+
+async def test_tasks_go_in_and_a_table_comes_out(cli: Cli, yard: Yard, tmp_path: Path):
+    said = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", task(check="false")), "--id-prefix", "p")
+    assert said.status == 0, said.err
+    rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("p-")]
+    assert [row[:6] for row in rows] == [
+        ["p-0", "ended", "completed", "1", "2", rows[0][5]],
+        ["p-1", "ended", "completed", "0", "2", rows[1][5]],
+    ]
+    assert "2 completed, mean reward 0.500 of 2" in said.err
+
+
+async def test_json_is_one_record_per_line_and_notes_are_elsewhere(cli: Cli, yard: Yard):
+    said = await cli("submit", "-", "--json", "--group-size", "2", "--id-prefix", "g", stdin=json.dumps(task()))
+    assert said.status == 0, said.err
+    assert [(r["id"], r["group"], r["reward"]) for r in said.json] == [("g-0-0", "g-0", 1.0), ("g-0-1", "g-0", 1.0)]
+
+
+async def test_the_same_prefix_is_the_same_rollouts(cli: Cli, yard: Yard, tmp_path: Path):
+    file = lines(tmp_path / "t.jsonl", task(), task("Another."), task("A third."))
+    first = await cli("submit", file, "--json", "--id-prefix", "again", "--limit", "2")
+    second = await cli("submit", file, "--json", "--id-prefix", "again")
+    assert [r["id"] for r in second.json] == ["again-0", "again-1", "again-2"]
+    assert [r["created_at"] for r in second.json[:2]] == [r["created_at"] for r in first.json]
+
+
+async def test_no_wait_answers_when_they_are_durable(cli: Cli, yard: Yard, tmp_path: Path):
+    said = await cli("submit", lines(tmp_path / "t.jsonl", task("NEVER")), "--no-wait", "--json", "--run", "later")
+    assert said.status == 0 and said.json[0]["run"] == "later" and said.json[0]["outcome"] is None
+
+
+async def test_trajectories_are_written_as_lines_and_as_arrow(cli: Cli, yard: Yard, tmp_path: Path):
+    file = lines(tmp_path / "t.jsonl", task(), task("Another."))
+    out = tmp_path / "out.jsonl"
+    assert (await cli("submit", file, "--id-prefix", "o", "--out", out)).status == 0
+    bodies = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [body["id"] for body in bodies] == ["o-0", "o-1"]
+    trace = bodies[0]["trajectory"]["traces"][0]
+    assert len(trace["token_ids"]) == len(trace["mask"]) == len(trace["logprobs"])
+    arrow = tmp_path / "out.arrow"
+    assert (await cli("submit", file, "--id-prefix", "o", "--out", arrow)).status == 0
+    with pa.OSFile(str(arrow)) as source:
+        table = pa.ipc.open_file(source).read_all()
+    assert table.column("rollout_id").to_pylist() == ["o-0", "o-1"]
+    assert table.column("token_ids")[0].as_py() == trace["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ('{"environment": ', "this is not JSON"),
+        ('{"environment": "shell", "data": {"x": NaN}}', "this is not JSON (NaN"),
+        ("[1]", "a task is a JSON object, not list"),
+        ('{"environment": "shell", "limit": {}}', "there is no field limit in a task"),
+        ('{"environment": "shell", "limits": {"max_turn": 1}}', "there is no field limits.max_turn"),
+        ('{"environment": "shell", "limits": {"max_turns": "many"}}', "`$.limits.max_turns`"),
+        ('{"environment": "shell", "data": {"instruction": 3}}', "instruction"),
+        ('{"environment": "nowhere"}', "there is no environment 'nowhere'"),
+        ('{"environment": "shell", "data": {"instruction": "x"}, "limits": {"run_s": -1}}', "limits.run_s"),
+        (
+            '{"environment": "shell", "data": {"instruction": "x", "checks": ["true"]}, "agent": {"name": "no"}}',
+            "agent",
+        ),
+    ],
+)
+async def test_a_mistake_is_told_with_file_and_line_and_nothing_is_submitted(
+    cli: Cli, yard: Yard, tmp_path: Path, bad: str, says: str
+):
+    said = await cli("submit", lines(tmp_path / "t.jsonl", task(), "", bad, task()), "--id-prefix", "x")
+    assert (said.status, said.out) == (1, "")
+    assert said.err.startswith("rollyard: ") and says in said.err and said.err.count("\n") == 1
+    assert "t.jsonl:3: " in said.err or "agent" in says
+    async with AsyncClient(yard.url, yard.token) as client:
+        assert (await client.list()).rollouts == ()
+
+
+async def test_a_file_that_is_not_there_or_empty_is_told(cli: Cli, tmp_path: Path):
+    said = await cli("submit", tmp_path / "nowhere.jsonl")
+    assert said.status == 1 and "nowhere.jsonl cannot be read: No such file" in said.err
+    assert "there is no task in" in (await cli("submit", lines(tmp_path / "e.jsonl", "// nothing"))).err
+
+
+async def test_one_without_a_reward_makes_it_end_with_1(cli: Cli, yard: Yard, tmp_path: Path):
+    file = lines(tmp_path / "t.jsonl", task(), {**task(), "data": {**task()["data"], "setup": ["exit 3"]}})
+    said = await cli("submit", file)
+    assert said.status == 1
+    assert "failed (setup_failed)" in said.out
+
+
+async def test_a_policy_makes_a_run_of_its_name(cli: Cli, yard: Yard, tmp_path: Path):
+    file = lines(tmp_path / "t.jsonl", task())
+    said = await cli("submit", file, "--policy", "actor", "--no-wait", "--json")
+    assert said.json[0]["run"] == "actor"
+    again = await cli("submit", file, "--run", "actor", "--policy", "critic", "--no-wait")
+    assert again.status == 1 and "run actor has policy actor, not critic" in again.err
+
+
+async def test_an_interrupt_says_how_to_go_on(yard: Yard, tmp_path: Path):
+    import os
+    import signal
+    import sys
+
+    file = lines(tmp_path / "t.jsonl", task("NEVER"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollyard", "submit", str(file), "--id-prefix", "stopped",
+        env={**os.environ, **yard.environ()}, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    async with asyncio.timeout(40):
+        assert b"1 rollouts submitted" in await process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        rest = (await process.stderr.read()).decode()
+        assert await process.wait() == 130
+    assert "--id-prefix stopped" in rest and "Traceback" not in rest

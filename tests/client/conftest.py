@@ -1,0 +1,19 @@
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from rollyard.client import AsyncClient
+from tests.client.served import Yard, served
+
+
+@pytest.fixture
+async def yard(tmp_path: Path) -> AsyncGenerator[Yard, None]:
+    async with served(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(yard: Yard) -> AsyncGenerator[AsyncClient, None]:
+    async with AsyncClient(yard.url, yard.token, timeout_s=20) as opened:
+        yield opened

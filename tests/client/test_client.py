@@ -1,0 +1,261 @@
+"""The client against the real service: everything that a trainer does."""
+
+import asyncio
+
+import pytest
+
+from rollyard.client import AsyncClient, Client, Event, Record, UnexpectedReply
+from rollyard.core import AgentSpec, Task
+from rollyard.core.failure import Forbidden, IdConflict, InvalidRequest, MalformedId, NotFound, Unauthorized
+from tests.client.served import Yard, served, task
+
+
+async def test_a_task_goes_in_and_its_traces_come_out_as_numpy(client: AsyncClient):
+    (submitted,) = await client.submit([task()])
+    record = await client.wait(submitted.id, timeout_s=30)
+    assert (record.outcome, record.reward, record.trainable) == ("completed", 1.0, True)
+    assert record.summary is not None and record.summary["turns"] == 2
+    (trace,) = await client.traces(record.id)
+    assert trace.logprobs is not None
+    assert len(trace.token_ids) == len(trace.mask) == len(trace.logprobs) == len(trace.versions) == len(trace)
+    assert [str(c.dtype) for c in (trace.token_ids, trace.mask, trace.logprobs)] == ["int32", "uint8", "float32"]
+    assert trace.mask.sum() == record.summary["sampled_tokens"] == sum(span.end - span.start for span in trace.spans)
+    assert (trace.logprobs[trace.mask == 0] == 0).all() and (trace.versions[trace.mask == 0] == -1).all()
+    assert (trace.rollout_id, trace.siblings, trace.reward, trace.trainable) == (record.id, 1, 1.0, True)
+    assert trace.sampling.temperature == 1.0
+
+
+async def test_the_columns_of_a_trace_are_views_and_not_copies(client: AsyncClient):
+    (submitted,) = await client.submit([task()])
+    await client.wait(submitted.id, timeout_s=30)
+    (trace,) = await client.traces(submitted.id)
+    for column in (trace.token_ids, trace.mask, trace.logprobs, trace.versions):
+        assert column is not None
+        assert not column.flags.owndata and not column.flags.writeable
+
+
+async def test_a_trajectory_as_json_holds_the_same_traces(client: AsyncClient):
+    (submitted,) = await client.submit([task()])
+    await client.wait(submitted.id, timeout_s=30)
+    trajectory = await client.trajectory(submitted.id)
+    (ours,), (theirs,) = trajectory.traces, await client.traces(submitted.id)
+    for name in ("token_ids", "mask", "logprobs", "versions"):
+        assert (getattr(ours, name) == getattr(theirs, name)).all(), name
+    assert ours.spans == theirs.spans and ours.sampling == theirs.sampling
+    assert trajectory.messages[-1]["role"] in ("assistant", "tool")
+    assert trajectory.record.id == submitted.id and trajectory.turns == 2
+
+
+async def test_a_group_is_n_rollouts_of_one_task(client: AsyncClient):
+    records = await client.submit([task(), task("Write done again.")], ids=["a", "b"], group_size=3)
+    assert [(r.id, r.group, r.index) for r in records[:4]] == [
+        ("a-0", "a", 0),
+        ("a-1", "a", 1),
+        ("a-2", "a", 2),
+        ("b-0", "b", 0),
+    ]
+    ended = await client.wait_all([record.id for record in records], timeout_s=50)
+    assert [record.id for record in ended] == [record.id for record in records]
+    assert {record.reward for record in ended} == {1.0}
+    page = await client.list(group="a", state="ended")
+    assert {record.id for record in page.rollouts} == {"a-0", "a-1", "a-2"}
+
+
+async def test_the_same_ids_again_are_the_same_rollouts(client: AsyncClient):
+    (first,) = await client.submit([task()], ids=["once"])
+    await client.wait("once", timeout_s=30)
+    (again,) = await client.submit([task()], ids=["once"])
+    assert (again.created_at, again.state) == (first.created_at, "ended")
+    with pytest.raises(IdConflict, match="once"):
+        await client.submit([task("Another.")], ids=["once"])
+
+
+async def test_a_task_may_be_the_dataclass_of_core(client: AsyncClient):
+    wanted = Task("math", {"question": "2+2?", "answer": "4"}, AgentSpec(options={"tools": ["finish"]}))
+    (record,) = await client.submit([wanted])
+    assert record.task["environment"] == "math"
+    assert record.task["agent"]["options"] == {"tools": ["finish"]}
+
+
+async def test_wait_all_tells_each_end_once_and_the_states_on_the_way(client: AsyncClient):
+    records = await client.submit([task(str(number)) for number in range(20)])
+    ends: list[str] = []
+    events: list[Event] = []
+    ids = [record.id for record in records]
+    await client.wait_all(ids, on_end=lambda r: ends.append(r.id), on_event=events.append, timeout_s=50)
+    assert sorted(ends) == sorted(ids)
+    assert {event.rollout for event in events} <= set(ids)
+    assert await client.wait_all(ids[:2], timeout_s=5) == [await client.get(id) for id in ids[:2]]
+
+
+async def test_wait_all_is_prompt_about_those_behind_slow_ones(client: AsyncClient):
+    """More slow rollouts before it than there are long-polls: only the events can tell of the quick one."""
+    await client.resize_pools(run=40, init=40, ready=40)
+    slow = await client.submit([task(f"NEVER {number}") for number in range(20)])
+    (quick,) = await client.submit([task()])
+    ended = asyncio.Event()
+    ids = [record.id for record in (*slow, quick)]
+    waiting = asyncio.create_task(client.wait_all(ids, on_end=lambda r: r.id == quick.id and ended.set()))
+    await asyncio.wait_for(ended.wait(), 50)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_what_has_not_ended_in_time_is_a_timeout_and_goes_on(client: AsyncClient):
+    (record,) = await client.submit([task("NEVER")])
+    with pytest.raises(TimeoutError, match="is in"):
+        await client.wait(record.id, timeout_s=0.05)
+    with pytest.raises(TimeoutError, match="1 of 1"):
+        await client.wait_all([record.id], timeout_s=0.05)
+    assert not (await client.get(record.id)).is_ended
+
+
+async def test_wait_all_raises_the_error_itself(client: AsyncClient):
+    with pytest.raises(NotFound):
+        await client.wait_all(["nowhere"], timeout_s=20)
+
+
+async def test_ended_follows_the_terminal_order_from_a_cursor(client: AsyncClient):
+    await client.create_run("mine")
+    ids = [record.id for record in await client.submit([task(str(n)) for n in range(4)], run="mine")]
+    seen: list[Record] = []
+    async with asyncio.timeout(50):
+        async for record in client.ended("mine"):
+            seen.append(record)
+            if len(seen) == 4:
+                break
+    assert sorted(record.id for record in seen) == sorted(ids)
+    cursors = [int(str(record.cursor).removeprefix("e:")) for record in seen]
+    assert cursors == sorted(cursors)
+    async with asyncio.timeout(20):
+        async for record in client.ended("mine", after=seen[1].cursor):
+            assert record.id == seen[2].id
+            break
+    assert await client.acknowledge("mine", str(seen[-1].cursor)) == 4
+
+
+async def test_a_cancel_is_acknowledged_and_ends_it(client: AsyncClient):
+    (record,) = await client.submit([task("NEVER")])
+    assert await client.cancel(record.id) in ("queued", "init", "ready", "run", "ended")
+    ended = await client.wait(record.id, timeout_s=30)
+    assert (ended.outcome, ended.reward) == ("cancelled", None)
+    assert await client.cancel("not-yet") == "cancelled_before_submit"
+    (tombstone,) = await client.submit([task()], ids=["not-yet"])
+    assert tombstone.outcome == "cancelled"
+
+
+async def test_a_rescore_appends_to_the_scores(client: AsyncClient):
+    (record,) = await client.submit([task()])
+    await client.wait(record.id, timeout_s=30)
+    again = await client.rescore(record.id)
+    assert [score["reward"] for score in again.scores] == [1.0]
+
+
+async def test_runs_are_made_once_and_lay_their_defaults_under_tasks(client: AsyncClient):
+    run = await client.create_run("r1", seed=7, defaults={"limits": {"max_turns": 1}})
+    assert run == await client.create_run("r1", seed=7, defaults={"limits": {"max_turns": 1}})
+    assert run == await client.get_run("r1")
+    with pytest.raises(IdConflict):
+        await client.create_run("r1", seed=8)
+    (record,) = await client.submit([task()], run="r1")
+    ended = await client.wait(record.id, timeout_s=30)
+    assert (ended.outcome, ended.failure and ended.failure["code"]) == ("truncated", "turn_limit")
+    assert [run["id"] for run in await client.list_runs()] == ["r1"]
+    await client.delete_run("r1")
+    with pytest.raises(NotFound):
+        await client.get_run("r1")
+
+
+async def test_engines_are_added_listed_and_removed(client: AsyncClient, yard: Yard):
+    assert [engine["id"] for engine in await client.engines()] == ["e0"]
+    await client.remove_engine("e0")
+    added = await client.add_engine(yard.engine.url, id="e1", policy="actor", tokenizer=_tokenizer())
+    assert (added["id"], added["policy"], added["state"]) == ("e1", "actor", "up")
+    await client.clear_engines()
+    assert await client.engines() == []
+
+
+async def test_status_and_pools(client: AsyncClient):
+    status = await client.status()
+    assert {"shell", "math"} <= set(status["environments"])
+    pools = await client.resize_pools(run=3)
+    assert pools["run"]["size"] == 3
+
+
+async def test_events_tell_every_state(client: AsyncClient):
+    await client.create_run("watched")
+    (other,) = await client.submit([task()])
+    (record,) = await client.submit([task()], run="watched")
+    await client.wait_all([other.id, record.id], timeout_s=40)
+    seen: list[Event] = []
+    async with asyncio.timeout(20):
+        async for event in client.events(after="0-0", run="watched"):  # an id of another life: a gap, then all there is
+            seen.append(event)
+            if event.state == "ended":
+                break
+    assert seen[0].kind == "gap"
+    assert {event.rollout for event in seen[1:]} == {record.id}
+    assert [event.state for event in seen[1:]] == ["queued", "init", "ready", "run", "eval", "ended"]
+    assert (seen[-1].outcome, seen[-1].code, seen[-1].run) == ("completed", None, "watched")
+
+
+async def test_a_wrong_token_and_a_wrong_field_are_named_errors(client: AsyncClient, yard: Yard):
+    async with AsyncClient(yard.url, "x" * 32) as stranger:
+        with pytest.raises(Unauthorized):
+            await stranger.status()
+    with pytest.raises(InvalidRequest, match=r"rollouts\[1\]\.task\.limits\.max_turn:") as caught:
+        await client.submit([task(), task(limits={"max_turn": 3})])
+    assert caught.value.status == 422 and caught.value.data["submitted"] == 0
+    with pytest.raises(MalformedId):
+        await client.get("../etc")
+    with pytest.raises(ValueError, match="one id for each"):
+        await client.submit([task()], ids=[])
+
+
+async def test_a_trainer_may_not_add_engines(tmp_path):
+    tokens = {"admin_tokens": ["a" * 32], "trainer_tokens": ["t" * 32]}
+    (tmp_path / "data").mkdir(mode=0o700)
+    (tmp_path / "data" / "token").write_text("unused " * 3)
+    async with served(tmp_path, **tokens) as yard, AsyncClient(yard.url, "t" * 32) as trainer:
+        with pytest.raises(Forbidden) as caught:
+            await trainer.add_engine("http://127.0.0.1:9", id="x")
+        assert caught.value.remedy
+        await trainer.status()
+
+
+async def test_another_service_on_that_port_is_told_from_ours(yard: Yard):
+    async with AsyncClient(yard.engine.url, "t") as client:
+        with pytest.raises(UnexpectedReply):
+            await client.status()
+
+
+async def test_a_closed_client_says_so(yard: Yard):
+    client = AsyncClient(yard.url, yard.token)
+    with pytest.raises(RuntimeError, match="async with"):
+        await client.status()
+
+
+async def test_the_sync_client_does_the_same_on_a_thread_of_its_own(yard: Yard):
+    def work() -> tuple[Record, int, list[str]]:
+        with Client(yard.url, yard.token) as client:
+            client.create_run("sync")
+            (submitted,) = client.submit([task()], run="sync")
+            seen: list[str] = []
+            (record,) = client.wait_all([submitted.id], on_end=lambda r: seen.append(r.id), timeout_s=30)
+            for ended in client.ended("sync"):
+                seen.append(ended.id)
+                break
+            with pytest.raises(NotFound):
+                client.get("nowhere")
+            return record, len(client.traces(record.id)[0]), seen
+
+    record, length, seen = await asyncio.to_thread(work)
+    assert record.reward == 1.0 and length > 0 and seen == [record.id, record.id]
+    with pytest.raises(RuntimeError, match="use it in `with`"):
+        Client(yard.url, yard.token).status()
+
+
+def _tokenizer() -> str:
+    from rollyard.testing.tokenizer_files import tokenizer_dir
+
+    return str(tokenizer_dir())

@@ -1,0 +1,104 @@
+"""Dropped connections, a full queue, a restart: what is sent again, what is not, and when it gives up."""
+
+import asyncio
+
+import pytest
+
+from rollyard.client import AsyncClient, ServiceUnreachable
+from rollyard.core.failure import QueueFull
+from tests.client.served import Proxy, Yard, served, task
+
+
+async def test_a_submit_whose_answer_was_lost_is_one_rollout(yard: Yard):
+    async with Proxy(yard.url) as proxy, AsyncClient(proxy.url, yard.token) as client:
+        proxy.cut_replies = 2
+        records = await client.submit([task()])
+        assert proxy.connections == 3
+        async with AsyncClient(yard.url, yard.token) as direct:
+            await direct.wait(records[0].id, timeout_s=30)
+            assert [record.id for record in (await direct.list(state="ended")).rollouts] == [records[0].id]
+
+
+async def test_a_call_without_an_id_is_not_sent_twice(yard: Yard):
+    async with Proxy(yard.url) as proxy, AsyncClient(proxy.url, yard.token) as client:
+        (record,) = await client.submit([task()])
+        await client.wait(record.id, timeout_s=30)
+    async with Proxy(yard.url) as proxy, AsyncClient(proxy.url, yard.token) as client:
+        proxy.cut_replies = 1
+        with pytest.raises(ServiceUnreachable, match="broke off"):
+            await client.rescore(record.id)
+        assert proxy.connections == 1
+
+
+async def test_nobody_there_is_said_at_once_without_retries(unused_tcp_port: int):
+    async with AsyncClient(f"http://127.0.0.1:{unused_tcp_port}", "t", retry_s=0) as client:
+        with pytest.raises(ServiceUnreachable, match="nobody answers") as caught:
+            await client.status()
+    assert "rollyard serve" in caught.value.remedy
+    async with AsyncClient("not a url", "t", retry_s=0) as client:
+        with pytest.raises(ServiceUnreachable, match="not a URL"):
+            await client.status()
+
+
+async def test_a_service_that_accepts_and_says_nothing_times_out():
+    ended = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.transport.abort()
+        ended.set()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with AsyncClient(url, "t", timeout_s=0.1, retry_s=0) as client:
+            with pytest.raises(ServiceUnreachable, match="did not answer in time"):
+                await client.status()
+        await asyncio.wait_for(ended.wait(), 20)
+
+
+async def test_a_full_queue_is_waited_for_and_then_given_up(tmp_path):
+    async with served(tmp_path, max_queued=1) as yard, AsyncClient(yard.url, yard.token) as client:
+        await client.resize_pools(init=0)
+        (first,) = await client.submit([task()])
+        async with AsyncClient(yard.url, yard.token, retry_s=0) as hasty:
+            with pytest.raises(QueueFull):
+                await hasty.submit([task()])
+        second = asyncio.create_task(client.submit([task()], ids=["second"]))
+        await client.cancel(first.id)
+        assert [record.id for record in await asyncio.wait_for(second, 30)] == ["second"]
+
+
+async def test_a_client_outlives_a_restart_of_the_service(tmp_path, unused_tcp_port: int):
+    async with served(tmp_path, port=unused_tcp_port) as yard:
+        async with AsyncClient(yard.url, yard.token) as client:
+            await client.resize_pools(init=0)
+            (record,) = await client.submit([task()])
+        patient = AsyncClient(yard.url, yard.token)
+        await patient.__aenter__()
+        waiting = asyncio.create_task(patient.wait_all([record.id]))
+        await asyncio.sleep(0)
+    async with served(tmp_path, port=unused_tcp_port):
+        (ended,) = await asyncio.wait_for(waiting, 50)
+        assert ended.reward == 1.0
+        await patient.__aexit__(None, None, None)
+
+
+async def test_the_events_go_on_after_a_dropped_connection(yard: Yard):
+    async with Proxy(yard.url) as proxy, AsyncClient(proxy.url, yard.token) as client:
+        events = client.events()
+        first = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+        while not proxy.connections:
+            await asyncio.sleep(0)
+        async with AsyncClient(yard.url, yard.token) as direct:
+            (record,) = await direct.submit([task("NEVER")])
+            async with asyncio.timeout(30):
+                event = await first
+                while event.state != "run":
+                    event = await anext(events)
+                proxy.break_all()
+                await direct.cancel(record.id)
+                while event.state != "ended":
+                    event = await anext(events)
+        assert (event.rollout, event.outcome) == (record.id, "cancelled")
+        await events.aclose()  # type: ignore[attr-defined]

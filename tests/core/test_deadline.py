@@ -1,0 +1,101 @@
+"""The deadline counts work and nothing else."""
+
+import asyncio
+
+import pytest
+
+from rollyard.core import Deadline, DeadlineExpired
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_only_time_inside_counting_counts():
+    clock = Clock()
+    deadline = Deadline(10, clock)
+    clock.now += 50
+    async with deadline.counting():
+        clock.now += 3
+    clock.now += 50
+    assert deadline.used_s == 3
+    assert deadline.remaining_s == 7
+
+
+async def test_held_time_does_not_count():
+    clock = Clock()
+    deadline = Deadline(10, clock)
+    async with deadline.counting():
+        clock.now += 1
+        with deadline.held():
+            assert not deadline.is_running
+            clock.now += 100
+        assert deadline.is_running
+        clock.now += 1
+    assert deadline.used_s == 2
+
+
+async def test_parallel_work_counts_once():
+    clock = Clock()
+    deadline = Deadline(10, clock)
+    async with deadline.counting(), deadline.counting():
+        clock.now += 4
+    assert deadline.used_s == 4
+
+
+async def test_the_body_is_cancelled_when_the_budget_is_used_up():
+    deadline = Deadline(0.01)
+    with pytest.raises(DeadlineExpired):
+        async with deadline.counting():
+            await asyncio.Event().wait()
+    assert deadline.is_expired
+    with pytest.raises(DeadlineExpired):
+        async with deadline.counting():
+            pytest.fail("an expired deadline lets nobody in")
+
+
+async def test_a_hold_stops_the_timer_and_its_end_starts_it_again():
+    deadline = Deadline(0.02)
+    reached = False
+    with pytest.raises(DeadlineExpired):
+        async with deadline.counting():
+            with deadline.held():
+                await asyncio.sleep(0.06)
+            reached = True
+            await asyncio.Event().wait()
+    assert reached
+
+
+async def test_a_cancel_from_elsewhere_stays_a_cancel():
+    deadline = Deadline(60)
+
+    async def work() -> None:
+        async with deadline.counting():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_timeout_inside_is_not_mistaken_for_the_deadline():
+    deadline = Deadline(60)
+    with pytest.raises(TimeoutError):
+        async with deadline.counting(), asyncio.timeout(0.001):
+            await asyncio.Event().wait()
+
+
+async def test_without_a_budget_it_is_a_stopwatch():
+    clock = Clock()
+    deadline = Deadline(None, clock)
+    async with deadline.counting():
+        clock.now += 1e6
+    assert deadline.used_s == 1e6
+    assert deadline.remaining_s is None
+    assert not deadline.is_expired

@@ -1,0 +1,36 @@
+"""The heap against the plain rule: whatever happens, `pick` is the least loaded engine that is up."""
+
+from __future__ import annotations
+
+import aiohttp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.engines import EngineSpec, Health, Kind, VllmEngine
+from rollyard.engines.pool import Member, Pool
+
+MOVES = st.lists(st.tuples(st.sampled_from(["seat", "unseat", "down", "up", "pick"]), st.integers(0, 3)), max_size=300)
+
+
+@given(MOVES)
+async def test_pick_is_always_the_least_loaded_that_is_up(moves: list[tuple[str, int]]) -> None:
+    async with aiohttp.ClientSession() as http:
+        pool = Pool("p")
+        members = [
+            Member(VllmEngine(EngineSpec(f"e{i}", "http://x", Kind.VLLM, capacity=i + 1), http), pool) for i in range(4)
+        ]
+        for member in members:
+            pool.add(member)
+        for move, index in moves:
+            member = members[index]
+            if move == "seat":
+                member.seat()
+            elif move == "unseat" and member.stats.sessions:
+                member.unseat()
+            elif move in ("up", "down"):
+                member.set_health(Health(move))
+            for avoid in ((), (member,)):
+                up = [m.load for m in members if m.health is Health.UP and m not in avoid]
+                found = pool.pick(avoid)
+                assert (found.load if found else None) == (min(up) if up else None)
+        assert len(pool._heap) <= 64 + 4 * 4 + 1

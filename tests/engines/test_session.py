@@ -1,0 +1,281 @@
+"""A completion that is interrupted is finished, not sampled again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollyard.core import Deadline, DeadlineExpired, Sampling
+from rollyard.core.failure import EngineBroken, EngineRefused, EngineTimeout, EngineUnavailable
+from rollyard.engines import Generation, Health, VersionSpan
+from rollyard.engines.joining import Kept, stamped
+from rollyard.testing.script import Reply, Turn
+from rollyard.testing.scripted_engine import ScriptedEngine
+from tests.engines.parts import END_ID, PROMPT, QUICK, TOKENIZER, complete, probed, routed, text_of
+
+WORDS = "the quick brown fox jumps over the lazy dog"
+
+
+def stalls_at_first(after: int) -> Any:
+    """The first call of a session samples a few tokens and then nothing more; later ones go on to the end."""
+
+    def script(turn: Turn) -> Reply:
+        return Reply(WORDS, stall_after=after if turn.session_id and turn.call == 0 else None)
+
+    return script
+
+
+async def uninterrupted(http: aiohttp.ClientSession) -> Generation:
+    from rollyard.engines import GenerateRequest
+
+    async with ScriptedEngine(lambda _: WORDS) as server:
+        engine = await probed(server, http)
+        return await engine.generate(GenerateRequest("r", PROMPT, Sampling(), 100, 1, (END_ID,)))
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_a_call_past_its_deadline_goes_on_from_what_it_had(dialect: Any, http: aiohttp.ClientSession) -> None:
+    async with ScriptedEngine(stalls_at_first(9), dialect=dialect) as server, routed(server) as router:
+        async with router.session("default", "s1") as session:
+            generation = await complete(session, model_s=0.2)
+        whole = await uninterrupted(http)
+        assert generation.token_ids == whole.token_ids and generation.logprobs == whole.logprobs
+        assert generation.finish_reason == "stop" and text_of(generation) == WORDS
+        first, second = server.calls
+        assert list(second.prompt_ids) == [*PROMPT, *TOKENIZER.encode(WORDS)[:9]], "prompt + what was kept"
+        limit = "max_tokens" if dialect == "vllm" else "max_new_tokens"
+        assert second.body["sampling_params"][limit] == first.body["sampling_params"][limit] - 9
+        assert router.stats.continuations == 1 and router.stats.retries == 0
+
+
+async def test_a_deadline_with_nothing_sampled_is_a_timeout_after_another_try() -> None:
+    async with (
+        ScriptedEngine(lambda t: Reply("x", stall_after=0 if t.session_id else None)) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        with pytest.raises(EngineTimeout, match="sampled nothing in"):
+            await complete(session, model_s=0.05)
+        assert len(server.calls) == 2
+        await server.idle()
+
+
+async def test_an_expired_clock_hands_over_what_was_sampled() -> None:
+    async with (
+        ScriptedEngine(stalls_at_first(9)) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        saved: list[Generation] = []
+        clock = Deadline(0.2)
+        with pytest.raises(DeadlineExpired):
+            await complete(session, clock, salvage=saved.append)
+        assert [text_of(generation) for generation in saved] == [WORDS[:9]]
+        assert saved[0].finish_reason == "abort" and saved[0].versions == (VersionSpan(0, 0, 9),)
+        assert saved[0].logprobs is not None and len(saved[0].logprobs) == 9
+        await server.idle()
+        with pytest.raises(DeadlineExpired):
+            await complete(session, clock)
+        assert len(server.calls) == 1, "a clock that is used up makes no call"
+
+
+async def test_a_cancelled_completion_frees_the_engine_and_the_seat() -> None:
+    async with ScriptedEngine(stalls_at_first(2)) as server, routed(server) as router:
+
+        async def rollout() -> None:
+            async with router.session("default", "s1") as session:
+                await complete(session)
+
+        task = asyncio.create_task(rollout())
+        await server.busy()
+        assert (router.list()[0].stats.sessions, router.list()[0].stats.in_flight) == (1, 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (router.list()[0].stats.sessions, router.list()[0].stats.in_flight) == (0, 0)
+        await server.idle()
+
+
+async def test_a_lost_engine_is_left_for_another() -> None:
+    async with (
+        ScriptedEngine(lambda _: WORDS) as one,
+        ScriptedEngine(lambda _: WORDS) as two,
+        routed(one, two) as router,
+        router.session("default", "s1") as session,
+    ):
+        first = one if session.engine.spec.id == "e1" else two
+        await first.stop()
+        assert text_of(await complete(session)) == WORDS
+        assert session.engine.spec.url != first.url
+        assert router.stats.moves == 1
+        assert sorted(status.stats.sessions for status in router.list()) == [0, 1]
+
+
+async def test_an_engine_lost_during_a_call_is_left_for_another() -> None:
+    async with (
+        ScriptedEngine(stalls_at_first(5)) as one,
+        ScriptedEngine(lambda _: WORDS) as two,
+        routed(one) as router,
+        router.session("default", "s1") as session,
+    ):
+        task = asyncio.create_task(complete(session))
+        await one.busy()
+        from tests.engines.parts import spec_of
+
+        await router.add(spec_of(two, "e2"))
+        await one.stop()
+        assert text_of(await task) == WORDS
+        assert session.engine.spec.id == "e2"
+
+
+async def test_a_lone_engine_that_comes_back_is_waited_for_and_no_clock_runs() -> None:
+    async with (
+        ScriptedEngine(lambda _: WORDS) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        await server.stop()
+        clock = Deadline(10.0)
+        task = asyncio.create_task(complete(session, clock))
+        while router.list()[0].health is not Health.DOWN:
+            await asyncio.sleep(0.001)
+        used_s = clock.used_s
+        await asyncio.sleep(0.05)
+        assert clock.used_s == used_s, "waiting for an engine is free"
+        await server.start()
+        assert text_of(await task) == WORDS
+        assert router.list()[0].health is Health.UP and router.list()[0].stats.trips == 1
+
+
+async def test_no_engine_in_time_is_unavailable_and_says_why() -> None:
+    settings = replace(QUICK, engine_wait_s=0.05)
+    async with ScriptedEngine() as server, routed(server, settings=settings) as router:
+        async with router.session("default", "s1") as session:
+            await server.stop()
+            with pytest.raises(EngineUnavailable, match=r"no engine of default came up.*e1 is down"):
+                await complete(session)
+        with pytest.raises(EngineUnavailable, match="it has none"):
+            await router.open_session("nobody", "s2")
+
+
+async def test_nonsense_is_tried_once_more_and_then_named() -> None:
+    async with (
+        ScriptedEngine(lambda _: "ok") as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        server.fail_next(1, "fewer_logprobs")
+        assert text_of(await complete(session)) == "ok"
+        server.fail_next(2, "fewer_logprobs")
+        with pytest.raises(EngineBroken, match="2 logprobs for 3 tokens"):
+            await complete(session)
+
+
+async def test_a_refusal_is_not_tried_again_and_not_held_against_the_engine() -> None:
+    async with ScriptedEngine(lambda _: "ok", max_context=10) as server, routed(server) as router:
+        async with router.session("default", "s1") as session:
+            with pytest.raises(EngineRefused) as caught:
+                await complete(session)
+        assert caught.value.data["context"] is True
+        stats = router.list()[0].stats
+        assert (stats.calls, stats.failures, stats.refusals) == (1, 0, 1)
+
+
+async def test_kept_tokens_that_fill_the_context_end_by_length() -> None:
+    async with (
+        ScriptedEngine(stalls_at_first(9), max_context=len(PROMPT) + 9) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        generation = await complete(session, model_s=0.2)
+        assert generation.finish_reason == "length" and text_of(generation) == WORDS[:9]
+
+
+async def test_an_abort_that_nobody_here_asked_for_is_continued() -> None:
+    async with (
+        ScriptedEngine(stalls_at_first(4)) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        task = asyncio.create_task(complete(session))
+        await server.busy()
+        async with aiohttp.ClientSession() as http, http.post(f"{server.url}/abort_requests", json={}):
+            pass
+        assert text_of(await task) == WORDS
+
+
+async def test_an_engine_that_ignores_aborts_is_given_up_after_the_grace() -> None:
+    settings = replace(QUICK, abort_grace_s=0.1)
+    async with (
+        ScriptedEngine(lambda _: "ok") as server,
+        routed(server, settings=settings) as router,
+        router.session("default", "s1") as session,
+    ):
+        server.fail_next(1, "hang")
+        assert text_of(await complete(session, model_s=0.05)) == "ok"
+        assert router.stats.tokens_lost == 1
+        await server.idle()
+
+
+async def test_a_continued_call_does_not_reuse_its_seed() -> None:
+    async with ScriptedEngine(stalls_at_first(9)) as server, routed(server) as router:
+        async with router.session("default", "s1") as session:
+            await complete(session, model_s=0.2, seed=5)
+        seeds = [call.body["sampling_params"]["seed"] for call in server.calls]
+        assert seeds[0] == 5 and seeds[1] != 5
+
+
+async def test_chat_goes_elsewhere_too() -> None:
+    async with (
+        ScriptedEngine(lambda _: "yes") as one,
+        ScriptedEngine(lambda _: "yes") as two,
+        routed(one, two) as router,
+        router.session("default", "s1") as session,
+    ):
+        await (one if session.engine.spec.id == "e1" else two).stop()
+        reply = await session.chat(
+            [{"role": "user", "content": "?"}], sampling=Sampling(), tools=(), clock=Deadline(), model_s=5.0
+        )
+        assert reply.message["content"] == "yes"
+
+
+async def test_a_chat_past_its_deadline_is_a_timeout_and_past_the_clock_expired() -> None:
+    async with (
+        ScriptedEngine(lambda t: Reply("x", stall_after=0 if t.session_id else None)) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        ask: dict[str, Any] = {"sampling": Sampling(), "tools": ()}
+        with pytest.raises(EngineTimeout):
+            await session.chat([{"role": "user", "content": "?"}], clock=Deadline(), model_s=0.05, **ask)
+        with pytest.raises(DeadlineExpired):
+            await session.chat([{"role": "user", "content": "?"}], clock=Deadline(0.05), model_s=5.0, **ask)
+
+
+def test_joining_shifts_and_merges_versions_and_drops_holed_logprobs() -> None:
+    from rollyard.core import ids_array, logprobs_array
+
+    kept = Kept()
+    kept.add(Generation(ids_array([1, 2]), logprobs_array([-1.0, -2.0]), "abort", (VersionSpan(3, 0, 2),), 7, 5))
+    kept.add(
+        Generation(
+            ids_array([3, 4]), logprobs_array([-3.0, -4.0]), "stop", (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
+        )
+    )
+    joined = kept.generation("stop")
+    assert list(joined.token_ids) == [1, 2, 3, 4] and joined.prompt_tokens == 7 and joined.cached_tokens == 5
+    assert joined.versions == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
+    kept.add(Generation(ids_array([5]), None, "stop", (VersionSpan(4, 0, 1),)))
+    assert kept.generation("stop").logprobs is None
+
+
+def test_what_an_engine_cannot_number_gets_the_version_of_the_call() -> None:
+    from rollyard.core import ids_array
+
+    assert stamped(Generation(ids_array([1, 2]), None, "stop"), 4).versions == (VersionSpan(4, 0, 2),)
+    half = Generation(ids_array([1, 2]), None, "stop", (VersionSpan(-1, 0, 1), VersionSpan(9, 1, 2)))
+    assert stamped(half, 4).versions == (VersionSpan(4, 0, 1), VersionSpan(9, 1, 2))

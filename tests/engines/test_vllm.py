@@ -1,0 +1,97 @@
+"""The real vLLM on this machine's CPU: what the scripted engine only claims to be like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rollyard.core import Deadline, Sampling
+from rollyard.engines import Engine, EngineSpec, GenerateRequest, Kind, Router, VersionSpan, make_engine
+from rollyard.testing.engine_conformance import CHECKS, Check, Context
+from rollyard.testing.script import FolderTokenizer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+HELLO = "<|im_start|>user\nWrite a long story about a fox and a bridge.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def prompt(vllm_folder: Path) -> list[int]:
+    return FolderTokenizer(vllm_folder / "smollm2").encode(HELLO)
+
+
+@pytest.fixture
+async def engine(vllm_url: str, http: aiohttp.ClientSession) -> Engine:
+    engine = make_engine(EngineSpec("real", vllm_url, Kind.VLLM), http)
+    await engine.probe()
+    return engine
+
+
+async def test_the_probe_reads_it_right(engine: Engine, vllm_folder: Path) -> None:
+    info = engine.info
+    assert (info.model, info.max_context, info.api) == ("smollm2", 4096, "inference/v1/generate")
+    assert info.logprobs_kind == "processed" and info.reports_versions and info.version
+    assert info.tokenizer == str(vllm_folder / "smollm2") and info.notes == ()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+async def test_it_conforms(check: Check, engine: Engine, prompt: list[int]) -> None:
+    await check.run(engine, Context(prompt, long_tokens=300))
+    await engine.close()
+
+
+async def test_it_conforms_by_completions_too(vllm_url: str, http: aiohttp.ClientSession, prompt: list[int]) -> None:
+    from rollyard.engines import VllmEngine
+
+    engine = VllmEngine(EngineSpec("real", vllm_url, Kind.VLLM), http)
+    await engine.probe()
+    engine._api = "v1/completions"  # as the probe would choose where scale-out is shut
+    for check in CHECKS:
+        if "abort" in check.name or "logprob" in check.name:
+            await check.run(engine, Context(prompt, long_tokens=300))
+    await engine.close()
+
+
+async def test_its_tokenizer_is_the_folders(engine: Engine, vllm_folder: Path) -> None:
+    text = "naïve 漢字 🚀\r\n  1234567890 <|im_start|>"
+    assert await engine.tokenize(text) == FolderTokenizer(vllm_folder / "smollm2").encode(text)
+
+
+async def test_versions_follow_the_updates(
+    engine: Engine, vllm_url: str, http: aiohttp.ClientSession, prompt: list[int]
+) -> None:
+    async with http.post(f"{vllm_url}/update_weight_version", json={"new_version": "7"}) as reply:
+        assert reply.status == 200
+    generation = await engine.generate(GenerateRequest("v", prompt, Sampling(), 3))
+    assert generation.versions == (VersionSpan(7, 0, len(generation.token_ids)),)
+
+
+async def test_a_second_turn_finds_its_prefix_cached(engine: Engine, prompt: list[int]) -> None:
+    long = prompt * 20  # whole blocks are cached, and a block may have 128 tokens
+    first = await engine.generate(GenerateRequest("c1", long, Sampling(), 4, session_id="s", cache_salt="p:1"))
+    extended = [*long, *first.token_ids, *prompt]
+    second = await engine.generate(GenerateRequest("c2", extended, Sampling(), 4, session_id="s", cache_salt="p:1"))
+    assert second.cached_tokens is not None and second.cached_tokens >= len(long) // 2
+    salted = await engine.generate(GenerateRequest("c3", extended, Sampling(), 4, session_id="s", cache_salt="p:2"))
+    assert salted.cached_tokens == 0, "other weights share no prefix"
+
+
+async def test_an_interrupted_completion_is_continued_by_the_router(vllm_url: str, prompt: list[int]) -> None:
+    async with Router() as router:
+        await router.add(EngineSpec("real", vllm_url, Kind.VLLM))
+        async with router.session("default", "s1") as session:
+            generation = await session.generate(
+                prompt,
+                sampling=Sampling(extra={"ignore_eos": True}),
+                max_tokens=60,
+                seed=3,
+                stop_token_ids=(),
+                clock=Deadline(),
+                model_s=0.7,
+            )
+        assert len(generation.token_ids) == 60 and generation.finish_reason == "length"
+        assert generation.logprobs is not None and len(generation.logprobs) == 60
+        assert generation.versions[-1].end == 60
+        assert router.stats.continuations > 0

@@ -1,0 +1,37 @@
+"""Real sandboxes of the local runtime: the same calls as any other, and they start everywhere."""
+
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from rollyard.core import Json, Limits, Task, Trajectory
+from rollyard.envs import EnvContext, Evidence
+from rollyard.sandbox import LocalRuntime, Sandbox, SandboxSpec
+
+Start = Callable[[], Awaitable[Sandbox]]
+
+
+@pytest.fixture
+async def new_sandbox() -> AsyncGenerator[Start, None]:
+    with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: it may hold sockets
+        async with LocalRuntime(root=Path(folder) / "root") as runtime:
+
+            async def start() -> Sandbox:
+                return await runtime.start(SandboxSpec(owner="test"), lease_s=60.0)
+
+            yield start
+
+
+def task(environment: str, data: Mapping[str, Json], limits: Limits | None = None) -> Task:
+    return Task(environment, data, limits=limits or Limits())
+
+
+def context(given: Task, sandbox: Sandbox | None = None) -> EnvContext:
+    return EnvContext(given, "r1", sandbox)
+
+
+def evidence(said: str = "", **info: Json) -> Evidence:
+    messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": said})
+    return Evidence(Trajectory("r1", 1, messages=messages, info=info), {})

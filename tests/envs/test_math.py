@@ -1,0 +1,158 @@
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollyard.core.failure import EvalDeadline, TaskInvalid, VerifierCrashed
+from rollyard.envs.math import MathEnvironment, last_boxed
+from rollyard.envs.math_judge import MathJudge
+
+from .conftest import context, evidence, task
+
+DATA = {"question": "What is one half?", "answer": "\\frac{1}{2}"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def math():
+    environment = MathEnvironment()
+    yield environment
+    await environment.close()
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize(
+    ("known", "said", "reward"),
+    [
+        ("\\frac{1}{2}", "So it is \\boxed{0.5}.", 1.0),
+        ("\\frac{1}{2}", "First \\boxed{3}, no: \\boxed{\\dfrac{1}{2}}", 1.0),
+        ("\\frac{1}{2}", "\\boxed{2}", 0.0),
+        ("\\frac{1}{2}", "It is one half.", 0.0),
+        ("\\frac{1}{2}", "\\boxed{\\frac{1}{", 0.0),
+        ("\\frac{1}{2}", "\\boxed{}", 0.0),
+        ("$x^2+2x+1$", "\\boxed{(x+1)^2}", 1.0),
+        ("(1, 2)", "\\boxed{(1,2)}", 1.0),
+        ("Paris", "\\boxed{Paris}", 1.0),
+        ("42", "\\boxed{" + "9" * 20_000 + "}", 0.0),
+    ],
+)
+async def test_the_boxed_answer_is_compared_by_meaning(math, known, said, reward):
+    given = task("math", {**DATA, "answer": known})
+    assert (await math.eval(context(given), evidence(said))).reward == reward
+
+
+async def test_what_was_given_to_finish_is_the_answer(math):
+    score = await math.eval(context(task("math", DATA)), evidence("\\boxed{7}", answer="0.5"))
+    assert score.reward == 1.0
+    score = await math.eval(context(task("math", DATA)), evidence("\\boxed{7}", answer="It is \\boxed{1/2}"))
+    assert score.reward == 1.0
+
+
+async def test_no_answer_is_counted_as_such(math):
+    score = await math.eval(context(task("math", DATA)), evidence("I do not know"))
+    assert (score.reward, score.metrics) == (0.0, {"answered": 0.0})
+
+
+async def test_questions_share_few_processes(math):
+    given = context(task("math", DATA))
+    scores = await asyncio.gather(*(math.eval(given, evidence("\\boxed{0.5}")) for _ in range(8)))
+    assert [score.reward for score in scores] == [1.0] * 8
+    assert 1 <= len(math._judge._idle) <= 2
+
+
+async def test_no_sandbox_is_asked_for_and_the_hint_is_given(math):
+    plan = math.plan(task("math", DATA))
+    assert not plan.needs_sandbox
+    assert not plan.eval_needs_sandbox
+    (message,) = (await math.init(context(task("math", DATA)))).messages
+    assert message["content"].startswith("What is one half?")
+    assert "\\boxed{}" in message["content"]
+    start = await math.init(context(task("math", {**DATA, "system_prompt": "Be right."})))
+    assert [m["content"] for m in start.messages] == ["Be right.", "What is one half?"]
+
+
+def child(body: str) -> MathJudge:
+    """A judge whose process greets and then does this."""
+    code = f"import socket, time; s = socket.socket(fileno=0); s.sendall(b'ok\\n'); s.recv(999); {body}"
+    return MathJudge((sys.executable, "-c", code))
+
+
+async def test_an_answer_that_hangs_the_verifier_is_the_policys_fault_and_the_process_is_killed():
+    judge = child("time.sleep(600)")
+    judge.answer_s = 0.2
+    with pytest.raises(EvalDeadline, match=r"did not decide within 0\.2 s"):
+        await judge.is_same("1", "2")
+    assert judge._idle == []
+
+
+async def test_a_verifier_that_dies_is_no_score():
+    with pytest.raises(VerifierCrashed, match="died"):
+        await child("s.close()").is_same("1", "2")
+
+
+async def test_a_verifier_that_talks_nonsense_is_no_score():
+    with pytest.raises(VerifierCrashed, match="died"):
+        await child("s.sendall(b'what?\\n'); time.sleep(600)").is_same("1", "2")
+
+
+async def test_a_verifier_that_raises_says_so_and_is_used_again():
+    judge = child(
+        's.sendall(b\'{"error": "ValueError: no"}\\n\'); s.recv(999); s.sendall(b\'{"same": true}\\n\'); s.recv(9)'
+    )
+    with pytest.raises(VerifierCrashed, match="ValueError: no"):
+        await judge.is_same("1", "2")
+    assert await judge.is_same("1", "2")
+    await judge.close()
+
+
+async def test_a_verifier_that_cannot_start_is_no_score():
+    with pytest.raises(VerifierCrashed, match="did not start"):
+        await MathJudge((sys.executable, "-c", "raise SystemExit(1)")).is_same("1", "2")
+
+
+async def test_a_cancelled_question_leaves_no_process():
+    judge = child("time.sleep(600)")
+    asked = asyncio.create_task(judge.is_same("1", "2"))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(asked), 0.5)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert judge._idle == []
+    assert "600" not in children()
+
+
+def children() -> str:
+    """The command lines of all our child processes, dead ones that nobody waited for included."""
+    ids = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    return " ".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in ids)
+
+
+@pytest.mark.parametrize(
+    ("data", "wrong"),
+    [
+        ({"question": "?"}, "math: data.answer: a text was expected"),
+        ({"answer": "1"}, "data.question"),
+        ({**DATA, "answer": 42}, "data.answer"),
+        ({**DATA, "hint": "x"}, "data.hint: unknown field; there are answer, question, system_prompt"),
+    ],
+)
+async def test_data_that_can_never_work_is_refused_with_the_field(data, wrong):
+    with pytest.raises(TaskInvalid, match=wrong):
+        MathEnvironment().check(task("math", data))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{a{b}c} \\boxed{d", "a{b}c"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("boxed{x}", None),
+        ("", None),
+    ],
+)
+async def test_the_last_box_with_matching_braces_counts(text, expected):
+    assert last_boxed(text) == expected

@@ -1,0 +1,138 @@
+"""A whole yard of real parts in this process: SQLite, bubblewrap, a scripted engine over HTTP."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rollyard.agents.registry import Agents
+from rollyard.core import Json, Limits, Rollout, Run, State, Task, new_id
+from rollyard.engines import EngineSpec, Kind, Router, RouterSettings
+from rollyard.envs.registry import Environments
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import NoTracer, Tracer
+from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
+from rollyard.sandbox.bubblewrap import BubblewrapRuntime
+from rollyard.store import SqliteStore, Submission
+from rollyard.testing.script import FolderTokenizer, Reply, Rules
+from rollyard.testing.scripted_engine import ScriptedEngine
+from rollyard.testing.tokenizer_files import tokenizer_dir
+
+SETTINGS = PipelineSettings(
+    init_slots=4, run_slots=8, eval_slots=4, ready_slots=4, tick_s=0.05, drain_s=10.0, max_attempts=3
+)
+
+
+def says(*turns: Reply | str) -> Rules:
+    """A script for `shell_task`; whoever asks something else (the probe of an engine) is answered "ok"."""
+    return Rules(rules=(("do it", tuple(Reply(turn) if isinstance(turn, str) else turn for turn in turns)),))
+
+
+def shell(command: str) -> str:
+    return "<tool_call>\n" + json.dumps({"name": "shell", "arguments": {"command": command}}) + "\n</tool_call>"
+
+
+def finish(answer: str | None = None) -> str:
+    arguments = {} if answer is None else {"answer": answer}
+    return "<tool_call>\n" + json.dumps({"name": "finish", "arguments": arguments}) + "\n</tool_call>"
+
+
+def shell_task(instruction: str = "do it", checks: Sequence[Json] = ("test -f done",), **data: Json) -> Task:
+    return Task(
+        "shell",
+        {"instruction": instruction, "checks": list(checks), **data},
+        limits=Limits(init_s=20, run_s=20, eval_s=20, tool_s=10, model_s=10, max_turns=8),
+    )
+
+
+@dataclass
+class Site:
+    """What a test drives and looks at."""
+
+    yard: Yard
+    store: SqliteStore
+    router: Router
+    engines: list[ScriptedEngine]
+    runtime: BubblewrapRuntime
+    run: Run
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    async def submit(self, task: Task, rollout_id: str | None = None, **fields: Any) -> str:
+        rollout = Rollout(rollout_id or new_id("ro"), fields.pop("run", self.run.id), task, **fields)
+        (stored,) = await self.yard.submit([Submission(rollout, {"id": rollout.id})])
+        return stored.id
+
+    async def rolled(self, task: Task, within_s: float = 30.0, **fields: Any) -> Rollout:
+        """Submits a task and waits for its end."""
+        return await self.ended(await self.submit(task, **fields), within_s)
+
+    async def ended(self, rollout_id: str, within_s: float = 30.0) -> Rollout:
+        rollout = await self.yard.wait(rollout_id, within_s)
+        assert rollout.state is State.ENDED, f"still {rollout.state} after {within_s} s"
+        return rollout
+
+    async def until(self, rollout_id: str, state: State, *, attempt: int = 1, within_s: float = 20.0) -> None:
+        """Waits for a state of an attempt, by events."""
+        async with asyncio.timeout(within_s):
+            events = self.yard.hub.events("0-0")
+            async for event in events:
+                if (event.rollout, event.state, event.attempt) == (rollout_id, state, attempt):
+                    return
+
+    def nothing_left(self) -> None:
+        """No live attempt, no slot, no engine session or call, no sandbox."""
+        yard = self.yard
+        assert not yard.live
+        assert (yard.init_pool.active, yard.run_pool.active, yard.eval_pool.active, yard.ready) == (0, 0, 0, 0)
+        for engine in self.router.list():
+            assert (engine.stats.sessions, engine.stats.in_flight) == (0, 0)
+
+
+@asynccontextmanager
+async def site(
+    folder: Path,
+    script: Any,
+    *,
+    settings: PipelineSettings = SETTINGS,
+    run: Run | None = None,
+    engines: int = 1,
+    environments: Environments | None = None,
+    router_settings: RouterSettings | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+    tracer: Tracer | None = None,
+) -> AsyncGenerator[Site, None]:
+    """Opens everything below `folder`; opening it again is a restart."""
+    async with AsyncExitStack() as stack:
+        played: list[ScriptedEngine] = []
+        for _ in range(engines):
+            engine = ScriptedEngine(script, tokenizer=FolderTokenizer(tokenizer_dir()), **(engine_options or {}))
+            played.append(await stack.enter_async_context(engine))
+        store = await stack.enter_async_context(
+            await SqliteStore.open(folder / "test.db", max_attempts=settings.max_attempts)
+        )
+        runtime = await stack.enter_async_context(BubblewrapRuntime(root=folder / "sandboxes"))
+        router = await stack.enter_async_context(Router(router_settings or RouterSettings(engine_wait_s=5.0)))
+        for number, engine in enumerate(played):
+            await router.add(EngineSpec(f"e{number}", engine.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
+        shop = Workshop(
+            runtimes={"bubblewrap": runtime},
+            default_runtime="bubblewrap",
+            router=router,
+            environments=environments or Environments(),
+            agents=Agents(),
+            renderers=Renderers(),
+            artifacts=ArtifactFolder(folder / "artifacts"),
+        )
+        run = run or Run("run")
+        await store.put_run(run, {"id": run.id})
+        yard = await stack.enter_async_context(
+            Yard(store, shop, settings, metrics=Metrics(), tracer=tracer or NoTracer())
+        )
+        yield Site(yard, store, router, played, runtime, run)
+
+
+def quick(task: Task, **limits: float) -> Task:
+    return replace(task, limits=replace(task.limits, **limits))  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""Cancel from every state: acknowledged at once, the sandbox proven gone, the engine freed."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollyard.core import Outcome, State
+from rollyard.testing.script import Reply
+from tests.pipeline.site import SETTINGS, Site, finish, quick, says, shell, shell_task, site
+
+DO_IT = says(shell("touch done"), finish())
+CASES = {
+    "queued": (State.QUEUED, DO_IT, replace(SETTINGS, init_slots=0), {}),
+    "init": (State.INIT, DO_IT, SETTINGS, {"setup": ["sleep 60"]}),
+    "ready": (State.READY, DO_IT, replace(SETTINGS, run_slots=0), {}),
+    "in a tool": (State.RUN, says(shell("sleep 60")), SETTINGS, {}),
+    "in a model call": (State.RUN, says(Reply(text="x", latency_s=60.0)), SETTINGS, {}),
+    "eval": (State.EVAL, DO_IT, SETTINGS, {"checks": ["sleep 60"]}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_cancelled_rollout_ends_once_and_leaves_nothing(tmp_path: Path, name: str):
+    state, script, settings, data = CASES[name]
+    async with site(tmp_path, script, settings=settings) as yard:
+        rollout_id = await yard.submit(quick(shell_task(**data), tool_s=60, eval_s=60))
+        await yard.until(rollout_id, state)
+        if name == "in a model call":
+            await yard.engines[0].busy()
+        await yard.yard.cancel(rollout_id)
+        rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.CANCELLED
+        assert rollout.ending.score is None
+        await idle(yard)
+        yard.nothing_left()
+        assert not list((tmp_path / "sandboxes").glob("sb_*")), "its folder is gone"
+        await yard.engines[0].idle()  # the engine was told to stop
+
+
+async def idle(yard: Site) -> None:
+    async with asyncio.timeout(10):
+        while yard.yard.live:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_cancel_is_idempotent_and_an_ended_rollout_stays_as_it_is(tmp_path: Path):
+    async with site(tmp_path, DO_IT) as yard:
+        rollout = await yard.rolled(shell_task())
+        again = await yard.yard.cancel(rollout.id)
+        assert again is not None
+        assert again.ending == rollout.ending
+
+
+async def test_a_cancel_before_its_submit_wins(tmp_path: Path):
+    async with site(tmp_path, DO_IT) as yard:
+        assert await yard.yard.cancel("early") is None
+        rollout = await yard.rolled(shell_task(), rollout_id="early")
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.CANCELLED
+
+
+async def test_deleting_a_run_ends_all_of_it(tmp_path: Path):
+    async with site(tmp_path, says(shell("sleep 60"))) as yard:
+        ids = [await yard.submit(shell_task()) for _ in range(12)]
+        await yard.until(ids[0], State.RUN)
+        await yard.yard.delete_run("run")
+        yard.nothing_left()
+        assert (await yard.store.list(run="run")).rollouts == ()

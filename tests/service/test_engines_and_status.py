@@ -1,0 +1,138 @@
+"""Engines over HTTP, what is remembered of them, and the status page."""
+
+import socket
+from pathlib import Path
+
+from rollyard import __version__
+from rollyard.testing.scripted_engine import ScriptedEngine
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.service.site import TRAINER, engine_table, open_site, scripted
+
+
+async def test_an_engine_is_added_listed_remembered_and_removed(tmp_path: Path) -> None:
+    async with scripted() as engine:
+        async with open_site(tmp_path) as site:
+            added = await site.post("/v1/engines", engine_table(engine, api_key="psst", capacity=7))
+            assert added.status == 201, added.body
+            assert (added.body["id"], added.body["state"], added.body["capacity"]) == ("e1", "up", 7)
+            assert added.body["info"]["logprobs_kind"] == "processed"
+            again = await site.post("/v1/engines", engine_table(engine))
+            assert (again.status, again.code) == (409, "engine_exists")
+            listed = await site.get("/v1/engines", token=TRAINER)
+            assert [entry["id"] for entry in listed.body["engines"]] == ["e1"]
+            assert "psst" not in str(listed.body)
+        async with open_site(tmp_path) as site:
+            (entry,) = (await site.get("/v1/engines")).body["engines"]
+            assert (entry["id"], entry["capacity"], entry["state"]) == ("e1", 7, "up")
+            await site.submit("r1")
+            assert (await site.ended("r1"))["outcome"] == "completed"
+            assert (await site.delete("/v1/engines/e1")).status == 204
+        async with open_site(tmp_path) as site:
+            assert (await site.get("/v1/engines")).body == {"engines": []}
+
+
+async def test_all_engines_can_be_cleared(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        assert (await site.post("/v1/engines", engine_table(engine, id="e2"))).status == 201
+        assert (await site.delete("/v1/engines")).status == 204
+        assert (await site.get("/v1/engines")).body == {"engines": []}
+
+
+async def test_an_engine_that_is_not_there_is_502(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        answer = await site.post("/v1/engines", {"url": "http://127.0.0.1:1"})
+        assert (answer.status, answer.code) == (502, "engine_unavailable")
+        assert (await site.get("/v1/engines")).body == {"engines": []}
+
+
+async def test_an_engine_with_another_tokenizer_is_422_and_never_gets_a_session(tmp_path: Path) -> None:
+    async with ScriptedEngine() as engine:  # it speaks bytes, not our test tokenizer
+        async with open_site(tmp_path) as site:
+            answer = await site.post("/v1/engines", engine_table(engine))
+            assert (answer.status, answer.code) == (422, "tokenizer_mismatch")
+            missing = await site.post("/v1/engines", engine_table(engine, tokenizer="/nowhere"))
+            assert (missing.status, missing.code) == (422, "tokenizer_mismatch")
+            assert "/nowhere" in missing.body["detail"]
+            assert (await site.get("/v1/engines")).body == {"engines": []}
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            status = (await site.get("/v1/status")).body
+            assert status["engines"] == []
+            assert "disagree" in status["refused_engines"]["e1"]
+
+
+async def test_an_engine_that_is_down_at_start_is_taken_in_and_comes_up(tmp_path: Path) -> None:
+    engine = scripted()
+    await engine.start()
+    await engine.stop()
+    async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        (entry,) = (await site.get("/v1/engines")).body["engines"]
+        assert (entry["state"], entry["info"]) == ("down", None)
+        assert entry["last_error"]
+        await site.submit("r1")
+        async with engine:
+            assert (await site.ended("r1"))["outcome"] == "completed"
+
+
+async def test_what_is_configured_wins_over_what_is_remembered(tmp_path: Path) -> None:
+    async with scripted() as engine:
+        async with open_site(tmp_path) as site:
+            await site.post("/v1/engines", engine_table(engine, capacity=7))
+        async with open_site(tmp_path, engines=[engine_table(engine, capacity=9)]) as site:
+            assert [entry["capacity"] for entry in (await site.get("/v1/engines")).body["engines"]] == [9]
+
+
+async def test_the_status_tells_how_the_whole_stands(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        await site.submit("r1", "r2")
+        status = (await site.get("/v1/status", token=TRAINER)).body
+        assert status["version"] == __version__
+        assert (status["epoch"], status["is_draining"]) == (1, False)
+        assert status["states"]["queued"] == 2
+        assert status["pools"]["queue"]["active"] == 2
+        assert status["runtimes"]["local"] == {"is_default": True, "is_isolated": False, "features": {"start": "ok"}}
+        assert {"shell", "math"} <= set(status["environments"])
+        assert "native" in status["agents"]
+        assert status["uptime_s"] > 0
+    async with open_site(tmp_path) as site:
+        status = (await site.get("/v1/status")).body
+        assert (status["epoch"], status["recovered"]["queued"]) == (2, 2)
+
+
+async def test_pools_are_resized_live(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await site.hold()
+        await site.submit("r1")
+        pools = (
+            await site.call("PATCH", "/v1/pools", json={"init": 3, "run": 4, "eval": 5, "ready": 6, "live": 7})
+        ).body
+        assert {name: pools[name]["size"] for name in ("init", "run", "eval", "ready", "live")} == {
+            "init": 3,
+            "run": 4,
+            "eval": 5,
+            "ready": 6,
+            "live": 7,
+        }
+        assert (await site.ended("r1"))["outcome"] == "completed"
+
+
+async def test_metrics_are_for_whoever_has_a_token(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await site.submit("r1")
+        await site.ended("r1")
+        answer = await site.get("/metrics", token=TRAINER)
+        assert answer.status == 200
+        assert answer.headers["content-type"].startswith("text/plain")
+        text = answer.body.decode()
+        assert 'rollyard_rollouts_ended_total{blame="",code="",environment="shell",outcome="completed"} 1.0' in text
+        assert 'rollyard_http_requests_total{method="POST",route="/v1/rollouts",status="202"} 1.0' in text
+        assert 'rollyard_engine_up{engine="e1"} 1.0' in text
+        assert 'rollyard_rollouts{state="queued"} 0.0' in text
+
+
+async def test_a_black_hole_of_an_engine_does_not_hold_up_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hole:  # takes connections, and never says a word
+        url = f"http://127.0.0.1:{hole.getsockname()[1]}"
+        engine = {"id": "hole", "url": url, "tokenizer": str(tokenizer_dir())}
+        async with open_site(tmp_path, engines=[engine]) as site:
+            assert (await site.get("/readyz")).status == 200

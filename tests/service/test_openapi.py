@@ -1,0 +1,98 @@
+"""The description of the API, and the page about it, say what the app does."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from rollyard.core import CODES
+from rollyard.service import openapi
+from rollyard.service.routes import engines, events, health, rollouts, runs, status
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
+
+CONTRACT = {
+    "POST /v1/runs",
+    "GET /v1/runs",
+    "GET /v1/runs/{run_id}",
+    "DELETE /v1/runs/{run_id}",
+    "POST /v1/runs/{run_id}/ack",
+    "POST /v1/rollouts",
+    "GET /v1/rollouts",
+    "GET /v1/rollouts/{rollout_id}",
+    "DELETE /v1/rollouts/{rollout_id}",
+    "GET /v1/rollouts/{rollout_id}/traces",
+    "POST /v1/rollouts/{rollout_id}/rescore",
+    "POST /v1/engines",
+    "GET /v1/engines",
+    "DELETE /v1/engines/{engine_id}",
+    "DELETE /v1/engines",
+    "GET /v1/status",
+    "PATCH /v1/pools",
+    "GET /v1/events",
+    "GET /healthz",
+    "GET /readyz",
+    "GET /metrics",
+}
+
+
+def described() -> dict[str, Any]:
+    app = FastAPI(title="Rollyard", version="0")
+    for part in (runs, rollouts, engines, status, events, health):
+        app.include_router(part.router)
+    return openapi.describe(app)
+
+
+def calls(schema: dict[str, Any]) -> set[str]:
+    return {f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods}
+
+
+def references(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*map(references, value.values()))
+    return set().union(*map(references, value)) if isinstance(value, list) else set()
+
+
+def test_every_call_of_the_contract_is_described_and_no_other() -> None:
+    assert calls(described()) == CONTRACT
+
+
+def test_the_page_lists_the_same_calls() -> None:
+    assert set(re.findall(r"^\| `((?:GET|POST|PATCH|DELETE) \S+)` \|", PAGE.read_text(), re.MULTILINE)) == CONTRACT
+
+
+def test_the_page_names_only_codes_that_exist() -> None:
+    table = PAGE.read_text().partition("| status | codes |")[2]
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE)
+    assert rows
+    for number, cell in rows:
+        for code in re.findall(
+            r"`([a-z_]+)`", cell.replace("`fields`", "").replace("`path`", "").replace("`problem`", "")
+        ):
+            assert code in CODES
+            if number not in ("405",):  # a path that does not know a method has no class of its own
+                assert CODES[code].status == int(number), code
+
+
+def test_bodies_are_described_and_every_reference_leads_somewhere() -> None:
+    schema = described()
+    body = schema["paths"]["/v1/rollouts"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"anyOf": [{"$ref": "#/components/schemas/SubmitBody"}, {"$ref": "#/components/schemas/SingleBody"}]}
+    for reference in references(schema):
+        assert reference.removeprefix("#/components/schemas/") in schema["components"]["schemas"], reference
+    limits = schema["components"]["schemas"]["LimitsBody"]["properties"]
+    assert limits["run_s"]["default"] == 1800.0
+
+
+def test_queries_are_described() -> None:
+    parameters = described()["paths"]["/v1/rollouts"]["get"]["parameters"]
+    assert {entry["name"] for entry in parameters} == {"state", "run", "group", "after", "limit", "wait_s"}
+
+
+def test_the_docs_page_needs_nothing_from_elsewhere() -> None:
+    page = openapi.page(described())
+    assert "/v1/rollouts/{rollout_id}/rescore" in page
+    assert "<script" not in page
+    assert "http" not in page.replace("/openapi.json", "").replace("HTTP", "")

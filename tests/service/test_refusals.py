@@ -1,0 +1,245 @@
+"""Every refusal of the API, over real HTTP: its status, its code, and what it says."""
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.service.site import OTHER, TRAINER, Site, open_site, task
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SMALL_BYTES = 50_000
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Site, None]:
+    folder = tmp_path_factory.mktemp("refusals")
+    async with open_site(folder, max_body_bytes=SMALL_BYTES, max_queued=3, hosts=["gpu1", "gpu2:9000"]) as opened:
+        await opened.hold()
+        yield opened
+
+
+@pytest.mark.parametrize("token", ["", "wrong-token-wrong-token"])
+@pytest.mark.parametrize("path", ["/v1/status", "/v1/rollouts/x", "/v1/nowhere", "/metrics"])
+async def test_without_a_known_token_it_is_401(site: Site, path: str, token: str) -> None:
+    answer = await site.get(path, token=token)
+    assert (answer.status, answer.code) == (401, "unauthorized")
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/docs", "/openapi.json"])
+async def test_watches_and_documentation_need_no_token(site: Site, path: str) -> None:
+    assert (await site.get(path, token="")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/engines"), ("DELETE", "/v1/engines"), ("DELETE", "/v1/engines/e1"), ("PATCH", "/v1/pools")],
+)
+async def test_a_trainers_token_is_not_an_admins(site: Site, method: str, path: str) -> None:
+    answer = await site.call(method, path, token=TRAINER, json={"url": "http://127.0.0.1:1"})
+    assert (answer.status, answer.code) == (403, "forbidden")
+
+
+async def test_a_run_is_deleted_by_who_made_it_or_by_an_admin(site: Site) -> None:
+    for run in ("mine", "theirs"):
+        assert (await site.post("/v1/runs", {"id": run}, token=TRAINER)).status == 201
+    answer = await site.delete("/v1/runs/mine", token=OTHER)
+    assert (answer.status, answer.code) == (403, "forbidden")
+    assert (await site.delete("/v1/runs/mine", token=TRAINER)).status == 204
+    assert (await site.delete("/v1/runs/theirs")).status == 204
+    assert (await site.get("/v1/runs/mine")).status == 404
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "localhost", "localhost:1", "127.0.0.2:{port}", "gpu2:9001", "a:b"]
+)
+async def test_a_foreign_host_is_403(site: Site, host: str) -> None:
+    port = site.url.rpartition(":")[2]
+    answer = await site.get("/healthz", headers={"Host": host.format(port=port)})
+    assert (answer.status, answer.code) == (403, "foreign_host")
+
+
+@pytest.mark.parametrize("host", ["localhost:{port}", "127.0.0.1:{port}", "gpu1", "GPU1:1234", "gpu2:9000"])
+async def test_our_own_names_are_let_in(site: Site, host: str) -> None:
+    port = site.url.rpartition(":")[2]
+    assert (await site.get("/healthz", headers={"Host": host.format(port=port)})).status == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", ""])
+async def test_any_origin_is_403(site: Site, origin: str) -> None:
+    answer = await site.get("/v1/status", headers={"Origin": origin})
+    assert (answer.status, answer.code) == (403, "foreign_host")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/rollouts/none",
+        "/v1/rollouts/none?wait_s=5",
+        "/v1/rollouts/none/traces",
+        "/v1/runs/none",
+        "/v1/nowhere",
+        "/",
+    ],
+)
+async def test_what_is_not_there_is_404(site: Site, path: str) -> None:
+    answer = await site.get(path)
+    assert (answer.status, answer.code) == (404, "not_found")
+
+
+async def test_other_things_that_are_not_there_are_404(site: Site) -> None:
+    answers = [
+        await site.post("/v1/rollouts", {"run": "none", "task": task()}),
+        await site.delete("/v1/engines/none"),
+        await site.delete("/v1/runs/none"),
+        await site.post("/v1/runs/none/ack", {"cursor": "e:0"}),
+        await site.post("/v1/rollouts/none/rescore"),
+    ]
+    assert [(answer.status, answer.code) for answer in answers] == [(404, "not_found")] * len(answers)
+
+
+async def test_a_method_that_a_path_does_not_know_is_405(site: Site) -> None:
+    answer = await site.call("PUT", "/v1/rollouts")
+    assert (answer.status, answer.code) == (405, "request_error")
+    assert "POST" in answer.headers["allow"] or "GET" in answer.headers["allow"]
+
+
+async def test_an_id_with_another_body_is_409(site: Site) -> None:
+    body: dict[str, Any] = {"id": "conflict", "task": task()}
+    first = await site.post("/v1/rollouts", body)
+    again = await site.post("/v1/rollouts", {"rollouts": [body]})
+    assert (first.status, again.status) == (202, 202)
+    assert first.body == again.body
+    other = await site.post("/v1/rollouts", {**body, "task": task("something else")})
+    assert (other.status, other.code) == (409, "id_conflict")
+    await site.delete("/v1/rollouts/conflict")
+
+    assert (await site.post("/v1/runs", {"id": "run-1", "seed": 1})).status == 201
+    assert (await site.post("/v1/runs", {"id": "run-1", "seed": 1})).status == 200
+    other = await site.post("/v1/runs", {"id": "run-1", "seed": 2})
+    assert (other.status, other.code) == (409, "id_conflict")
+
+
+async def chunks(count: int) -> AsyncGenerator[bytes, None]:
+    for _ in range(count):
+        yield b" " * 10_000
+
+
+async def test_a_body_too_large_is_413_told_or_not(site: Site) -> None:
+    told = await site.post("/v1/rollouts", {"task": task("x" * SMALL_BYTES)})
+    streamed = await site.call("POST", "/v1/rollouts", data=chunks(6))
+    for answer in (told, streamed):
+        assert (answer.status, answer.code) == (413, "body_too_large")
+        assert answer.body["limit_bytes"] == SMALL_BYTES
+    within = await site.call("POST", "/v1/rollouts", data=chunks(5))
+    assert (within.status, within.code) == (422, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "detail"),
+    [
+        ({"task": task(environment="shel")}, "unknown_environment", "shel"),
+        ({"task": task(agent={"name": "nativ"})}, "unknown_agent", "nativ"),
+        ({"task": task(agent={"options": {"tools": ["saw"]}})}, "unknown_tool", "saw"),
+        ({"task": task(data={"instruction": 3})}, "task_invalid", "instruction"),
+        ({"task": task(limits={"run": 3})}, "invalid_request", "task.limits.run: "),
+        ({"task": task(), "grup": "g"}, "invalid_request", "grup: "),
+        ({"rollouts": [{"task": task()}, {"task": task(sampling={"top_p": 2})}]}, "invalid_request",
+         "rollouts[1].task.sampling.top_p: "),
+        ({"rollouts": [{"task": task(), "id": "no spaces"}]}, "malformed_id", "no spaces"),
+        ({"task": task(), "id": ""}, "malformed_id", "''"),
+        ({"task": task(), "group": "a/b"}, "malformed_id", "a/b"),
+        ({"task": task(), "run": "a/b"}, "malformed_id", "a/b"),
+        ({"task": task(), "id": 5}, "invalid_request", "id: "),
+        ({"rollouts": []}, "invalid_request", "rollouts: "),
+        ([], "invalid_request", ""),
+    ],
+)  # fmt: skip
+async def test_a_submit_that_cannot_be_is_422(site: Site, body: Any, code: str, detail: str) -> None:
+    answer = await site.post("/v1/rollouts", body)
+    assert (answer.status, answer.code) == (422, code)
+    assert detail in answer.body["detail"]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b'{"task": NaN}', b'"\xff"', b"[" * 5000 + b"]" * 5000, b'{"task": {"a": "\\ud800"}}', b"{}x"]
+)
+async def test_what_is_not_json_is_422(site: Site, raw: bytes) -> None:
+    answer = await site.call("POST", "/v1/rollouts", data=raw)
+    assert (answer.status, answer.code) == (422, "invalid_request")
+
+
+async def test_a_runtime_that_the_operator_does_not_allow_is_403(site: Site) -> None:
+    answer = await site.post("/v1/rollouts", {"task": task(sandbox={"runtime": "bubblewrap"})})
+    assert (answer.status, answer.code) == (403, "runtime_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("stat=ended", "stat"),
+        ("state=done", "state"),
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("wait_s=nan&state=ended", "wait_s"),
+        ("wait_s=-1&state=ended", "wait_s"),
+        ("wait_s=1", "wait_s"),
+        ("state=ended&after=s:1", "cursor"),
+        ("after=garbage", "cursor"),
+    ],
+)
+async def test_a_wrong_query_is_422(site: Site, query: str, field: str) -> None:
+    answer = await site.get(f"/v1/rollouts?{query}")
+    assert (answer.status, answer.code) == (422, "invalid_request")
+    assert field in answer.body["detail"]
+
+
+async def test_malformed_ids_in_paths_are_422(site: Site) -> None:
+    for method, path in [
+        ("GET", "/v1/rollouts/-a"),
+        ("DELETE", "/v1/rollouts/-a"),
+        ("GET", "/v1/rollouts/-a/traces"),
+        ("POST", "/v1/rollouts/-a/rescore"),
+        ("GET", "/v1/runs/-a"),
+        ("DELETE", "/v1/engines/-a"),
+    ]:
+        answer = await site.call(method, path)
+        assert (answer.status, answer.code) == (422, "malformed_id"), path
+
+
+async def test_a_full_queue_is_429_and_takes_nothing(site: Site) -> None:
+    body = {"rollouts": [{"id": f"full-{n}", "task": task()} for n in range(4)]}
+    answer = await site.post("/v1/rollouts", body)
+    assert (answer.status, answer.code) == (429, "queue_full")
+    assert int(answer.headers["retry-after"]) > 0
+    assert (await site.get("/v1/rollouts/full-0")).status == 404
+    assert (await site.post("/v1/rollouts", {"rollouts": body["rollouts"][:3]})).status == 202
+    for n in range(3):
+        await site.delete(f"/v1/rollouts/full-{n}")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"init": -1}, {"init": 1.5}, {"runn": 1}, {"init": 10**9}],
+    ids=["none", "less", "half", "name", "more"],
+)
+async def test_pools_that_cannot_be_are_422(site: Site, body: dict[str, Any]) -> None:
+    answer = await site.call("PATCH", "/v1/pools", json=body)
+    assert (answer.status, answer.code) == (422, "invalid_request")
+
+
+async def test_what_nobody_expected_is_500_and_tells_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(**_: object) -> None:
+        raise ZeroDivisionError("the secret of the house")
+
+    monkeypatch.setattr(type(site.served.house.store), "list", lambda self, **options: broken())
+    answer = await site.get("/v1/rollouts")
+    assert (answer.status, answer.code) == (500, "internal_error")
+    assert "secret" not in json.dumps(answer.body)
+    assert "the secret of the house" in caplog.text

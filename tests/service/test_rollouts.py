@@ -1,0 +1,281 @@
+"""Rollouts over HTTP from submit to traces, and every way to wait for them."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rollyard.testing.script import Reply
+from tests.service.site import TRAINER, Site, engine_table, finish, open_site, scripted, shell, task
+
+ARROW = {"Accept": "application/vnd.apache.arrow.stream"}
+
+
+async def test_a_rollout_from_submit_to_traces(tmp_path: Path) -> None:
+    async with (
+        scripted(shell("echo 42 > answer.txt"), finish()) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        wanted = task(data={"instruction": "write 42", "checks": ["grep -qx 42 answer.txt"]})
+        answer = await site.post("/v1/rollouts", {"id": "r1", "task": wanted, "group": "g", "index": 3})
+        assert answer.status == 202
+        (queued,) = answer.body["rollouts"]
+        assert (queued["id"], queued["run"], queued["state"], queued["cursor"]) == ("r1", "default", "queued", None)
+        record = await site.ended("r1")
+        assert (record["outcome"], record["reward"], record["trainable"]) == ("completed", 1.0, True), record
+        assert (record["group"], record["index"], record["attempt"], record["cursor"]) == ("g", 3, 1, "e:1")
+        assert record["summary"]["turns"] == 2
+        assert record["timings"]["run_s"] > 0
+        assert record["task"]["data"] == wanted["data"]
+        assert record["failure"] is None
+        assert "trajectory" not in record
+
+        whole = (await site.get("/v1/rollouts/r1?include=trajectory")).body
+        assert whole["trajectory"]["turns"] == 2
+        assert [message["role"] for message in whole["trajectory"]["messages"]][-1] in ("assistant", "tool")
+        (trace,) = (await site.get("/v1/rollouts/r1/traces")).body["traces"]
+        assert trace == whole["trajectory"]["traces"][0]
+        length = len(trace["token_ids"])
+        assert length == len(trace["mask"]) == len(trace["logprobs"]) == len(trace["versions"])
+        assert sum(trace["mask"]) == record["summary"]["sampled_tokens"]
+
+        reply = await site.get("/v1/rollouts/r1/traces", headers=ARROW)
+        assert reply.headers["content-type"] == ARROW["Accept"]
+        (row,) = pa.ipc.open_stream(reply.body).read_all().to_pylist()
+        assert row["token_ids"] == trace["token_ids"]
+        assert row["logprobs"] == np.array(trace["logprobs"], np.float32).tolist()
+        reply = await site.get("/v1/rollouts/r1", headers=ARROW)
+        assert json.loads(pa.ipc.open_stream(reply.body).schema.metadata[b"record"]) == record
+
+        rescored = await site.post("/v1/rollouts/r1/rescore")
+        assert rescored.status == 200, rescored.body
+        assert [score["reward"] for score in rescored.body["scores"]] == [1.0]
+        assert rescored.body["reward"] == 1.0
+
+        acknowledged = await site.post("/v1/runs/default/ack", {"cursor": record["cursor"]})
+        assert acknowledged.body == {"acknowledged": 1}
+        gone = await site.get("/v1/rollouts/r1/traces")
+        assert (gone.status, gone.code) == (410, "gone")
+        assert (await site.get("/v1/rollouts/r1?include=trajectory")).body["trajectory"] is None
+        gone = await site.post("/v1/rollouts/r1/rescore")
+        assert (gone.status, gone.code) == (410, "gone")
+
+
+async def test_a_runs_defaults_and_priority_reach_its_rollouts(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        run = {"id": "r", "defaults": {"environment": "shell", "limits": {"max_turns": 7}}, "priority": 5, "seed": 3}
+        made = await site.post("/v1/runs", run, token=TRAINER)
+        assert (made.status, made.body["seed"], made.body["policy"]) == (201, 3, "default")
+        assert "owner" not in made.body
+        body = {"run": "r", "task": {"data": task()["data"], "limits": {"run_s": 9}}}
+        (record,) = (await site.post("/v1/rollouts", body)).body["rollouts"]
+        assert record["priority"] == 5
+        assert record["id"].startswith("ro_")
+        limits = record["task"]["limits"]
+        assert (record["task"]["environment"], limits["max_turns"], limits["run_s"]) == ("shell", 7, 9.0)
+        listed = (await site.get("/v1/runs")).body["runs"]
+        assert [entry["id"] for entry in listed] == ["r"]
+        assert (await site.delete("/v1/runs/r")).status == 204
+        assert (await site.get(f"/v1/rollouts/{record['id']}")).status == 404
+
+
+async def test_pages_follow_on_one_another(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        ids = [f"r{n}" for n in range(5)]
+        await site.submit(*ids)
+        seen, after = [], ""
+        while True:
+            page = (await site.get(f"/v1/rollouts?state=queued&limit=2{after}")).body
+            seen += [record["id"] for record in page["rollouts"]]
+            if page["next"] is None:
+                break
+            after = f"&after={page['next']}"
+        assert seen == ids
+
+        assert (await site.get("/v1/rollouts?state=ended")).body == {"rollouts": [], "next": "e:0"}
+        for rollout_id in ("r3", "r1", "r4"):
+            await site.delete(f"/v1/rollouts/{rollout_id}")
+        page = (await site.get("/v1/rollouts?state=ended&limit=2")).body
+        assert ([record["id"] for record in page["rollouts"]], page["next"]) == (["r3", "r1"], "e:2")
+        page = (await site.get("/v1/rollouts?state=ended&after=e:2")).body
+        assert ([record["id"] for record in page["rollouts"]], page["next"]) == (["r4"], "e:3")
+        assert (await site.get("/v1/rollouts?state=ended&after=e:3")).body == {"rollouts": [], "next": "e:3"}
+
+
+async def test_a_cancel_is_acknowledged_from_every_side(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        await site.submit("r1")
+        answer = await site.delete("/v1/rollouts/r1")
+        assert (answer.status, answer.body) == (202, {"id": "r1", "state": "ended"})
+        assert (await site.delete("/v1/rollouts/r1")).status == 202
+        record = (await site.get("/v1/rollouts/r1")).body
+        assert (record["outcome"], record["failure"]["code"], record["reward"]) == ("cancelled", "cancelled", None)
+        early = await site.delete("/v1/rollouts/early")
+        assert early.body == {"id": "early", "state": "cancelled_before_submit"}
+        (record,) = await site.submit("early")
+        assert (record["state"], record["outcome"]) == ("ended", "cancelled")
+
+
+async def test_a_long_poll_is_answered_by_the_end_it_waits_for(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        await site.submit("r1", "r2")
+        one = asyncio.create_task(site.get("/v1/rollouts/r1?wait_s=30"))
+        first = asyncio.create_task(site.get("/v1/rollouts?state=ended&run=default&wait_s=30"))
+        await waiting(site, 2)
+        assert not one.done()
+        await site.delete("/v1/rollouts/r1")
+        assert (await one).body["outcome"] == "cancelled"
+        page = (await first).body
+        assert ([record["id"] for record in page["rollouts"]], page["next"]) == (["r1"], "e:1")
+        later = asyncio.create_task(site.get("/v1/rollouts?state=ended&after=e:1&wait_s=30"))
+        await waiting(site, 1)
+        await site.delete("/v1/rollouts/r2")
+        assert [record["id"] for record in (await later).body["rollouts"]] == ["r2"]
+
+
+async def test_a_long_poll_ends_by_itself_within_the_services_bound(tmp_path: Path) -> None:
+    async with open_site(tmp_path, max_wait_s=0.05) as site:
+        await site.hold()
+        await site.submit("r1")
+        assert (await site.get("/v1/rollouts/r1?wait_s=1e9")).body["state"] == "queued"
+        assert (await site.get("/v1/rollouts?state=ended&wait_s=1e9")).body == {"rollouts": [], "next": "e:0"}
+
+
+def waits() -> int:
+    """Tasks of this process that belong to a waiting call."""
+    names = ("_first_ended", "Yard.wait", "disconnected", "EventStream._pump")
+    return sum(
+        any(name in getattr(task.get_coro(), "__qualname__", "") for name in names) for task in asyncio.all_tasks()
+    )
+
+
+async def waiting(site: Site, calls: int) -> None:
+    """Until so many calls hang in the service: each has its work and its watch on the client."""
+    async with asyncio.timeout(20):
+        while waits() != 2 * calls:
+            await site.get("/healthz")  # a round trip through the same loop
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/rollouts/r1?wait_s=60", "/v1/rollouts?state=ended&wait_s=60", "/v1/events"],
+    ids=["one", "list", "sse"],
+)
+async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path, path: str) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        await site.submit("r1")
+        before = len(asyncio.all_tasks())
+        async with aiohttp.ClientSession() as other:
+            calls = [asyncio.create_task(_read(other, site, path)) for _ in range(3)]
+            await waiting(site, 3)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        await waiting(site, 0)
+        async with asyncio.timeout(20):
+            while len(asyncio.all_tasks()) > before:
+                await site.get("/healthz")
+        assert not site.served.house.yard.hub._ends
+
+
+async def _read(http: aiohttp.ClientSession, site: Site, path: str) -> None:
+    async with http.get(site.url + path, headers={"Authorization": f"Bearer {site.token}"}) as reply:
+        await reply.read()
+
+
+async def frames(reply: aiohttp.ClientResponse, count: int) -> list[dict[str, Any]]:
+    """So many events of a stream."""
+    found: list[dict[str, Any]] = []
+    entry: dict[str, Any] = {}
+    async with asyncio.timeout(30):
+        async for line in reply.content:
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name in ("id", "event"):
+                entry[name] = value
+            elif name == "data":
+                found.append({**entry, **json.loads(value)})
+                entry = {}
+                if len(found) == count:
+                    return found
+    raise AssertionError("the stream ended early")
+
+
+async def test_events_tell_each_change_and_can_be_resumed(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        await site.post("/v1/runs", {"id": "other"})
+        headers = {"Authorization": f"Bearer {site.token}"}
+        async with site.http.get(f"{site.url}/v1/events?run=default", headers=headers) as reply:
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            await site.post("/v1/rollouts", {"run": "other", "id": "x", "task": task()})
+            await site.submit("r1")
+            await site.delete("/v1/rollouts/r1")
+            queued, ended = await frames(reply, 2)
+        assert (queued["event"], queued["rollout"], queued["run"], queued["state"]) == (
+            "state",
+            "r1",
+            "default",
+            "queued",
+        )
+        assert (ended["state"], ended["outcome"], ended["code"], ended["attempt"]) == (
+            "ended",
+            "cancelled",
+            "cancelled",
+            1,
+        )
+        assert ended["at"] >= queued["at"]
+        async with site.http.get(f"{site.url}/v1/events?after={queued['id']}", headers=headers) as reply:
+            assert (await frames(reply, 1))[0]["id"] == ended["id"]
+        resumed = {**headers, "Last-Event-ID": queued["id"]}
+        async with site.http.get(f"{site.url}/v1/events", headers=resumed) as reply:
+            assert (await frames(reply, 1))[0]["id"] == ended["id"]
+        async with site.http.get(f"{site.url}/v1/events?after=0-1&run=none", headers=headers) as reply:
+            assert (await frames(reply, 1))[0]["event"] == "gap"
+
+
+async def test_a_cancel_in_run_ends_it(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=60)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        await site.submit("r1")
+        await engine.busy()
+        assert (await site.delete("/v1/rollouts/r1")).body["state"] in ("run", "ended")
+        assert (await site.ended("r1"))["outcome"] == "cancelled"
+        await engine.idle()
+        assert (await site.get("/v1/status")).body["pools"]["live"]["active"] == 0
+
+
+async def test_traces_of_what_has_not_ended_are_404(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        await site.submit("r1")
+        answer = await site.get("/v1/rollouts/r1/traces")
+        assert (answer.status, answer.code) == (404, "not_found")
+        assert "its traces come with its end" in answer.body["detail"]
+        early = await site.post("/v1/rollouts/r1/rescore")
+        assert (early.status, early.code) == (422, "invalid_request")
+        await site.delete("/v1/rollouts/r1")
+        assert (await site.get("/v1/rollouts/r1/traces")).body == {"traces": []}
+
+
+async def test_many_rollouts_come_back_in_order_all_or_none(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        ids = [f"r{n}" for n in range(250)]
+        assert [record["id"] for record in await site.submit(*ids)] == ids
+        again = await site.post(
+            "/v1/rollouts", {"rollouts": [{"id": "new", "task": task()}, {"id": "r1", "task": task("other")}]}
+        )
+        assert (again.status, again.code) == (409, "id_conflict")
+        assert (await site.get("/v1/rollouts/new")).status == 404

@@ -1,0 +1,124 @@
+"""Settings: four sources in order, nothing unknown, no secret shown."""
+
+from pathlib import Path
+
+import pytest
+
+from rollyard.service.settings import Settings, SettingsError, load_settings
+
+NOTHING = {"HOME": "/nowhere"}
+
+
+def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "rollyard.toml"
+    file.write_text('port = 1\nrun_slots = 2\nlog_level = "error"\n')
+    environ = {**NOTHING, "ROLLYARD_PORT": "3", "ROLLYARD_RUN_SLOTS": "4", "ROLLYARD_LOG_FORMAT": ""}
+    loaded = load_settings({"port": 5, "host": None}, environ, file)
+    settings = loaded.settings
+    assert (settings.port, settings.run_slots, settings.log_level, settings.host) == (5, 4, "error", "127.0.0.1")
+    assert loaded.sources["port"] == "flag"
+    assert loaded.sources["run_slots"] == "env ROLLYARD_RUN_SLOTS"
+    assert loaded.sources["log_level"] == f"file {file}"
+    assert loaded.sources["host"] == loaded.sources["log_format"] == "default"
+    assert set(loaded.sources) == set(Settings.model_fields)
+
+
+def test_the_file_is_found_by_variable_then_here_then_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".config" / "rollyard").mkdir(parents=True)
+    (tmp_path / ".config" / "rollyard" / "config.toml").write_text("port = 1")
+    environ = {"HOME": str(tmp_path)}
+    assert load_settings({}, environ).settings.port == 1
+    (tmp_path / "rollyard.toml").write_text("port = 2")
+    assert load_settings({}, environ).settings.port == 2
+    (tmp_path / "named.toml").write_text("port = 3")
+    environ["ROLLYARD_CONFIG"] = str(tmp_path / "named.toml")
+    assert load_settings({}, environ).settings.port == 3
+    with pytest.raises(SettingsError, match="there is no settings file"):
+        load_settings({}, environ, tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "toml", "message"),
+    [
+        ({"prot": 1}, {}, "", r"no setting prot \(among the flags\); did you mean port\?"),
+        ({}, {"ROLLYARD_RUN_SLOT": "1"}, "", "no setting ROLLYARD_RUN_SLOT .*did you mean ROLLYARD_RUN_SLOTS"),
+        ({}, {}, "drain = 3", r"no setting drain \(in .*\); did you mean drain_s\?"),
+        ({}, {}, "[[engines]]\nurl = 'http://e'\ncapcity = 3", r"engines.0.capcity .*did you mean capacity\?"),
+        ({}, {"ROLLYARD_PORT": "http"}, "", r"port \(from env ROLLYARD_PORT\): input should be a valid integer"),
+        ({"run_slots": 0}, {}, "", "run_slots .*greater than or equal to 1"),
+        ({"retain_s": float("nan")}, {}, "", "retain_s"),
+        ({"engines": ["gpu1:8000"]}, {}, "", "engines.0.url"),
+        ({"store": "postgresql://db"}, {}, "", "only SQLite files"),
+        ({"runtime": "local"}, {}, "", "runtime 'local' is not among runtimes"),
+        ({}, {}, "port = ", "cannot be read as TOML"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    flags: dict[str, object], environ: dict[str, str], toml: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rollyard.toml"
+    file.write_text(toml)
+    with pytest.raises(SettingsError, match=f"(?i){message}"):
+        load_settings(flags, {**NOTHING, **environ}, file)
+
+
+def test_other_programs_variables_are_let_be() -> None:
+    load_settings({}, {**NOTHING, "ROLLYARD_TOKENIZERS": "/x", "ROLLYARD_URL": "http://x", "ROLLYARD_NO_SKIPS": "1"})
+
+
+def test_lists_come_as_commas_or_json_and_engines_as_urls_or_tables() -> None:
+    environ = {
+        **NOTHING,
+        "ROLLYARD_HOSTS": "a, b:80",
+        "ROLLYARD_RUNTIMES": '["bubblewrap", "local"]',
+        "ROLLYARD_ENGINES": "http://gpu1:8000,http://gpu2:8000",
+    }
+    settings = load_settings({}, environ).settings
+    assert settings.hosts == ("a", "b:80")
+    assert settings.runtimes == ("bubblewrap", "local")
+    assert [engine.url for engine in settings.engines] == ["http://gpu1:8000", "http://gpu2:8000"]
+    table = load_settings({"engines": [{"url": "http://e", "kind": "sglang"}]}, NOTHING).settings.engines[0]
+    assert (table.kind, table.policy) == ("sglang", "default")
+
+
+def test_who_allows_only_one_other_runtime_means_it() -> None:
+    assert load_settings({"runtimes": "local"}, NOTHING).settings.runtime == "local"
+    assert load_settings({"runtimes": ["local", "bubblewrap"]}, NOTHING).settings.runtime == "bubblewrap"
+
+
+def test_no_secret_is_shown() -> None:
+    settings = load_settings(
+        {"admin_tokens": ["hush-hush-hush-hush"], "engines": [{"url": "http://e", "api_key": "psst"}]}, NOTHING
+    ).settings
+    assert "hush" not in repr(settings) + settings.model_dump_json()
+    assert "psst" not in repr(settings) + settings.model_dump_json()
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"admin_tokens": {"a": "hush"}}, NOTHING)
+    assert "hush" not in str(caught.value)
+
+
+def test_places_follow_from_data_dir(tmp_path: Path) -> None:
+    settings = load_settings({}, {"XDG_DATA_HOME": str(tmp_path)}).settings
+    assert settings.data_dir == tmp_path / "rollyard"
+    assert settings.store_path == tmp_path / "rollyard" / "rollyard.db"
+    assert settings.token_path == tmp_path / "rollyard" / "token"
+    assert load_settings({}, NOTHING).settings.data_dir == Path("/nowhere/.local/share/rollyard")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("gpu1", False)],
+)
+def test_loopback_is_known(host: str, is_loopback: bool) -> None:
+    assert Settings(host=host).is_loopback is is_loopback
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert all(field.description for field in Settings.model_fields.values())
+
+
+def test_a_name_that_is_listened_on_may_be_called_by() -> None:
+    assert Settings(host="gpu1", hosts=("gpu2",)).allowed_hosts == ("gpu2", "gpu1")
+    for host in ("127.0.0.1", "0.0.0.0", "::1", "localhost"):
+        assert Settings(host=host).allowed_hosts == ()

@@ -1,0 +1,235 @@
+"""Disks that fill up, files that are not ours, places where a store must not lie."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sqlite3
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import pytest
+
+from rollyard.core import IllegalMove, Position, Run, State
+from rollyard.core.failure import InvalidRequest
+from rollyard.store import SqliteStore, Stale, StoreLocked, StoreUnusable
+from rollyard.store._place import mount_of, refuse_network
+from rollyard.store.schema import MIGRATIONS, migrate
+from rollyard.testing.store_conformance import completed, submission
+from tests.store.conftest import SqliteOpener
+
+
+async def test_a_full_disk_stops_the_store_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    script = 'mount -t tmpfs -o size=1m tmpfs "$1" && exec "$2" "$3" "$1"'
+    argv = ("unshare", "-Urm", "sh", "-c", script, "sh", tmp_path, sys.executable)
+    process = await asyncio.create_subprocess_exec(*argv, Path(__file__).with_name("full_disk.py"), stdout=PIPE)
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    said = json.loads(out)
+    assert said["failures"] == ["StoreUnusable: the store failed and was stopped: OperationalError: " + _FULL]
+    assert len(said["later"]) == 3 and all(_FULL in reason for reason in said["later"])
+    assert len(said["acknowledged"]) > 10
+    assert set(said["acknowledged"]) <= set(said["ended"]) and said["trajectories"] == len(said["ended"])
+    assert said["works_again"] is True
+
+
+_FULL = "database or disk is full"
+
+
+async def test_the_lock_names_who_has_the_store(open_store: SqliteOpener) -> None:
+    async with await open_store():
+        with pytest.raises(StoreLocked, match=f"pid {os.getpid()} on "):
+            await open_store()
+
+
+async def test_a_store_is_for_its_owner_only(open_store: SqliteOpener) -> None:
+    async with await open_store():
+        files = list(open_store.path.parent.iterdir())
+        assert len(files) == 4  # the store, its lock, its WAL and the WAL's index
+        assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+async def test_a_newer_schema_is_refused(open_store: SqliteOpener) -> None:
+    async with await open_store():
+        pass
+    connection = sqlite3.connect(open_store.path)
+    connection.execute("PRAGMA user_version = 999")
+    connection.close()
+    with pytest.raises(StoreUnusable, match=r"schema 999 .* newer version"):
+        await open_store()
+
+
+async def test_a_file_of_another_program_is_refused(tmp_path: Path, open_store: SqliteOpener) -> None:
+    connection = sqlite3.connect(open_store.path)
+    connection.execute("CREATE TABLE theirs (x)")
+    connection.close()
+    with pytest.raises(StoreUnusable, match="another program"):
+        await open_store()
+    open_store.path.write_bytes(b"not a database at all, but long enough to look like one" * 50)
+    with pytest.raises(StoreUnusable, match="not a database"):
+        await open_store()
+    with pytest.raises(StoreUnusable, match="cannot be opened"):
+        await SqliteStore.open(tmp_path / "rollyard.db" / "below a file")
+
+
+def test_migrations_are_applied_once_and_a_failed_one_leaves_nothing(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
+    assert migrate(connection) == len(MIGRATIONS)
+    assert migrate(connection) == 0
+    with pytest.raises(sqlite3.OperationalError):
+        migrate(connection, (*MIGRATIONS, ("CREATE TABLE extra (x)", "nonsense")))
+    assert migrate(connection, (*MIGRATIONS, ("CREATE TABLE extra (x)",))) == 1
+    connection.close()
+
+
+MOUNTINFO = r"""
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+30 22 0:40 / /home rw shared:7 master:2 - nfs4 filer:/export/home rw
+31 30 0:41 / /home/local\040disk rw - xfs /dev/sdb1 rw
+32 22 0:42 / /scratch rw - lustre mds@tcp:/scratch rw
+33 22 0:43 / /twice rw - ext4 /dev/sdc1 rw
+34 22 0:44 / /twice rw - fuse.sshfs somebody@host: rw
+broken line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/var/lib", "ext4"),
+        ("/homework", "ext4"),
+        ("/home", "nfs4"),
+        ("/home/me/data", "nfs4"),
+        ("/home/local disk/data", "xfs"),
+        ("/scratch/x", "lustre"),
+        ("/twice", "fuse.sshfs"),
+    ],
+)
+def test_the_mount_of_a_path_is_found(path: str, kind: str) -> None:
+    mount = mount_of(path, MOUNTINFO)
+    assert mount is not None and mount.kind == kind
+
+
+def test_network_file_systems_are_refused() -> None:
+    refuse_network(Path("/var/lib"), MOUNTINFO)
+    for folder in ("/home/me", "/scratch", "/twice"):
+        with pytest.raises(StoreUnusable, match="network file system"):
+            refuse_network(Path(folder), MOUNTINFO)
+
+
+async def test_a_closed_store_says_so(open_store: SqliteOpener) -> None:
+    store = await open_store()
+    await store.put_run(Run("run"), {})
+    last = store.submit([submission("a")])
+    assert len(await last) == 1
+    await store.close()
+    await store.close()
+    with pytest.raises(StoreUnusable, match="closed"):
+        await store.submit([submission("b")])
+    with pytest.raises(StoreUnusable, match="closed"):
+        await store.get("a")
+
+
+async def test_close_commits_what_is_queued(open_store: SqliteOpener) -> None:
+    async with await open_store() as store:
+        await store.put_run(Run("run"), {})
+        await store.submit([submission("a")])
+        moved = store.move("a", Position(), Position(State.INIT))
+    assert moved.done()
+    async with await open_store() as store:
+        assert store.recovered.requeued == 1
+
+
+async def test_a_cancelled_caller_does_not_take_its_write_back(open_store: SqliteOpener) -> None:
+    async with await open_store() as store:
+        await store.put_run(Run("run"), {})
+        caller = asyncio.create_task(store.submit([submission("a")]))
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        await store.submit([submission("b")])
+        assert (await store.get("a")).id == "a"
+
+
+async def test_a_move_that_nobody_awaits_logs_its_failure(
+    open_store: SqliteOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with await open_store() as store:
+        await store.put_run(Run("run"), {})
+        with caplog.at_level(logging.WARNING, "rollyard.store"):
+            store.move("nobody", Position(), Position(State.INIT))
+            await store.submit([submission("a")])
+    assert [getattr(record, "rollout", None) for record in caplog.records] == ["nobody"]
+
+
+async def test_illegal_moves_are_refused_at_once(open_store: SqliteOpener) -> None:
+    async with await open_store() as store:
+        with pytest.raises(IllegalMove):
+            store.move("a", Position(), Position(State.RUN))
+        with pytest.raises(IllegalMove):
+            store.move("a", Position(), Position(State.INIT, attempt=2))
+        with pytest.raises(IllegalMove):
+            store.move("a", Position(State.RUN), Position(State.EVAL))  # save_run does that
+        with pytest.raises(IllegalMove):
+            await store.end("a", Position(State.ENDED), completed())
+
+
+@pytest.mark.parametrize("body", [{"x": float("nan")}, {"x": "\ud800"}], ids=["nan", "surrogate"])
+async def test_a_body_that_is_not_json_is_the_clients_error(body: dict[str, object], open_store: SqliteOpener) -> None:
+    async with await open_store() as store:
+        await store.put_run(Run("run"), {})
+        new = submission("a")
+        with pytest.raises(InvalidRequest):
+            task = type(new.rollout.task)("shell", body)  # type: ignore[arg-type]
+            rollout = type(new.rollout)("a", "run", task)
+            await store.submit([type(new)(rollout, body)])  # type: ignore[arg-type]
+
+
+async def test_a_shell_that_holds_the_write_lock_is_waited_for(open_store: SqliteOpener) -> None:
+    async with await open_store() as store:
+        await store.put_run(Run("run"), {})
+        shell = sqlite3.connect(open_store.path, isolation_level=None)
+        shell.execute("BEGIN IMMEDIATE")
+        waiting = asyncio.create_task(store.submit([submission("a")]))
+        for _ in range(50):  # the loop goes on meanwhile
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        shell.execute("COMMIT")
+        shell.close()
+        assert len(await waiting) == 1
+
+
+async def test_commits_are_reported_and_batched(tmp_path: Path) -> None:
+    commits: list[tuple[float, int]] = []
+    async with await SqliteStore.open(
+        tmp_path / "x.db", on_commit=lambda seconds, operations: commits.append((seconds, operations))
+    ) as store:
+        await store.put_run(Run("run"), {})
+        await asyncio.gather(*(store.submit([submission(f"r{i}")]) for i in range(100)))
+    assert sum(operations for _, operations in commits) == 101
+    assert len(commits) < 20
+
+
+async def test_clients_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollyard.store.sqlite.ROOM", 3)
+    sizes: list[int] = []
+    async with await SqliteStore.open(tmp_path / "x.db", on_commit=lambda _, n: sizes.append(n)) as store:
+        await store.put_run(Run("run"), {})
+        await asyncio.gather(*(store.submit([submission(f"r{i}")]) for i in range(20)))
+        assert max(sizes) <= 3
+        moves = [store.move(f"r{i}", Position(), Position(State.INIT)) for i in range(20)]
+        await asyncio.gather(*moves)
+    assert max(sizes) == 20  # what the pipeline writes does not wait
+
+
+async def test_a_stale_end_after_a_retry_says_where_the_rollout_is(open_store: SqliteOpener) -> None:
+    async with await open_store() as store:
+        await store.put_run(Run("run"), {})
+        await store.submit([submission("a")])
+        with pytest.raises(Stale, match="queued, attempt 1; not in run, attempt 2"):
+            await store.end("a", Position(State.RUN, 2), completed())

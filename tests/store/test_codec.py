@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.core import (
+    Artifact,
+    Blame,
+    Ending,
+    Failure,
+    LostAttempt,
+    Mode,
+    Outcome,
+    Run,
+    Sampling,
+    Score,
+    Span,
+    Summary,
+    Task,
+    Timings,
+    Trace,
+    Trajectory,
+    TurnReward,
+)
+from rollyard.store.codec import CorruptRecord, decode_trajectory, encode_trajectory, from_json, to_json
+from rollyard.testing.store_conformance import trajectory
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | finite | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=8,
+)
+objects = st.dictionaries(text, json, max_size=4)
+int32 = st.integers(-(2**31), 2**31 - 1)
+small = st.integers(0, 2**31)
+
+samplings = st.builds(
+    Sampling, finite, finite, int32, int32, st.dictionaries(text, st.integers(-(2**63), 2**64 - 1) | text, max_size=3)
+)
+spans = st.builds(Span, small, small, small, text, text, text, text, st.none() | small, st.booleans())
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    n = draw(st.integers(0, 30))
+    ids = draw(st.lists(int32, min_size=n, max_size=n))
+    logprobs = draw(st.none() | st.lists(st.floats(width=32, allow_nan=False), min_size=n, max_size=n))
+    return Trace(
+        token_ids=array("i", ids),
+        mask=bytearray(draw(st.binary(min_size=n, max_size=n))),
+        logprobs=None if logprobs is None else array("f", logprobs),
+        versions=array("i", draw(st.lists(int32, min_size=n, max_size=n))),
+        spans=tuple(draw(st.lists(spans, max_size=3))),
+        sampling=draw(samplings),
+        policy=draw(text),
+        model=draw(text),
+        logprobs_kind=draw(st.sampled_from(["processed", "raw", "unknown"])),
+        is_trainable=draw(st.booleans()),
+        untrainable_reason=draw(st.none() | text),
+        fork_reason=draw(st.none() | text),
+        columns=draw(st.dictionaries(text, st.binary(max_size=50), max_size=2)),
+    )
+
+
+artifacts = st.builds(Artifact, text, text, small, text, st.sampled_from(["file", "tar"]))
+trajectories = st.builds(
+    Trajectory,
+    text,
+    small,
+    st.lists(traces(), max_size=3).map(tuple),
+    st.lists(objects, max_size=3).map(tuple),
+    st.lists(objects, max_size=2).map(tuple),
+    st.lists(artifacts, max_size=2).map(tuple),
+    small,
+    text,
+    objects,
+)
+
+
+@given(trajectories)
+def test_a_trajectory_comes_back_as_it_was(value: Trajectory) -> None:
+    assert decode_trajectory(bytes(encode_trajectory(value))) == value
+
+
+scores = st.builds(
+    Score,
+    finite,
+    st.dictionaries(text, finite, max_size=3),
+    st.dictionaries(text, finite, max_size=3),
+    st.lists(st.builds(TurnReward, small, small, finite), max_size=2).map(tuple),
+)
+failures = st.builds(
+    Failure, text, st.just(Blame.POLICY), text, st.booleans(), st.booleans(), st.none() | text, objects
+)
+summaries = st.builds(Summary, small, small, small, small, text, text, text, st.dictionaries(text, text, max_size=2))
+endings = st.builds(Ending, st.just(Outcome.COMPLETED), scores, summary=summaries, timings=st.builds(Timings, finite))
+failed = st.builds(Ending, st.just(Outcome.TRUNCATED), scores, failures, st.booleans(), summaries)
+tasks = st.builds(Task, text, objects, sampling=st.builds(Sampling, extra=objects))
+runs = st.builds(
+    Run, text, st.sampled_from(Mode), text, objects, small, int32, st.none() | small, st.booleans(), finite
+)
+
+
+@given(st.one_of(scores, failures, endings, failed, tasks, runs, st.builds(LostAttempt, small, text, text)))
+def test_a_record_comes_back_as_it_was(value: object) -> None:
+    assert from_json(to_json(value), type(value)) == value
+
+
+def test_a_trace_of_8000_tokens_is_about_100_kb() -> None:
+    n = 8000
+    trace = Trace(
+        array("i", range(n)), bytearray(n), array("f", [0.5] * n), array("i", [3]) * n, (), Sampling(), "p", "m"
+    )
+    assert len(encode_trajectory(Trajectory("r", 1, (trace,)))) < 105_000
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "does not begin"),
+        (b"JSON?", "does not begin"),
+        (b"RYT", "format none"),
+        (b"RYT\x09whatever", "format 9"),
+        (b"RYT\x01\xc1", "cannot be read"),
+        (bytes(encode_trajectory(trajectory("a")))[:-3], "cannot be read"),
+    ],
+)
+def test_bytes_that_are_no_trajectory_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(CorruptRecord, match=message):
+        decode_trajectory(data)
+
+
+def test_a_record_that_breaks_an_invariant_is_refused() -> None:
+    with pytest.raises(CorruptRecord):
+        from_json('{"outcome": "completed", "failure": {"code": "x", "blame": "infra", "detail": ""}}', Ending)
+
+
+def test_a_column_of_the_wrong_type_is_refused() -> None:
+    value = trajectory("a")
+    wide = replace(value, traces=(replace(value.traces[0], token_ids=array("q", [1, 2, 3, 4, 5])),))
+    with pytest.raises(TypeError, match="array"):
+        encode_trajectory(wide)

@@ -1,0 +1,58 @@
+"""kill -9 at random moments: what was acknowledged is there, and nothing has ended twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+from random import Random
+
+from rollyard.core import State
+from rollyard.store import SqliteStore
+
+VICTIM = Path(__file__).with_name("victim.py")
+
+
+async def _run_and_kill(path: Path, lines: int) -> list[dict[str, object]]:
+    """What a victim had acknowledged when it was killed, after so many lines."""
+    process = await asyncio.create_subprocess_exec(sys.executable, VICTIM, path, stdout=PIPE)
+    assert process.stdout is not None
+    said = [await process.stdout.readline() for _ in range(lines)]
+    process.kill()
+    said += (await process.stdout.read()).splitlines(keepends=True)  # it went on until the signal came
+    await process.wait()
+    return [json.loads(line) for line in said if line.endswith(b"\n")]
+
+
+async def test_nothing_acknowledged_is_lost_and_nothing_ends_twice(tmp_path: Path) -> None:
+    path, random = tmp_path / "rollyard.db", Random()
+    submitted: set[str] = set()
+    ended: dict[str, tuple[object, object]] = {}
+    for _ in range(10):
+        for line in await _run_and_kill(path, random.randint(1, 120)):
+            if "submitted" in line:
+                submitted.add(str(line["submitted"]))
+            elif "ended" in line:
+                rollout_id = str(line["ended"])
+                assert rollout_id not in ended
+                ended[rollout_id] = (line["seq"], line["attempt"])
+    assert ended
+    async with await SqliteStore.open(path, max_attempts=1000) as store:
+        stored = {}
+        cursor = None
+        while (page := await store.list(after=cursor, limit=1000)).rollouts:
+            stored |= {rollout.id: rollout for rollout in page.rollouts}
+            if (cursor := page.next_cursor) is None:
+                break
+        assert submitted <= set(stored)
+        for rollout_id, told in ended.items():
+            assert (stored[rollout_id].ended_seq, stored[rollout_id].attempt) == told
+        terminal = [rollout for rollout in stored.values() if rollout.state is State.ENDED]
+        assert len({rollout.ended_seq for rollout in terminal}) == len(terminal) >= len(ended)
+        for rollout in terminal:
+            assert rollout.ending is not None and rollout.ending.score is not None
+            assert rollout.ending.score.reward == int(rollout.id.rsplit("-", 1)[1]) % 7
+            trajectory = await store.trajectory(rollout.id)
+            assert trajectory is not None and trajectory.attempt == rollout.attempt

@@ -1,0 +1,41 @@
+"""The two tokenizers that these tests speak: ours, which is in the package, and Qwen3's, where it was fetched."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.tokens import ChatML, Tokenizer, Tokenizers, load_renderer
+
+settings.register_profile("rollyard", deadline=None)  # no timed asserts: the machine is shared
+settings.load_profile("rollyard")
+
+
+@pytest.fixture(scope="session")
+def tokenizers() -> Tokenizers:
+    return Tokenizers()
+
+
+@pytest.fixture(scope="session")
+def small(tokenizers: Tokenizers) -> Tokenizer:
+    return tokenizers.load(tokenizer_dir())
+
+
+@pytest.fixture(scope="session")
+def chatml(small: Tokenizer) -> ChatML:
+    return ChatML(small)
+
+
+@pytest.fixture(scope="session")
+def qwen3(tokenizers: Tokenizers) -> Tokenizer:
+    root = Path(os.environ.get("ROLLYARD_TOKENIZERS", "~/.cache/rollyard/tokenizers")).expanduser()
+    if not (root / "qwen3" / "tokenizer.json").is_file():
+        pytest.skip(f"no Qwen3 tokenizer here: scripts/get-tokenizer qwen3 {root / 'qwen3'}")
+    return tokenizers.load(root / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def qwen3_renderer(qwen3: Tokenizer):
+    return load_renderer(qwen3, "Qwen/Qwen3-0.6B")

@@ -1,0 +1,325 @@
+"""The persistent shell, in real sandboxes: what it keeps, what it survives, what it tells."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
+from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSpec
+from rollyard.testing.sandbox_conformance import alive, eventually, marked
+from rollyard.tools._output import Output, plain
+from rollyard.tools.base import ToolContext
+from rollyard.tools.registry import tool_kind
+from rollyard.tools.shell import SHELL, Shell, ShellOutcome
+
+
+@pytest.fixture(params=[BubblewrapRuntime, LocalRuntime], ids=["bubblewrap", "local"])
+async def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGenerator[Sandbox, None]:
+    async with request.param(root=tmp_path / "root") as runtime:
+        yield await runtime.start(SandboxSpec(), lease_s=60.0)
+
+
+@pytest.fixture
+async def shell(sandbox: Sandbox) -> AsyncGenerator[Shell, None]:
+    shell = await Shell.open(sandbox)
+    yield shell
+    await shell.close()
+
+
+async def said(shell: Shell, command: str) -> str:
+    result = await shell.run(command, 20.0)
+    assert result.outcome is ShellOutcome.COMPLETED, result
+    return result.output
+
+
+# --- what it keeps ------------------------------------------------------------------------------------
+
+
+async def test_directory_variables_and_functions_persist(shell: Shell) -> None:
+    first = await shell.run("cd /tmp; x=5; export y=6; f() { echo f:$1; }", 20.0)
+    assert (first.output, first.status, first.cwd) == ("", 0, "/tmp")
+    assert await said(shell, "echo $x $PWD; f a; sh -c 'echo $y'") == "5 /tmp\nf:a\n6\n"
+
+
+async def test_the_status_is_the_commands(shell: Shell) -> None:
+    for command, status in (("true", 0), ("false", 1), ("(exit 42)", 42), ("nosuchthing", 127), ("if", 2)):
+        result = await shell.run(command, 20.0)
+        assert (result.outcome, result.status) == (ShellOutcome.COMPLETED, status), command
+    assert await said(shell, "echo lives") == "lives\n"
+
+
+async def test_long_and_odd_commands_arrive_whole(shell: Shell) -> None:
+    assert await said(shell, "cat <<'E'\n$x `y` \\ 'z'\nE") == "$x `y` \\ 'z'\n"
+    long = "x" * 100_000
+    assert await said(shell, f"v={long}; echo ${{#v}}") == "100000\n"
+    assert await said(shell, "echo 'é漢🙂'; printf '\\xc3'; sleep 0.01; printf '\\xa9\\n'") == "é漢🙂\né\n"
+    assert await said(shell, "printf '\\xff\\n'") == "\ufffd\n"
+    assert await said(shell, "") == ""
+
+
+async def test_a_command_that_reads_stdin_gets_the_terminal_not_our_lines(shell: Shell) -> None:
+    assert await said(shell, "head -1 < /dev/null; echo after") == "after\n"
+    assert await said(shell, "echo one | cat\necho two") == "one\ntwo\n"
+
+
+async def test_background_work_goes_on(shell: Shell, tmp_path: Path) -> None:
+    mark = marked()
+    await said(shell, f"sleep {mark} >/dev/null 2>&1 &")
+    assert alive(mark)
+    assert mark in await said(shell, "jobs")
+    await said(shell, "kill %1; wait")
+    assert not alive(mark)
+
+
+# --- output -------------------------------------------------------------------------------------------
+
+
+async def test_floods_are_cut_in_the_middle_and_counted(sandbox: Sandbox) -> None:
+    shell = await Shell.open(sandbox, output_bytes=1000)
+    result = await shell.run("echo first; yes | head -c 5000000; echo last", 30.0)
+    assert result.output.startswith("first\ny\n") and result.output.endswith("y\nlast\n")
+    assert len(result.output) < 1100 and result.omitted_bytes == 5_000_011 - 1000
+    assert f"{result.omitted_bytes} bytes left out" in result.output
+    assert await said(shell, "echo calm") == "calm\n"
+    await shell.close()
+
+
+async def test_an_endless_flood_ends_at_its_timeout(shell: Shell) -> None:
+    result = await shell.run("yes", 0.5)
+    assert result.outcome is ShellOutcome.TIMEOUT and result.omitted_bytes > 0
+    assert await said(shell, "echo calm") == "calm\n"
+
+
+def test_colours_and_progress_bars_are_taken_out() -> None:
+    assert plain(b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07\x1b(B.") == "red ."
+    assert plain(b"10%\r50%\r100%\r\ndone\r\n") == "100%\ndone\n"
+    assert plain(b"a\x08\x00b\tc") == "ab\tc"
+
+
+@pytest.mark.parametrize("limit", range(2, 24))
+def test_a_cut_never_splits_a_character(limit: int) -> None:
+    output = Output(limit)
+    data = "aé漢🙂".encode() * 5
+    for start in range(0, len(data), 3):
+        output.feed(data[start : start + 3])
+    text, omitted = output.text()
+    assert "\ufffd" not in text
+    kept = re.sub(r"\n\[… \d+ bytes left out …\]\n", "", text)
+    assert len(kept.encode()) + omitted == len(data)
+
+
+# --- what it survives ---------------------------------------------------------------------------------
+
+
+async def test_a_timeout_interrupts_and_the_shell_lives(shell: Shell) -> None:
+    await said(shell, "x=kept")
+    for command in ("sleep 1000", "while :; do :; done", "stty raw; sleep 1000"):
+        result = await shell.run(command, 0.2)
+        assert (result.outcome, result.is_restarted) == (ShellOutcome.TIMEOUT, False), command
+    assert await said(shell, "echo $x") == "kept\n"
+
+
+async def test_who_ignores_the_interrupt_is_quit_then_killed(shell: Shell) -> None:
+    await said(shell, "x=kept")
+    quit_it = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(1000)"
+    result = await shell.run(f"python3 -c '{quit_it}'", 0.3)
+    assert (result.outcome, result.status) == (ShellOutcome.TIMEOUT, 128 + signal.SIGQUIT)
+    kill_it = quit_it.replace("; time", "; signal.signal(signal.SIGQUIT, signal.SIG_IGN); time", 1)
+    result = await shell.run(
+        f"python3 -c '{kill_it.replace('import signal, time;', 'import signal; import time;')}'", 0.3
+    )
+    assert (result.outcome, result.status) == (ShellOutcome.TIMEOUT, 128 + signal.SIGKILL)
+    assert await said(shell, "echo $x") == "kept\n"
+
+
+async def test_a_shell_that_cannot_be_brought_back_is_replaced(shell: Shell) -> None:
+    await said(shell, "x=lost")
+    result = await shell.run("trap '' INT QUIT; while :; do :; done", 0.2)
+    assert (result.outcome, result.is_restarted) == (ShellOutcome.TIMEOUT, True)
+    assert await said(shell, "echo .$x") == ".\n"
+
+
+@pytest.mark.parametrize("command", ["read x", "cat", "python3 -c 'input()'", "python3"])
+async def test_waiting_for_input_is_noticed(shell: Shell, command: str) -> None:
+    result = await shell.run(command, 30.0)
+    assert (result.outcome, result.is_restarted) == (ShellOutcome.AWAITING_INPUT, False)
+    assert await said(shell, "echo on") == "on\n"
+
+
+async def test_a_quiet_command_is_not_taken_for_one_that_waits(shell: Shell) -> None:
+    assert await said(shell, "sleep 1.2; echo done") == "done\n"
+    assert await said(shell, "(sleep 0.8; echo piped) | cat") == "piped\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("exit 3", 3), ("set -e; false", 1), ("kill -9 $$", -9), ("exec sleep 1000", None), ("exec true", 0)],
+)
+async def test_the_end_of_the_shell_is_told_and_a_new_one_stands(
+    shell: Shell, command: str, status: int | None
+) -> None:
+    result = await shell.run(f"echo before; {command}", 20.0)
+    assert (result.outcome, result.status, result.is_restarted) == (ShellOutcome.SHELL_DIED, status, True)
+    assert result.output.startswith("before\n")
+    assert await said(shell, "echo on") == "on\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["unset PROMPT_COMMAND", "builtin() { :; }", "readonly PROMPT_COMMAND", "exec 60>&-; exec 10>&-"]
+)
+async def test_a_shell_that_no_longer_reports_is_lost_or_mended(shell: Shell, command: str) -> None:
+    first = await shell.run(command, 20.0)
+    second = await shell.run("echo on", 20.0)
+    assert second.output == "on\n" or first.is_restarted or second.is_restarted
+    assert await said(shell, "echo on") == "on\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["exec >/dev/null 2>&1", "stty raw echo -isig", "PATH=", "PS1='$ '; PS2='> '", "set -x; set +x"]
+)
+async def test_what_a_command_does_to_the_shell_does_not_break_the_next(shell: Shell, command: str) -> None:
+    assert (await shell.run(command, 20.0)).outcome is ShellOutcome.COMPLETED
+    assert await said(shell, "echo on") == "on\n"
+
+
+async def test_a_forged_status_is_not_taken(shell: Shell) -> None:
+    forge = "for fd in /proc/$$/fd/*; do printf '9999 0 /forged\\0' > $fd; done 2>/dev/null; (exit 7)"
+    result = await shell.run(forge, 20.0)
+    assert (result.status, result.cwd == "/forged") == (7, False)
+    assert (await shell.run("(exit 8)", 20.0)).status == 8
+
+
+async def test_one_command_at_a_time(shell: Shell) -> None:
+    results = await asyncio.gather(*[shell.run(f"echo {n}", 20.0) for n in range(20)])
+    assert [result.output for result in results] == [f"{n}\n" for n in range(20)]
+
+
+async def test_a_cancelled_command_is_gone_and_the_next_one_runs(shell: Shell) -> None:
+    mark = marked()
+    task = asyncio.ensure_future(shell.run(f"sleep {mark}", 60.0))
+    await eventually(lambda: bool(alive(mark)), "it runs")
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await eventually(lambda: not alive(mark), "it is gone")
+    assert (await shell.run("echo on", 20.0)).is_restarted
+    assert await said(shell, "echo on") == "on\n"
+
+
+async def test_two_shells_of_one_sandbox_are_apart(sandbox: Sandbox) -> None:
+    one, two = await Shell.open(sandbox), await Shell.open(sandbox)
+    await one.run("x=1; cd /", 20.0)
+    assert await said(two, "echo .$x") == ".\n"
+    await one.close()
+    await two.close()
+
+
+# --- the sandbox's end --------------------------------------------------------------------------------
+
+
+async def test_the_end_of_the_sandbox_is_an_error_with_its_blame(tmp_path: Path) -> None:
+    async with BubblewrapRuntime(root=tmp_path) as runtime:
+        mine = await runtime.start(SandboxSpec(), lease_s=60.0)
+        shell = await Shell.open(mine)
+        with pytest.raises(SandboxEndedByPolicy):
+            await shell.run("kill -9 -1; kill -9 $$", 20.0)
+        await shell.close()
+        other = await runtime.start(SandboxSpec(), lease_s=60.0)
+        shell = await Shell.open(other)
+        await other.kill()
+        with pytest.raises(SandboxLost):
+            await shell.run("true", 20.0)
+        await shell.close()
+
+
+async def test_descriptors_are_given_back(sandbox: Sandbox) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    for _ in range(3):
+        shell = await Shell.open(sandbox)
+        await shell.run("exit", 20.0)
+        await shell.close()
+    assert count() == before
+
+
+async def test_an_image_without_bash_gets_the_plain_shell(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    for name in ("sh", "cat", "sleep", "ls"):
+        program = shutil.which(name)
+        assert program is not None
+        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        for path in [program, *re.findall(r"(/\S+) \(0x", listed)]:
+            (image / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, image / path.lstrip("/"))
+    for name in ("bin", "lib", "lib64"):
+        if Path("/", name).is_symlink() and not (image / name).exists():
+            (image / name).symlink_to(f"usr/{name}")
+    async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
+        sandbox = await runtime.start(SandboxSpec(image=str(image)), lease_s=60.0)
+        shell = await Shell.open(sandbox)
+        first = await shell.run("cd /tmp; x=5; (exit 4)", 20.0)
+        assert (first.outcome, first.status, first.cwd) == (ShellOutcome.COMPLETED, 4, "/tmp")
+        assert await said(shell, "echo $x; pwd") == "5\n/tmp\n"
+        assert (await shell.run("sleep 1000", 0.2)).outcome is ShellOutcome.TIMEOUT
+        assert (await shell.run("if", 20.0)).status == 2
+        died = await shell.run("exit 3", 20.0)
+        assert (died.outcome, died.status) == (ShellOutcome.SHELL_DIED, 3)
+        assert await said(shell, "echo .$x") == ".\n"
+        await shell.close()
+
+
+def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
+    checks: list[Callable[[Shell], Coroutine[None, None, None]]] = [
+        test_directory_variables_and_functions_persist,
+        test_a_timeout_interrupts_and_the_shell_lives,
+        test_an_endless_flood_ends_at_its_timeout,
+        test_one_command_at_a_time,
+    ]
+
+    async def main() -> None:
+        async with BubblewrapRuntime(root=tmp_path) as runtime:
+            for check in checks:
+                sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
+                shell = await Shell.open(sandbox)
+                await check(shell)
+                await shell.close()
+                await sandbox.kill()
+
+    uvloop.run(main())
+
+
+# --- the tool -----------------------------------------------------------------------------------------
+
+
+async def test_the_tool_tells_the_model_what_it_needs(sandbox: Sandbox) -> None:
+    assert tool_kind("shell") is SHELL and SHELL.needs_sandbox
+    tool = await SHELL.open(ToolContext(sandbox, output_bytes=2000))
+
+    async def told(command: object, **more: object) -> str:
+        result = await tool.call({"command": command, **more}, timeout_s=20.0)  # type: ignore[dict-item]
+        return result.content
+
+    assert await told("echo hi") == "hi"
+    assert await told("true") == "(no output)"
+    assert await told("echo oops; exit_with() { return 3; }; exit_with") == "oops\n[exit 3]"
+    assert await told("cd /tmp") == "[cwd /tmp]"
+    assert "timed out after 0.2 s" in await told("sleep 100", timeout_s=0.2)
+    assert "waited for input" in await told("cat")
+    assert "status 5" in (lost := await told("exit 5")) and "are lost" in lost
+    assert len(await told("seq 100000")) < 2200
+    for bad in ({}, {"command": 3}, {"command": "a\0b"}, {"command": "x", "timeout_s": -1}, {"command": "x", "y": 1}):
+        result = await tool.call(bad, timeout_s=20.0)
+        assert result.is_error
+    await tool.close()
+    assert SHELL.spec.schema()["type"] == "function"
