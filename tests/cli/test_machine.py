@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.bench import BENCHES, machine
+from rollyard.cli.bench import BENCHES, machine, show_result
 from tests.cli.conftest import Cli
 
 
@@ -109,3 +109,12 @@ def test_the_machine_is_described():
     found = machine()
     assert list(found) == ["cpu", "cores", "memory_gb", "kernel", "python", "rollyard"]
     assert all(found.values())
+
+
+def test_a_result_is_shown_beside_its_peers(capsys: pytest.CaptureFixture[str]):
+    peers = {"tmux": {"echo_p50_ms": 510.0}, "swe-rex": {"echo_p50_ms": 105, "extra_s": 1}}
+    show_result({"metrics": {"echo_p50_ms": 0.2, "commands_per_s": 8700}, "versus": peers, "machine": machine()})
+    out = capsys.readouterr().out
+    (row,) = [line.split() for line in out.splitlines() if "echo_p50_ms" in line]
+    assert row == ["echo_p50_ms", "0.2", "510", "(2,550×)", "105", "(525×)"]
+    assert "8,700" in out and "extra_s" in out and "cores: " in out

@@ -13,7 +13,7 @@ from rollyard.cli._reference import reference
 from rollyard.cli.app import app
 from tests.cli.conftest import Cli
 
-HEAVY = {"aiohttp", "pyarrow", "fastapi", "torch", "numpy", "pydantic", "msgspec", "asyncio"} - {"asyncio"}
+HEAVY = {"aiohttp", "pyarrow", "fastapi", "torch", "numpy", "msgspec", "orjson", "tokenizers"}
 
 
 def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -99,10 +99,12 @@ async def test_a_file_that_is_not_there_or_empty_is_told(cli: Cli, tmp_path: Pat
 
 
 async def test_one_without_a_reward_makes_it_end_with_1(cli: Cli, yard: Yard, tmp_path: Path):
-    file = lines(tmp_path / "t.jsonl", task(), {**task(), "data": {**task()["data"], "setup": ["exit 3"]}})
-    said = await cli("submit", file)
+    file = lines(tmp_path / "t.jsonl", task(), {**task(), "data": {**task()["data"], "setup": ["echo [/x]; exit 3"]}})
+    said = await cli("submit", file, "--id-prefix", "bad")
     assert said.status == 1
     assert "failed (setup_failed)" in said.out
+    shown = await cli("rollouts", "show", "bad-1")  # its detail looks like markup
+    assert shown.status == 0 and "blame: task" in shown.out
 
 
 async def test_a_policy_makes_a_run_of_its_name(cli: Cli, yard: Yard, tmp_path: Path):

@@ -48,10 +48,10 @@ class Yard:
 
 
 @asynccontextmanager
-async def served(folder: Path, *, with_engine: bool = True, **flags: object) -> AsyncGenerator[Yard, None]:
+async def served(folder: Path, **flags: object) -> AsyncGenerator[Yard, None]:
     """The service, ready, with one engine; opening it again on the same folder is a restart."""
     async with ScriptedEngine(SCRIPT, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
-        engines = [{"url": engine.url, "id": "e0", "tokenizer": str(tokenizer_dir())}] if with_engine else None
+        engines = [{"url": engine.url, "id": "e0", "tokenizer": str(tokenizer_dir())}]
         settings = _settings(folder, {"engines": engines, **flags})
         async with serve(settings) as running:
             yield Yard(running.url, settings.token_path.read_text().strip(), settings.data_dir, engine)

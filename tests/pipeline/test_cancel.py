@@ -69,3 +69,20 @@ async def test_deleting_a_run_ends_all_of_it(tmp_path: Path):
         await yard.yard.delete_run("run")
         yard.nothing_left()
         assert (await yard.store.list(run="run")).rollouts == ()
+
+
+async def test_who_waits_is_told_of_a_cancel_that_hits_a_rollout_on_its_way_from_the_queue(tmp_path: Path):
+    async with site(tmp_path, DO_IT) as yard:
+        for number in range(30):
+            rollout_id = await yard.submit(shell_task(), f"r{number}")
+            waiting = asyncio.create_task(yard.yard.wait(rollout_id, 60))
+            for _ in range(number % 5):
+                await asyncio.sleep(0)
+            await yard.yard.cancel(rollout_id)
+            async with asyncio.timeout(20):
+                rollout = await waiting
+            assert rollout.ending is not None
+            assert rollout.ending.outcome is Outcome.CANCELLED
+        await idle(yard)
+        ended = [event for event in yard.yard.hub._ring if event.state is State.ENDED]
+        assert len(ended) == 30, "each end is told once"

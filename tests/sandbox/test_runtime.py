@@ -357,6 +357,7 @@ asyncio.run(main())
 async def test_kill_9_in_the_middle_of_starts_leaves_nothing(tmp_path: Path, rounds: int) -> None:
     with subprocess.Popen([sys.executable, "-c", _STARTER, str(tmp_path)], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
+        leader = 0
         for _ in range(rounds):
             leader = int(await asyncio.to_thread(server.stdout.readline))
         server.kill()
@@ -403,3 +404,16 @@ async def test_a_foreign_control_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="mode 0700"):
         async with LocalRuntime(root=tmp_path / "root", control_root=tmp_path):
             pass
+
+
+async def test_abandoned_control_folders_are_swept_and_no_others(tmp_path: Path) -> None:
+    """They lie in memory: a server that was killed and never came back must not keep it for ever."""
+    async with LocalRuntime(root=tmp_path / "a", control_root=tmp_path) as living:
+        folder = living._control.parent
+        (folder / "abandoned" / "sbx_x").mkdir(parents=True)
+        for path in (folder / "abandoned", living._control):
+            os.utime(path, (1, 1))
+        (folder / "new").mkdir()
+        async with LocalRuntime(root=tmp_path / "b", control_root=tmp_path):
+            assert not (folder / "abandoned").exists()
+            assert living._control.exists() and (folder / "new").exists()

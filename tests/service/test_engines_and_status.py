@@ -26,7 +26,9 @@ async def test_an_engine_is_added_listed_remembered_and_removed(tmp_path: Path) 
             assert (entry["id"], entry["capacity"], entry["state"]) == ("e1", 7, "up")
             await site.submit("r1")
             assert (await site.ended("r1"))["outcome"] == "completed"
+            assert b'engine="e1"' in (await site.get("/metrics")).body
             assert (await site.delete("/v1/engines/e1")).status == 204
+            assert b'engine="e1"' not in (await site.get("/metrics")).body
         async with open_site(tmp_path) as site:
             assert (await site.get("/v1/engines")).body == {"engines": []}
 

@@ -21,10 +21,14 @@ from rollyard.tools.base import ToolContext
 from rollyard.tools.registry import tool_kind
 from rollyard.tools.shell import SHELL, Shell, ShellOutcome
 
+BOTH = pytest.mark.parametrize("sandbox", [BubblewrapRuntime, LocalRuntime], indirect=True)
+"""What depends on where the shell runs; all else is tried in bubblewrap."""
 
-@pytest.fixture(params=[BubblewrapRuntime, LocalRuntime], ids=["bubblewrap", "local"])
+
+@pytest.fixture
 async def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGenerator[Sandbox, None]:
-    async with request.param(root=tmp_path / "root") as runtime:
+    kind = getattr(request, "param", BubblewrapRuntime)
+    async with kind(root=tmp_path / "root") as runtime:
         yield await runtime.start(SandboxSpec(), lease_s=60.0)
 
 
@@ -44,12 +48,14 @@ async def said(shell: Shell, command: str) -> str:
 # --- what it keeps ------------------------------------------------------------------------------------
 
 
+@BOTH
 async def test_directory_variables_and_functions_persist(shell: Shell) -> None:
     first = await shell.run("cd /tmp; x=5; export y=6; f() { echo f:$1; }", 20.0)
     assert (first.output, first.status, first.cwd) == ("", 0, "/tmp")
     assert await said(shell, "echo $x $PWD; f a; sh -c 'echo $y'") == "5 /tmp\nf:a\n6\n"
 
 
+@BOTH
 async def test_the_status_is_the_commands(shell: Shell) -> None:
     for command, status in (("true", 0), ("false", 1), ("(exit 42)", 42), ("nosuchthing", 127), ("if", 2)):
         result = await shell.run(command, 20.0)
@@ -63,6 +69,7 @@ async def test_long_and_odd_commands_arrive_whole(shell: Shell) -> None:
     assert await said(shell, f"v={long}; echo ${{#v}}") == "100000\n"
     assert await said(shell, "echo 'é漢🙂'; printf '\\xc3'; sleep 0.01; printf '\\xa9\\n'") == "é漢🙂\né\n"
     assert await said(shell, "printf '\\xff\\n'") == "\ufffd\n"
+    assert await said(shell, "echo '\ud83d'") == "?\n"
     assert await said(shell, "") == ""
 
 
@@ -71,6 +78,7 @@ async def test_a_command_that_reads_stdin_gets_the_terminal_not_our_lines(shell:
     assert await said(shell, "echo one | cat\necho two") == "one\ntwo\n"
 
 
+@BOTH
 async def test_background_work_goes_on(shell: Shell, tmp_path: Path) -> None:
     mark = marked()
     await said(shell, f"sleep {mark} >/dev/null 2>&1 &")
@@ -120,6 +128,7 @@ def test_a_cut_never_splits_a_character(limit: int) -> None:
 # --- what it survives ---------------------------------------------------------------------------------
 
 
+@BOTH
 async def test_a_timeout_interrupts_and_the_shell_lives(shell: Shell) -> None:
     await said(shell, "x=kept")
     for command in ("sleep 1000", "while :; do :; done", "stty raw; sleep 1000"):
@@ -160,6 +169,7 @@ async def test_a_quiet_command_is_not_taken_for_one_that_waits(shell: Shell) -> 
     assert await said(shell, "(sleep 0.8; echo piped) | cat") == "piped\n"
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("command", "status"),
     [("exit 3", 3), ("set -e; false", 1), ("kill -9 $$", -9), ("exec sleep 1000", None), ("exec true", 0)],
@@ -203,6 +213,7 @@ async def test_one_command_at_a_time(shell: Shell) -> None:
     assert [result.output for result in results] == [f"{n}\n" for n in range(20)]
 
 
+@BOTH
 async def test_a_cancelled_command_is_gone_and_the_next_one_runs(shell: Shell) -> None:
     mark = marked()
     task = asyncio.ensure_future(shell.run(f"sleep {mark}", 60.0))
@@ -302,6 +313,7 @@ def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
 # --- the tool -----------------------------------------------------------------------------------------
 
 
+@BOTH
 async def test_the_tool_tells_the_model_what_it_needs(sandbox: Sandbox) -> None:
     assert tool_kind("shell") is SHELL and SHELL.needs_sandbox
     tool = await SHELL.open(ToolContext(sandbox, output_bytes=2000))

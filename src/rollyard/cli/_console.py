@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -84,6 +84,13 @@ def show(made: Table) -> None:
     console.print(made)
 
 
+def plain(text: object) -> str:
+    """Text from elsewhere, safe in a table: what looks like markup in it is shown, not obeyed."""
+    from rich.markup import escape
+
+    return escape(str(text))
+
+
 def run(work: Coroutine[object, object, T]) -> T:
     return asyncio.run(work)
 
@@ -113,8 +120,3 @@ def number(value: object) -> str:
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def table_of(body: object) -> Mapping[str, object]:
-    """A part of a status that should be an object; nothing where it is not."""
-    return body if isinstance(body, Mapping) else {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._console import Trouble, number, seconds, table
+from rollyard.cli._console import Trouble, number, plain, seconds, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +42,7 @@ def outcome(record: Record) -> str:
     if record.outcome is None:
         return "–"
     code = (record.failure or {}).get("code")
-    text = record.outcome if code in (None, record.outcome) else f"{record.outcome} ({code})"
+    text = plain(record.outcome if code in (None, record.outcome) else f"{record.outcome} ({code})")
     style = _STYLES.get(record.outcome, "")
     return f"[{style}]{text}[/]" if style else text
 

@@ -120,7 +120,7 @@ class _Bridge:
 @contextmanager
 def _raw(terminal: int) -> Iterator[None]:
     before = termios.tcgetattr(terminal)
-    tty.setraw(terminal)
+    tty.setraw(terminal, termios.TCSADRAIN)  # its default would throw away what was typed ahead
     try:
         yield
     finally:

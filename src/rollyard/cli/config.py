@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, print_json, show, table
+from rollyard.cli._console import AsJson, plain, print_json, show, table
 
 MASK = "********"
 
@@ -34,8 +34,10 @@ def config(
     made = table("setting", "value", "from", "what it is")
     for name, field in Settings.model_fields.items():
         source = loaded.sources[name]
-        value = _text(values[name])
-        made.add_row(name, value if source == "default" else f"[bold]{value}[/]", source, field.description or "")
+        value = plain(_text(values[name]))
+        made.add_row(
+            name, value if source == "default" else f"[bold]{value}[/]", plain(source), plain(field.description or "")
+        )
     show(made)
 
 

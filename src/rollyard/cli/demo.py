@@ -67,20 +67,20 @@ async def _watch(client: AsyncClient, progress: Progress, bar: object) -> None:
 
 
 def _table(records: list[Record]) -> Table:
-    table = Table(title="Eight rollouts")
+    table = Table(title="Eight rollouts (times in seconds)")
     for name in ("task", "outcome", "reward", "turns", "tokens", "init", "run", "eval"):
-        table.add_column(name, justify="left" if name in ("task", "outcome") else "right")
+        width = {"task": 30, "outcome": 10}.get(name)
+        table.add_column(name, justify="left" if width else "right", no_wrap=True, max_width=width)
     for record in records:
-        data, timings, summary = record.task["data"], record.timings, record.summary
+        data, timings, summary = record.task["data"], record.timings or {}, record.summary or {}
         text = str(data.get("instruction") or data.get("question"))
-        failure = f" ({record.failure['code']})" if record.failure else ""
         table.add_row(
-            f"{record.task['environment']}: {text[:44]}",
-            f"{record.outcome}{failure}",
+            f"{record.task['environment']}: {text}",
+            str(record.outcome) if not record.failure else record.failure["code"],
             "–" if record.reward is None else f"{record.reward:.2f}",
-            str(summary["turns"]),
-            str(summary["sampled_tokens"]),
-            *(f"{timings[name]:.2f} s" for name in ("init_s", "run_s", "eval_s")),
+            str(summary.get("turns")),
+            str(summary.get("sampled_tokens")),
+            *(f"{timings[name]:.2f}" for name in ("init_s", "run_s", "eval_s")),
         )
     return table
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollyard.cli._console import AsJson, note, print_lines, run, show, table
+from rollyard.cli._console import AsJson, note, plain, print_lines, run, show, table
 
 if TYPE_CHECKING:
     from rollyard.service.settings import Settings
@@ -57,7 +57,9 @@ def doctor(
     else:
         made = table("check", "", "what was found", "what to do")
         for check in checks:
-            made.add_row(check.name, f"[{_STYLES[check.state]}]{check.state}[/]", check.detail, check.remedy)
+            made.add_row(
+                check.name, f"[{_STYLES[check.state]}]{check.state}[/]", plain(check.detail), plain(check.remedy)
+            )
         show(made)
     failed = sum(check.state == "fail" for check in checks)
     if failed:

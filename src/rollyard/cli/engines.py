@@ -6,7 +6,20 @@ from typing import Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, Token, Url, connect, note, number, print_json, print_lines, run, show, table
+from rollyard.cli._console import (
+    AsJson,
+    Token,
+    Url,
+    connect,
+    note,
+    number,
+    plain,
+    print_json,
+    print_lines,
+    run,
+    show,
+    table,
+)
 
 engines = typer.Typer(help="The inference servers in use: list, add, remove.", no_args_is_help=True)
 
@@ -33,15 +46,15 @@ def engines_table(found: list[dict[str, Any]]) -> Any:
     made = table("id", "state", "policy", "model", *numbers, "trouble", right=numbers)
     for engine in found:
         state = str(engine.get("state"))
-        style = "green" if state in ("up", "healthy", "ok") else "red"
+        style = "green" if state == "up" else "red"
         made.add_row(
-            str(engine.get("id")),
-            f"[{style}]{state}[/]",
-            str(engine.get("policy")) + (" (judge)" if engine.get("role") == "judge" else ""),
-            str(engine.get("model") or "–"),
+            plain(engine.get("id")),
+            f"[{style}]{plain(state)}[/]",
+            plain(engine.get("policy")) + (" (judge)" if engine.get("role") == "judge" else ""),
+            plain(engine.get("model") or "–"),
             f"{number(engine.get('sessions'))}/{number(engine.get('capacity'))}",
             *(number(engine.get(name)) for name in ("in_flight", "calls", "failures", "tokens", "cached_tokens")),
-            str(engine.get("last_error") or ""),
+            plain(engine.get("last_error") or ""),
         )
     return made
 

@@ -16,6 +16,7 @@ from rollyard.cli._console import (
     note,
     number,
     out,
+    plain,
     print_json,
     print_lines,
     run,
@@ -85,12 +86,12 @@ def show_rollout(
     made = table("", "")
     made.show_header = False
     task, failure, timings = record.task, record.failure or {}, record.timings or {}
+    made.add_row("outcome", outcome(record))
     rows = {
         "id": record.id,
         "run": record.run + (f", group {record.group} [{record.index}]" if record.group else ""),
         "task": f"{task.get('environment', '')}",
         "state": f"{record.state}, attempt {record.attempt}",
-        "outcome": outcome(record),
         "reward": number(record.reward) + ("" if record.trainable or record.reward is None else " (not trainable)"),
         "failure": f"{failure.get('detail')} (blame: {failure.get('blame')})" if failure else "",
         "components": ", ".join(f"{k} {number(v)}" for k, v in ((record.score or {}).get("components") or {}).items()),
@@ -101,7 +102,7 @@ def show_rollout(
     }
     for name, value in rows.items():
         if value:
-            made.add_row(name, value)
+            made.add_row(name, plain(value))
     show(made)
     for message in trajectory.messages if trajectory else ():
         out().print(f"\n[bold]{message.get('role')}[/]")

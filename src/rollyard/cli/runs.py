@@ -15,6 +15,7 @@ from rollyard.cli._console import (
     connect,
     note,
     number,
+    plain,
     print_json,
     print_lines,
     run,
@@ -44,7 +45,7 @@ def _show(found: list[dict[str, Any]]) -> None:
     columns = ("id", "mode", "policy", "seed", "priority", "max_live")
     made = table(*columns, right=columns[3:])
     for item in found:
-        made.add_row(*(number(item.get(column)) for column in columns))
+        made.add_row(*(plain(number(item.get(column))) for column in columns))
     show(made)
 
 

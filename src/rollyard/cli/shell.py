@@ -7,9 +7,11 @@ this machine is not disturbed.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +22,7 @@ from rollyard.cli._console import AsJson, Trouble, note, print_json, run
 from rollyard.cli._tasks import TaskLine, read_task
 
 if TYPE_CHECKING:
-    from rollyard.core import Message, Rollout, Score
+    from rollyard.core import Artifact, Message, Rollout, Score
     from rollyard.pipeline import Workshop
     from rollyard.pipeline.stages import Kit
 
@@ -92,7 +94,7 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
         raise Trouble(f"{line.place}: {error.detail}", error.remedy) from error
 
 
-async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list, answer: str | None) -> Score:  # type: ignore[type-arg]
+async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list[Artifact], answer: str | None) -> Score:
     from rollyard.core import Deadline, DeadlineExpired, Trajectory
     from rollyard.pipeline import stages
 
@@ -107,10 +109,9 @@ async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list, answer
         raise Trouble(f"the checks were not done in {clock.budget_s:g} s", "raise limits.eval_s") from None
 
 
-def _workshop(folder: Path, runtime: str):
+@asynccontextmanager
+async def _workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, None]:
     """What the stages need, for one sandbox at a time and without an engine."""
-    from contextlib import asynccontextmanager
-
     from rollyard.agents.registry import Agents
     from rollyard.engines.router import Router, RouterSettings
     from rollyard.envs.registry import Environments
@@ -119,26 +120,23 @@ def _workshop(folder: Path, runtime: str):
 
     if runtime not in RUNTIMES:
         raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(RUNTIMES)}")
-
-    @asynccontextmanager
-    async def opened():
-        async with RUNTIMES[runtime](root=folder / "sandboxes") as made, Router(RouterSettings()) as router:
-            yield Workshop(
-                runtimes={runtime: made},
-                default_runtime=runtime,
-                router=router,
-                environments=Environments(),
-                agents=Agents(),
-                renderers=Renderers(),
-                artifacts=ArtifactFolder(folder / "artifacts"),
-            )
-
-    return opened()
+    async with (
+        RUNTIMES[runtime](root=folder / "sandboxes") as made,
+        Router(RouterSettings()) as router,
+        Environments() as environments,
+    ):
+        yield Workshop(
+            runtimes={runtime: made},
+            default_runtime=runtime,
+            router=router,
+            environments=environments,
+            agents=Agents(),
+            renderers=Renderers(),
+            artifacts=ArtifactFolder(folder / "artifacts"),
+        )
 
 
 def _default_runtime() -> str:
-    import os
-
     from rollyard.service.settings import load_settings
 
     return load_settings({}, os.environ).settings.runtime

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, Token, Url, connect, number, out, print_json, run, table
+from rollyard.cli._console import AsJson, Token, Url, connect, number, out, plain, print_json, run, table
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -108,7 +108,8 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
     ]
     parts.append(engines_table(engines) if engines else "no engine: rollyard engines add URL")
     parts += [
-        f"[red]engine {name} was refused: {why}[/]" for name, why in (status.get("refused_engines") or {}).items()
+        f"[red]engine {name} was refused: {plain(why)}[/]"
+        for name, why in (status.get("refused_engines") or {}).items()
     ]
     return Group(*parts)
 

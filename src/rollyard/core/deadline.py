@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import TracebackType
 
 
 class DeadlineExpired(Exception):
@@ -28,7 +29,6 @@ class Deadline:
         self._now = now
         self._used_s = 0.0
         self._since: float | None = None
-        self._counting = 0
         self._holds = 0
         self._armed: set[asyncio.Timeout] = set()
 
@@ -49,27 +49,9 @@ class Deadline:
         """Somebody works for us right now, and nobody holds the clock."""
         return self._since is not None
 
-    @asynccontextmanager
-    async def counting(self) -> AsyncGenerator[None, None]:
-        """The time of this block counts; it ends with `DeadlineExpired` when the budget does."""
-        if self.is_expired:
-            raise DeadlineExpired(f"{self.budget_s} s are used up")
-        timeout = asyncio.timeout(None)
-        try:
-            async with timeout:
-                self._armed.add(timeout)
-                self._counting += 1
-                self._restart()
-                try:
-                    yield
-                finally:
-                    self._counting -= 1
-                    self._armed.discard(timeout)
-                    self._restart()
-        except TimeoutError as error:
-            if timeout.expired():
-                raise DeadlineExpired(f"{self.budget_s} s are used up") from error
-            raise
+    def counting(self) -> _Counting:
+        """`async with`: the time of the block counts; it ends with `DeadlineExpired` when the budget does."""
+        return _Counting(self)
 
     @contextmanager
     def held(self) -> Generator[None, None, None]:
@@ -82,14 +64,51 @@ class Deadline:
             self._holds -= 1
             self._restart()
 
+    def _enter(self, timeout: asyncio.Timeout) -> None:
+        self._armed.add(timeout)
+        self._restart()
+
+    def _leave(self, timeout: asyncio.Timeout) -> None:
+        self._armed.discard(timeout)
+        self._restart()
+
     def _restart(self) -> None:
+        """Adds up, and arms every block's timer anew: something has begun, ended, or been held."""
         now = self._now()
         if self._since is not None:
             self._used_s += now - self._since
-        is_running = self._counting > 0 and self._holds == 0
+        is_running = bool(self._armed) and self._holds == 0
         self._since = now if is_running else None
-        remaining = self.remaining_s if is_running else None
-        when = None if remaining is None else asyncio.get_running_loop().time() + remaining
+        if not self._armed or self.budget_s is None:
+            return
+        when: float | None = None
+        if is_running:
+            when = asyncio.get_running_loop().time() + max(0.0, self.budget_s - self._used_s)
         for timeout in self._armed:
             if not timeout.expired():
                 timeout.reschedule(when)
+
+
+class _Counting:
+    """One block of work. A class, not a generator: it is entered several times a turn."""
+
+    __slots__ = ("_deadline", "_timeout")
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._timeout = asyncio.Timeout(None)
+
+    async def __aenter__(self) -> None:
+        if self._deadline.is_expired:
+            raise DeadlineExpired(f"{self._deadline.budget_s} s are used up")
+        await self._timeout.__aenter__()
+        self._deadline._enter(self._timeout)  # pyright: ignore[reportPrivateUsage]
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._deadline._leave(self._timeout)  # pyright: ignore[reportPrivateUsage]
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError as expired:  # its own; one from inside the block is not raised here
+            raise DeadlineExpired(f"{self._deadline.budget_s} s are used up") from expired

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -40,6 +41,7 @@ from rollyard.core.failure import (
     Cancelled,
     EvalDeadline,
     InternalError,
+    NotFound,
     RunDeadline,
     SandboxEndedByPolicy,
     SandboxStuck,
@@ -377,8 +379,18 @@ class Attempt:
             elif isinstance(verdict, Shutdown) and self.state in (State.INIT, State.READY, State.RUN):
                 lost = self._lost("drained", "the service was stopped")
                 await self._requeue(lost, delay_s=0.0, is_excused=True)
+            elif isinstance(verdict, Stale):
+                await self._overtaken()
         except Stale:
-            log.info("attempt was overtaken", extra={"rollout": self.rollout.id, "state": self.state})
+            await self._overtaken()
+
+    async def _overtaken(self) -> None:
+        """Somebody else moved the row: a cancel that ended it while it was being admitted. Then we tell it."""
+        log.info("attempt was overtaken", extra={"rollout": self.rollout.id, "state": self.state})
+        with suppress(NotFound):
+            found = await self.yard.store.get(self.rollout.id)
+            if found.state is State.ENDED:
+                self.yard.publish(found)
 
     async def _failed(self, failure: Failure) -> None:
         if failure.code == Cancelled.code:

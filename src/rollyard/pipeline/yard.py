@@ -34,6 +34,9 @@ log = logging.getLogger("rollyard.pipeline")
 
 SWEEP_EVERY_S = 60.0
 
+FRESH = 2048
+"""Submitted rollouts that are kept in memory until they are admitted; the others are read from the store."""
+
 
 class Yard:
     """See the module. `async with` recovers what an earlier process left, and drains at the end."""
@@ -59,6 +62,7 @@ class Yard:
         self._taking: set[str] = set()  # admitted, and being read from the store
         self._max_live = settings.max_live
         self._runs: dict[str, Run] = {}
+        self._fresh: dict[str, Rollout] = {}  # submitted a moment ago: need not be read back
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
@@ -137,13 +141,14 @@ class Yard:
 
     async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
         """Acknowledged when it returns; a live one is gone soon after. None: a tombstone waits for its submit."""
+        was_queued = self.scheduler.remove(rollout_id)
+        self._fresh.pop(rollout_id, None)
         rollout = await self.store.request_cancel(rollout_id, detail)
-        self.scheduler.remove(rollout_id)
         attempt = self.live.get(rollout_id)
         if attempt is not None:
             attempt.stop(Cancelled(detail))
-        elif rollout is not None and rollout.state is State.ENDED:
-            self.hub.publish(rollout)
+        elif was_queued and rollout is not None and rollout.state is State.ENDED:
+            self.publish(rollout)  # one that is just being admitted finds out, and tells it, by itself
         return rollout
 
     async def wait(self, rollout_id: str, within_s: float) -> Rollout:
@@ -279,7 +284,9 @@ class Yard:
         rollout: Rollout | None = None
         try:
             with suppress(NotFound):
-                rollout = await self.store.get(row.id)
+                rollout = self._fresh.pop(row.id, None) or await self.store.get(row.id)
+            if rollout is not None and rollout.state is State.ENDED:
+                self.publish(rollout)  # cancelled on the way from the queue
         finally:
             self._taking.discard(row.id)
             run = self._runs.get(row.run)

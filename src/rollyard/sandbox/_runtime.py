@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Coroutine, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +32,9 @@ from rollyard.sandbox.base import SandboxEnd, SandboxSpec
 log = logging.getLogger("rollyard.sandbox")
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ABANDONED_S = 60.0
+"""A control folder younger than that may just be being made, and not locked yet."""
+
 REMOVE_S = 120.0
 """Bounds the deletion of a sandbox's files; what takes longer goes on in the launcher's child."""
 
@@ -61,7 +65,7 @@ class LaunchedRuntime:
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
-        self._lock = -1
+        self._lock = self._control_lock = -1
         self._control = Path()  # known once open
 
     # --- what a runtime says of itself ---
@@ -116,6 +120,8 @@ class LaunchedRuntime:
         await self._zygote.close()
         with contextlib.suppress(OSError):
             self._control.rmdir()
+        if self._control_lock >= 0:
+            os.close(self._control_lock)
         os.close(lock)
 
     def _open_control(self) -> Path:
@@ -127,6 +133,8 @@ class LaunchedRuntime:
             raise RuntimeError(f"{folder} must be a folder of our own with mode 0700")
         control = folder / blake2b(os.fsencode(self._root), digest_size=8).hexdigest()
         control.mkdir(mode=0o700, exist_ok=True)
+        self._control_lock = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._control_lock, fcntl.LOCK_SH)
         return control
 
     # --- starting ---
@@ -243,6 +251,7 @@ class LaunchedRuntime:
             else:
                 log.error("a sandbox of an earlier process cannot be ended", extra={"folder": str(folder)})
         paths += [str(path) for path in self._control.iterdir() if str(path) not in paths]
+        paths += [str(path) for path in self._control.parent.iterdir() if _is_abandoned(path)]
         if paths:
             log.info("swept what an earlier process left", extra={"paths": len(paths)})
             await self._remove(paths)
@@ -296,3 +305,17 @@ def _is_recorded(entry: Mapping[str, Any]) -> bool:
         return True
     except OSError:
         return False
+
+
+def _is_abandoned(control: Path) -> bool:
+    """Whether nobody holds this control folder: its process died, and its root was never opened again."""
+    with contextlib.suppress(OSError):
+        if time.time() - control.stat().st_mtime < ABANDONED_S:
+            return False
+        fd = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(fd)
+    return False

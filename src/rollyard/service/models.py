@@ -44,7 +44,7 @@ class Body(BaseModel):
 
 class AgentBody(Body):
     name: Annotated[str, Field(max_length=256)] = ""
-    options: Object = {}
+    options: Object = Field(default_factory=dict)
 
 
 class SamplingBody(Body):
@@ -52,7 +52,7 @@ class SamplingBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Sampling().top_p
     top_k: Annotated[int, Field(ge=-1, le=_INT64)] = Sampling().top_k
     max_tokens: Count = Sampling().max_tokens
-    extra: Object = {}
+    extra: Object = Field(default_factory=dict)
 
 
 class LimitsBody(Body):
@@ -79,11 +79,12 @@ class SandboxBody(Body):
 
 class TaskBody(Body):
     environment: Name
-    data: Object = {}
-    agent: AgentBody = AgentBody()
-    sampling: SamplingBody = SamplingBody()
-    limits: LimitsBody = LimitsBody()
-    sandbox: SandboxBody = SandboxBody()
+    # By factories: pydantic deep-copies a default that is a model, at five times the cost of making it.
+    data: Object = Field(default_factory=dict)
+    agent: AgentBody = Field(default_factory=AgentBody)
+    sampling: SamplingBody = Field(default_factory=SamplingBody)
+    limits: LimitsBody = Field(default_factory=LimitsBody)
+    sandbox: SandboxBody = Field(default_factory=SandboxBody)
 
 
 def to_task(raw: Mapping[str, Json], defaults: Mapping[str, Json], path: Sequence[str | int] = ("task",)) -> Task:
@@ -102,8 +103,8 @@ def to_task(raw: Mapping[str, Json], defaults: Mapping[str, Json], path: Sequenc
     )
 
 
-def _fields(body: Body) -> dict[str, Any]:
-    return dict(body)  # model_dump would copy what may be large
+def _fields(body: Body) -> Mapping[str, Any]:
+    return vars(body)  # model_dump would copy what may be large
 
 
 def merge(under: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
@@ -150,7 +151,7 @@ class RunBody(Body):
     id: str | None = None
     mode: Literal["train", "eval"] = "train"
     policy: Name = "default"
-    defaults: Object = {}
+    defaults: Object = Field(default_factory=dict)
     seed: Whole = 0
     priority: Priority = 0
     max_live: Count | None = None

@@ -39,6 +39,9 @@ PROBLEM: dict[str, Any] = {
 }
 
 
+_FASTAPIS = ("HTTPValidationError", "ValidationError")  # the shape of FastAPI's own 422, which we do not send
+
+
 def json_body(*bodies: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` for a route that reads one of these bodies."""
     references = [{"$ref": f"#/components/schemas/{body.__name__}"} for body in bodies]
@@ -55,13 +58,14 @@ def describe(app: FastAPI) -> dict[str, Any]:
         [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
     )
     components = schema.setdefault("components", {})
-    components["schemas"] = {"Problem": PROBLEM, **definitions["$defs"]}
+    found = {name: part for name, part in components.get("schemas", {}).items() if name not in _FASTAPIS}
+    components["schemas"] = {**found, "Problem": PROBLEM, **definitions["$defs"]}
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     schema["security"] = [{"token": []}]
     problem = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
     for calls in schema["paths"].values():
         for call in calls.values():
-            call["responses"].pop("422", None)  # FastAPI's own shape, which we do not send
+            call["responses"].pop("422", None)
             call["responses"]["default"] = {"description": "What went wrong", "content": problem}
     app.openapi_schema = schema
     return schema

@@ -30,8 +30,6 @@ def encode(body: object) -> bytes:
 def _column(value: object) -> msgspec.Raw:
     if isinstance(value, array):
         column: Any = np.frombuffer(value, dtype=np.dtype(value.typecode))
-    elif isinstance(value, bytearray):
-        column = np.frombuffer(value, dtype=np.uint8)
     else:
         raise NotImplementedError(f"{type(value).__name__} has no JSON form here")
     return msgspec.Raw(orjson.dumps(column, option=orjson.OPT_SERIALIZE_NUMPY))
@@ -99,7 +97,7 @@ def traces(trajectory: Trajectory, rollout: Rollout) -> list[JsonObject]:
             "reward": reward(rollout),
             "sampling": trace.sampling,
             "token_ids": trace.token_ids,
-            "mask": np_view(trace.mask),
+            "mask": _numbers(trace.mask),
             "logprobs": trace.logprobs,
             "versions": trace.versions,
             "spans": trace.spans,
@@ -109,7 +107,7 @@ def traces(trajectory: Trajectory, rollout: Rollout) -> list[JsonObject]:
     ]
 
 
-def np_view(mask: bytearray) -> array[int]:
+def _numbers(mask: bytearray) -> array[int]:
     """msgspec would write a bytearray as base64; an array of bytes comes to our own hook."""
     return array("B", mask)
 

@@ -27,6 +27,8 @@ import uvicorn
 import uvloop
 
 from rollyard import __version__
+from rollyard.agents.registry import Agents
+from rollyard.envs.registry import Environments
 from rollyard.observe import TracingUnavailable, logs
 from rollyard.service.app import create_app
 from rollyard.service.build import open_house
@@ -66,10 +68,12 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve(settings: Settings, **registries: object) -> AsyncGenerator[Served, None]:
+async def serve(
+    settings: Settings, *, environments: Environments | None = None, agents: Agents | None = None
+) -> AsyncGenerator[Served, None]:
     """A service on a port of this loop. Leaving the block ends it at once, cleanly; `drain` first to be gentle."""
     with bind(settings) as listener:
-        async with open_house(settings, **registries) as house:  # type: ignore[arg-type]
+        async with open_house(settings, environments=environments, agents=agents) as house:
             config = uvicorn.Config(
                 create_app(house),
                 http="httptools",
@@ -108,7 +112,9 @@ async def _started(server: _Server, serving: asyncio.Task[None]) -> None:
 
 def bind(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    # IPPROTO_TCP by name: asyncio turns Nagle's algorithm off only for sockets that say so, and with it on, a reply in
+    # two writes waits 40 ms for the client's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))

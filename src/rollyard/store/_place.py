@@ -41,7 +41,7 @@ class Mount:
 def mount_of(path: str, mountinfo: str) -> Mount | None:
     """The mount that an absolute, resolved path lies on, read from the text of /proc/self/mountinfo.
 
-    A line is `36 35 98:0 /root /mount/point options [tags…] - type source options`; blanks are octal escapes.
+    A line is `36 35 98:0 /folder /mount/point options [tags…] - type source options`; blanks are octal escapes.
     Of several mounts on one point, the last hides the others.
     """
     found: Mount | None = None

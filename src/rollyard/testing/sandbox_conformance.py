@@ -10,6 +10,9 @@ of the same kind as `type(runtime)(root=FOLDER)`. Commands name files relative t
 without mounts has no /workspace.
 """
 
+# Small files of the host, in checks that nobody waits for.
+# ruff: noqa: ASYNC220, ASYNC240
+
 from __future__ import annotations
 
 import asyncio
@@ -456,7 +459,7 @@ async def server_gone_sandbox_gone_and_the_next_one_sweeps(runtime: Runtime) -> 
     kind, mark = type(runtime), marked()
     with tempfile.TemporaryDirectory() as root:
         argv = [sys.executable, "-c", _SERVER, kind.__module__, kind.__name__, root, mark]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:  # noqa: ASYNC220  (a server of its own)
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:
             assert server.stdout is not None
             assert await asyncio.to_thread(server.stdout.readline) == b"up\n"
             own = len(alive(mark)) - 1  # less the server, which has the mark in its arguments

@@ -5,7 +5,8 @@
         await check(Opener(tmp_path))
 
 An `Open` opens the same store each time it is called, like a server that starts again; with `is_forced` it does so
-although another process seems to have it, as when a lock was lost. A check closes what it opened.
+although another process seems to have it, as when a lock was lost. A check closes what it opened. The file is long
+because it is one list of short checks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from rollyard.core import (
     logprobs_array,
 )
 from rollyard.core.engine import Kind
-from rollyard.core.engine import EngineSpec, Kind
 from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
 from rollyard.core.task import Sampling
 from rollyard.core.trace import Span
@@ -198,19 +198,6 @@ async def one_failing_call_does_not_fail_its_neighbours(open_store: Open) -> Non
         assert len(await good) == len(await more) == 20
         assert all(isinstance(result, IdConflict) for result in await bad)
         assert {row.id for row in await store.queued()} == {"a", *(f"{c}{i}" for c in "nm" for i in range(20))}
-
-
-@_check
-async def engines_that_were_added_are_remembered(open_store: Open) -> None:
-    one, two = (EngineSpec(name, f"http://{name}", Kind.VLLM, api_key="k") for name in ("one", "two"))
-    async with opened(open_store) as store:
-        await store.put_engine(one)
-        await store.put_engine(two)
-        await store.put_engine(replace(two, capacity=7))
-        await store.delete_engine("one")
-        await store.delete_engine("never there")
-    async with opened(open_store) as store:
-        assert list(await store.engines()) == [replace(two, capacity=7)]
 
 
 # --- moves and endings --------------------------------------------------------------------------------

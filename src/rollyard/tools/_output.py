@@ -65,10 +65,8 @@ def _whole_end(data: bytes) -> int:
 
 def _whole_start(data: bytes) -> int:
     """Where the first whole UTF-8 character starts."""
-    for start in range(min(4, len(data))):
-        if data[start] & 0xC0 != 0x80:
-            return start
-    return 0
+    most = min(3, len(data))  # no character has more than three bytes after its first
+    return next((start for start in range(most) if data[start] & 0xC0 != 0x80), most)
 
 
 def plain(data: bytes) -> str:

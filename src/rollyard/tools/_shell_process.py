@@ -35,7 +35,7 @@ class Dialect:
 BASH = Dialect(
     ("bash", "--noprofile", "--norc", "--noediting", "-i"),
     60,
-    """PROMPT_COMMAND='builtin printf "%s %s %s\\0" {n} "$?" "$PWD" >&60'"""
+    """PROMPT_COMMAND='builtin printf "%s %s %s\\0" {n} "$?" "$PWD" >&60; PS1= PS2='"""
     """; builtin eval "$(<'{path}')" 60>&- </dev/tty >/dev/tty 2>&1""",
 )
 SH = Dialect(  # dash and busybox have no PROMPT_COMMAND, but expand their prompt; their descriptors end at 9

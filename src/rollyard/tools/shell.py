@@ -32,7 +32,7 @@ from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
 QUIET_S = 0.5
 """Silence before the first look at whether somebody waits for input; then twice as long each time."""
 
-LADDER = ((signal.SIGINT, 0.7), (signal.SIGQUIT, 0.7), (signal.SIGKILL, 1.0))
+LADDER = ((signal.SIGINT, 0.5), (signal.SIGQUIT, 0.5), (signal.SIGKILL, 1.0))
 """Each signal to the foreground group, and how long it may take to bring the shell back."""
 
 OPEN_S = 30.0
@@ -143,7 +143,7 @@ class Shell:
     def _ask(self, command: str) -> asyncio.Future[tuple[int, str] | None]:
         assert self._live is not None
         number = next(self._numbers)
-        data = command.encode("utf-8", "surrogateescape")
+        data = command.encode("utf-8", "replace")  # half a surrogate pair is what models sometimes write
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
         return self._live.ask(number, self._dialect.typed(number, self._path))

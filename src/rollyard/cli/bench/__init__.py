@@ -58,7 +58,7 @@ def command(
     if as_json:
         print_json(result)
     else:
-        _show(result)
+        show_result(result)
 
 
 def machine() -> dict[str, object]:
@@ -89,7 +89,8 @@ def _cpu() -> str:
     return found.get("model name") or " ".join(filter(None, (platform.machine(), part)))
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def show_result(result: Mapping[str, Any]) -> None:
+    """Our figures and the peers' side by side."""
     versus: Mapping[str, Any] = result["versus"]
     made = table("metric", "rollyard", *versus, right=("rollyard", *versus))
     names = dict.fromkeys(result["metrics"])
@@ -106,5 +107,5 @@ def _beside(theirs: object, ours: object) -> str:
     """A peer's figure, and how many times ours it is."""
     text = number(theirs)
     if isinstance(theirs, int | float) and isinstance(ours, int | float) and ours and theirs is not ours:
-        text += f" ({theirs / ours:.3g}×)"
+        text += f" ({number(round(theirs / ours, 2))}×)"
     return text

@@ -59,3 +59,4 @@ async def clear_engines(request: Request) -> Response:
 async def _remove(house: House, engine_id: str) -> None:
     await house.router.remove(engine_id)
     await house.store.delete_engine(engine_id)
+    house.yard.metrics.engine_removed(engine_id)
