@@ -243,3 +243,10 @@ async def test_what_nobody_expected_is_500_and_tells_nothing(
     assert (answer.status, answer.code) == (500, "internal_error")
     assert "secret" not in json.dumps(answer.body)
     assert "the secret of the house" in caplog.text
+
+
+async def test_of_many_tasks_the_refusal_says_which(site: Site) -> None:
+    bodies = [{"task": task()}, {"task": task()}, {"task": task(environment="shel")}]
+    answer = await site.post("/v1/rollouts", {"rollouts": bodies})
+    assert (answer.status, answer.code) == (422, "unknown_environment")
+    assert answer.body["path"] == "rollouts[2].task"

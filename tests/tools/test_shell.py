@@ -82,7 +82,7 @@ async def test_a_command_that_reads_stdin_gets_the_terminal_not_our_lines(shell:
 async def test_background_work_goes_on(shell: Shell, tmp_path: Path) -> None:
     mark = marked()
     await said(shell, f"sleep {mark} >/dev/null 2>&1 &")
-    assert alive(mark)
+    await eventually(lambda: bool(alive(mark)), "it runs")  # forked before the status, but perhaps not yet `sleep`
     assert mark in await said(shell, "jobs")
     await said(shell, "kill %1; wait")
     assert not alive(mark)

@@ -30,8 +30,15 @@ class Meter:
     pid: int
 
     def cpu_s(self) -> float:
+        return self._times_s(11)
+
+    def children_cpu_s(self) -> float:
+        """Of those of its children that have ended."""
+        return self._times_s(13)
+
+    def _times_s(self, first: int) -> float:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return (int(fields[first]) + int(fields[first + 1])) / os.sysconf("SC_CLK_TCK")
 
     def rss_mb(self) -> float:
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
@@ -62,15 +69,18 @@ async def rig(
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
         folder = Path(name)
         (folder / "script.json").write_text(json.dumps(script))
-        async with _engine(folder, latency_s) as (engine_pid, engine_url), _service(folder, settings or {}) as service:
-            pid, url, token = service
-            async with AsyncClient(url, token) as client:
-                await client.add_engine(url=engine_url, kind="vllm", tokenizer=str(tokenizer_dir()), capacity=4096)
-                yield Rig(client, Meter(pid), Meter(engine_pid), engine_url)
+        async with (
+            engine_process(folder, latency_s) as (engine_pid, engine_url),
+            service(folder, settings or {}) as served,
+            AsyncClient(served.url, served.token) as client,
+        ):
+            await client.add_engine(url=engine_url, kind="vllm", tokenizer=str(tokenizer_dir()), capacity=4096)
+            yield Rig(client, Meter(served.process.pid), Meter(engine_pid), engine_url)
 
 
 @asynccontextmanager
-async def _engine(folder: Path, latency_s: float) -> AsyncGenerator[tuple[int, str], None]:
+async def engine_process(folder: Path, latency_s: float) -> AsyncGenerator[tuple[int, str], None]:
+    """The scripted engine that says what `script.json` of the folder says: its pid and its url."""
     arguments = ["--port", "0", "--script", str(folder / "script.json"), "--tokenizer", str(tokenizer_dir())]
     if latency_s:
         arguments += ["--latency-s", str(latency_s)]
@@ -82,32 +92,43 @@ async def _engine(folder: Path, latency_s: float) -> AsyncGenerator[tuple[int, s
         line = await asyncio.wait_for(process.stdout.readline(), START_S)
         yield process.pid, json.loads(line)["url"]
     finally:
-        await _stop(process)
+        await stop(process)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A service that answers."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    token: str
 
 
 @asynccontextmanager
-async def _service(folder: Path, settings: Mapping[str, Json]) -> AsyncGenerator[tuple[int, str, str], None]:
+async def service(folder: Path, settings: Mapping[str, Json]) -> AsyncGenerator[Served, None]:
+    """`rollyard serve` on `folder/data`, ready. Ended gently, if it has not ended before."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ROLLYARD_")}
     wanted = {"data_dir": str(folder / "data"), "port": 0, "log_level": "warning", "drain_s": 1.0, **settings}
     environment |= {f"ROLLYARD_{key.upper()}": _text(value) for key, value in wanted.items()}
+    url_file = folder / "data" / "url"
+    url_file.unlink(missing_ok=True)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollyard", "serve", env=environment, stderr=asyncio.subprocess.PIPE, cwd=folder
     )
     try:
         assert process.stderr is not None
         notes: list[str] = []
-        url_file = folder / "data" / "url"
         async with asyncio.timeout(START_S):
-            while not url_file.exists():
+            while not url_file.exists():  # written before the line that tells it
                 line = (await process.stderr.readline()).decode(errors="replace")
                 notes.append(line)
                 if not line:
                     raise RuntimeError("the service did not start:\n" + "".join(notes))
         echo = asyncio.ensure_future(_echo(process.stderr))
-        yield process.pid, url_file.read_text().strip(), (folder / "data" / "token").read_text().strip()
+        yield Served(process, url_file.read_text().strip(), (folder / "data" / "token").read_text().strip())
         echo.cancel()
     finally:
-        await _stop(process)
+        await stop(process)
 
 
 async def _echo(stream: asyncio.StreamReader) -> None:
@@ -116,7 +137,8 @@ async def _echo(stream: asyncio.StreamReader) -> None:
         sys.stderr.buffer.write(line)
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def stop(process: asyncio.subprocess.Process) -> None:
+    """Asked first, then killed."""
     with suppress(ProcessLookupError):
         process.terminate()
     try:

@@ -131,33 +131,15 @@ async def _have_run(client: AsyncClient, run_id: str, policy: str | None) -> Non
 
 
 def _with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:
-    """The service names the rollout by its number in the call, or not at all; a person wants the file and the line."""
+    """The service names the rollout by its number in the call; a person wants the file and the line."""
     submitted = int(str(error.data.get("submitted", 0)))
-    found = re.search(r"rollouts\[(\d+)\](?:\.task\.?)?", error.detail)
-    index = (submitted + int(found[1])) // group_size if found else _suspect(error, tasks, submitted // group_size)
-    if index is None or index >= len(tasks):
+    found = re.search(r"rollouts\[(\d+)\](?:\.task\.?)?", f"{error.data.get('path', '')} {error.detail}")
+    index = (submitted + int(found[1])) // group_size if found else len(tasks)
+    if found is None or index >= len(tasks):
         return error
-    detail = error.detail.replace(found[0], "").lstrip(": ") if found else error.detail
+    detail = error.detail.replace(found[0], "").lstrip(": ")
     told = "nothing was submitted" if not submitted else f"{submitted} rollouts before it were submitted"
     return Trouble(f"{tasks[index].place}: {detail}", f"{error.remedy} ({told})".strip())
-
-
-def _suspect(error: RollyardError, tasks: Sequence[TaskLine], start: int) -> int | None:
-    """The first task, from `start` on, that our own copy of its environment refuses for the same reason."""
-    import msgspec
-
-    from rollyard.core import RollyardError, Task
-    from rollyard.envs.registry import Environments
-
-    environments = Environments()
-    for index, line in enumerate(tasks[start:], start):
-        task = msgspec.convert({"environment": "", **line.task}, Task)
-        try:
-            environments.get(task.environment).check(task)
-        except RollyardError as ours:
-            if (ours.code, ours.detail) == (error.code, error.detail):
-                return index
-    return None
 
 
 async def _watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:

@@ -9,9 +9,9 @@ The zygote is a loaded Python that clones itself, so that a start costs the serv
 namespaces' insides, runs bwrap, and serves one sandbox for its life. With KIND `local` there are no namespaces:
 the keeper is a subreaper and kills its descendants one by one.
 
-Measured on two busy x86-64 cores with bubblewrap 0.8: 8 to 11 ms from the request to a sandbox that stands, 4 ms
-more to the first command's status; 0.5 ms of the service's CPU for a start and as much for a kill; 6 ms of CPU for
-both in all other processes together. 200 at once: 1.8 s. A Python of its own per sandbox would cost 25 ms each.
+Measured on two busy x86-64 cores with bubblewrap 0.8 (medians): 8 to 11 ms from the request to a sandbox that stands,
+3.5 ms for a command's status; 0.6 ms of the service's CPU for a start and 0.4 for a kill; 6 ms of CPU for both in
+all other processes together. 200 at once: 1.8 s. A Python loaded for each sandbox would add 70 ms.
 
 Invariants. EOF on the lifeline, whose only write end is the service's, ends the keeper, and the kernel ends all
 below it; so does EOF on its socket. The keeper's pidfd, sent before anything of the sandbox runs, is readable

@@ -179,7 +179,7 @@ def _host_root(etc: Path) -> Iterator[str]:
 
 
 def _make_etc(etc: Path) -> None:
-    """A copy, made once: one mount per sandbox instead of forty, which would be a third of a start's time."""
+    """A copy, made once: one mount per sandbox instead of forty (bwrap alone: 3.0 ms instead of 6.6)."""
     shutil.rmtree(etc, ignore_errors=True)
     etc.mkdir()
     for pattern in _ETC.split():

@@ -65,7 +65,8 @@ def sglang_body(done: Sampled, known_as: str, version: str, tokenizer: Tokenizer
 def chat_body(done: Sampled, model: str, tokenizer: Tokenizer) -> Body:
     text = tokenizer.decode(done.ids).removesuffix(END)
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": done.finish}
-    return {"id": "chat", "model": model, "choices": [choice], "usage": done.usage()}
+    head = {"id": "chat", "object": "chat.completion", "created": 0, "model": model}  # clients insist on all of them
+    return {**head, "choices": [choice], "usage": done.usage()}
 
 
 def spoil(done: Sampled, body: Body) -> Body:

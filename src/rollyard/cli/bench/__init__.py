@@ -24,6 +24,7 @@ BENCHES = {
     "shell": "commands in a sandbox's shell: latency and throughput",
     "pipeline": "turns per second, CPU and memory per rollout, end to end",
     "stages": "does a slow EVAL slow RUN down?",
+    "restart": "how long until a killed service with 10,000 queued rollouts serves again",
 }
 
 

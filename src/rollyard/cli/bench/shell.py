@@ -7,27 +7,17 @@ use into a virtual environment of its own below ~/.cache/rollyard/bench.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from hashlib import blake2b
 from pathlib import Path
 
-import rollyard
+from rollyard.cli.bench.peers import measure
 from rollyard.core import Json
 from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSpec
 from rollyard.tools.shell import Shell, ShellOutcome
 
-PEERS = Path(rollyard.__file__).parents[2] / "bench" / "peers"
-CACHE = Path.home() / ".cache" / "rollyard" / "bench"
 SHELLS = 200
-INSTALL_S = 300.0
-PEER_S = 180.0
 
 _RUNTIMES = {"bubblewrap": BubblewrapRuntime, "local": LocalRuntime}
 
@@ -42,13 +32,10 @@ async def bench_shell(*, quick: bool = False, runtime: str = "bubblewrap", peers
             metrics |= await _many(opened, 20 if quick else 100)
     versus: dict[str, Json] = {}
     if peers:
-        versus["swe-rex"] = await asyncio.to_thread(_measure, "swe_rex", 100 if quick else 300)
-        versus["tmux"] = await asyncio.to_thread(_measure, "tmux", 10 if quick else 40)
-        versus["bash -lc"] = await asyncio.to_thread(_measure, "bash_lc", calls)
+        versus["swe-rex"] = await asyncio.to_thread(measure, "swe_rex", 100 if quick else 300)
+        versus["tmux"] = await asyncio.to_thread(measure, "tmux", 10 if quick else 40)
+        versus["bash -lc"] = await asyncio.to_thread(measure, "bash_lc", calls)
     return {"metrics": metrics, "versus": versus}
-
-
-# --- ours ---------------------------------------------------------------------------------------------
 
 
 async def _starts(runtime: BubblewrapRuntime | LocalRuntime, count: int) -> dict[str, Json]:
@@ -99,44 +86,3 @@ async def _echo(shell: Shell, number: int) -> None:
     result = await shell.run(f"echo hello {number}", 60.0)
     if result.outcome is not ShellOutcome.COMPLETED or result.output != f"hello {number}\n":
         raise RuntimeError(f"echo gave {result}")
-
-
-# --- the peers ----------------------------------------------------------------------------------------
-
-
-def _measure(peer: str, count: int) -> Json:
-    driver, requirements = PEERS / f"{peer}.py", PEERS / f"{peer}.txt"
-    if not driver.is_file():
-        return {"error": "the peers' drivers are in the repository's bench folder, not in the installed package"}
-    try:
-        python = _environment(peer, requirements) if requirements.is_file() else Path(sys.executable)
-        argv = [str(python), str(driver), str(count)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=PEER_S, check=True)
-        figures = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-        return {name: round(value, 3) for name, value in figures.items()}
-    except subprocess.CalledProcessError as error:
-        return {"error": f"{error.cmd[0]} ended with {error.returncode}: {error.stderr.strip()[-500:]}"}
-    except (OSError, subprocess.TimeoutExpired, ValueError, StopIteration) as error:
-        return {"error": str(error)[-500:]}
-
-
-def _environment(peer: str, requirements: Path) -> Path:
-    """The Python of the peer's own virtual environment, made on first use; another pin is another environment."""
-    pins = requirements.read_bytes() + sys.version.encode()
-    folder = CACHE / f"{peer}-{blake2b(pins, digest_size=6).hexdigest()}"
-    python = folder / "bin" / "python"
-    if (folder / "ready").exists():
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        for argv in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(requirements)],
-        ):
-            subprocess.run(argv, capture_output=True, text=True, timeout=INSTALL_S, check=True)
-        (folder / "ready").touch()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
-        raise
-    return python

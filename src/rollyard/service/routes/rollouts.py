@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import DeadlineExpired, Rollout, State, Trajectory, check_id, new_id
+from rollyard.core import DeadlineExpired, Rollout, RollyardError, State, Trajectory, check_id, new_id
 from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
 from rollyard.pipeline import Yard
 from rollyard.service import arrow
@@ -19,6 +19,7 @@ from rollyard.service.bounds import while_wanted
 from rollyard.service.house import House, house_of
 from rollyard.service.models import SingleBody, SubmitBody, read_submit, to_task
 from rollyard.service.openapi import json_body
+from rollyard.service.problems import field_path
 from rollyard.service.records import record, reply, traces, trajectory_object
 from rollyard.store.base import Page, Submission
 
@@ -59,7 +60,11 @@ async def submit(request: Request) -> Response:
     for number, body in enumerate(bodies):
         path = ("task",) if isinstance(body, SingleBody) else ("rollouts", number, "task")
         task = to_task(body.task, run.defaults, path)
-        house.shop.check(task, run)
+        try:
+            house.shop.check(task, run)
+        except RollyardError as error:
+            error.data["path"] = field_path(path)  # of a thousand tasks, which one
+            raise
         rollout = Rollout(
             id=new_id("ro") if body.id is None else check_id(body.id, "rollout id"),
             run=run.id,

@@ -1,0 +1,139 @@
+"""The peers of `rollyard bench pipeline`, under its service-bound load: an engine that answers at once, the same turns.
+
+A driver (bench/peers) keeps its rollouts going while it is measured from here, with the instruments that measure our
+own service: turns are what the engine answered, CPU is read from /proc. What each peer does in a turn is the easier
+thing: mini-swe-agent runs a real `echo` in a bash of its own, bare on this machine (its CPU is that of the children);
+verifiers calls a Python function. Neither has a sandbox, a durable record or token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from rollyard.cli.bench.peers import TAIL, PeerError, driver_argv
+from rollyard.cli.bench.pipeline import TURNS
+from rollyard.cli.rig import Meter, engine_process, machine_busy_s, stop
+from rollyard.core import Json
+
+CONCURRENCY = 64
+STEADY_S = 120.0  # to import a peer, and to end its first rollouts
+
+
+def _bash(command: str) -> str:
+    return f"I run a command.\n\n```mswea_bash_command\n{command}\n```"
+
+
+def _echo(text: str) -> str:
+    return "<tool_call>\n" + json.dumps({"name": "echo", "arguments": {"text": text}}) + "\n</tool_call>"
+
+
+def _script(peer: str) -> dict[str, Json]:
+    """What the engine says to this peer: a tool in every turn, and the end in the last."""
+    texts = [f"turn {turn}" for turn in range(1, TURNS + 1)]
+    if peer == "mini_swe_agent":
+        replies = [_bash(f"echo {text}") for text in texts[:-1]]
+        return {"default": [*replies, _bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 4")]}
+    replies = [_echo(text) for text in texts]
+    return {"default": [*replies[:-1], replies[-1] + "\nANSWER: 4"]}
+
+
+async def run_peers(*, quick: bool) -> dict[str, Json]:
+    """Each peer's figures, under the names of ours; {"error": why} for one that cannot be measured."""
+    found: dict[str, Json] = {}
+    for name, peer in (("mini-swe-agent", "mini_swe_agent"), ("verifiers", "verifiers")):
+        try:
+            found[name] = await measure_peer(peer, _script(peer), window_s=5.0 if quick else 18.0)
+        except PeerError as error:
+            found[name] = {"error": str(error)}
+    return found
+
+
+async def measure_peer(peer: str, script: Mapping[str, Json], *, window_s: float) -> dict[str, Json]:
+    argv = await asyncio.to_thread(driver_argv, peer)
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "script.json").write_text(json.dumps(script))
+        async with (
+            engine_process(folder, 0.0) as (engine_pid, url),
+            _driver([*argv, url, str(TURNS), str(CONCURRENCY)], folder) as (pid, said),
+            aiohttp.ClientSession() as http,
+        ):
+            driver, engine = Meter(pid), Meter(engine_pid)
+
+            async def look() -> tuple[float, ...]:
+                turns, now = await _turns(http, url), time.monotonic()
+                return turns, now, driver.cpu_s(), driver.children_cpu_s(), engine.cpu_s(), machine_busy_s()
+
+            before = await look()
+            await asyncio.sleep(window_s)
+            after = await look()
+    turns, took_s, *cpus = (b - a for a, b in zip(before, after, strict=True))
+    if not turns:
+        raise PeerError(f"it made no turn in {took_s:.1f} s")
+    own, children, engines, machine = (round(1000 * cpu_s / turns, 3) for cpu_s in cpus)
+    return {
+        **said,
+        "peak_turns_per_s": round(turns / took_s, 1),
+        "peak_run_slots": CONCURRENCY,
+        "cpu_ms_per_turn": own,
+        "child_cpu_ms_per_turn": children,
+        "engine_cpu_ms_per_turn": engines,
+        "machine_cpu_ms_per_turn": machine,
+    }
+
+
+@asynccontextmanager
+async def _driver(argv: list[str], folder: Path) -> AsyncGenerator[tuple[int, dict[str, Json]], None]:
+    """A driver in its steady state: its pid, and what it says of its rollouts. One that has ended is a PeerError."""
+    home = folder / "home"  # what peers leave in caches and settings goes with the folder
+    home.mkdir()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "PYTHON"))}
+    environment |= {"HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    with (folder / "stderr").open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.PIPE,  # its lifeline: a driver ends when we do
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            cwd=home,
+        )
+
+    def ended() -> PeerError:
+        text = (folder / "stderr").read_text(errors="replace").strip()
+        return PeerError(f"its driver ended with {process.returncode}: {text[-TAIL:]}")
+
+    try:
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(STEADY_S):
+                while not (line := await process.stdout.readline()).startswith(b"{"):
+                    if not line:
+                        await process.wait()
+                        raise ended()
+        except TimeoutError:
+            raise PeerError(f"its first rollouts did not end within {STEADY_S:.0f} s") from None
+        try:
+            yield process.pid, json.loads(line)
+        except OSError as error:  # /proc knows it no longer
+            raise PeerError(str(error)) if process.returncode is None else ended() from error
+        if process.returncode is not None:
+            raise ended()
+    finally:
+        await stop(process)
+
+
+async def _turns(http: aiohttp.ClientSession, url: str) -> int:
+    """How many completions the engine has given."""
+    async with http.get(f"{url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("vllm:request_success_total"))
