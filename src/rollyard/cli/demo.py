@@ -11,6 +11,7 @@ import asyncio
 import json
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -42,7 +43,7 @@ async def run_demo(console: Console) -> None:
                     )
                 finally:
                     watch.cancel()
-        console.print(_table(records))
+        console.print(_table(records, console.width))
         await _show_one(console, bench.client, records[0])
     broken = [record for record in records if record.failure and record.failure["blame"] != "policy"]
     if broken:
@@ -66,11 +67,12 @@ async def _watch(client: AsyncClient, progress: Progress, bar: object) -> None:
         await asyncio.sleep(0.2)
 
 
-def _table(records: list[Record]) -> Table:
-    table = Table(title="Eight rollouts (times in seconds)")
-    for name in ("task", "outcome", "reward", "turns", "tokens", "init", "run", "eval"):
-        width = {"task": 30, "outcome": 10}.get(name)
-        table.add_column(name, justify="left" if width else "right", no_wrap=True, max_width=width)
+def _table(records: list[Record], width: int) -> Table:
+    table = Table(title="Eight rollouts (times in seconds)", box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("task", no_wrap=True, max_width=max(18, width - 66))
+    table.add_column("outcome", no_wrap=True, min_width=10)
+    for name in ("reward", "turns", "tokens", "init", "run", "eval"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(4, len(name)))
     for record in records:
         data, timings, summary = record.task["data"], record.timings or {}, record.summary or {}
         text = str(data.get("instruction") or data.get("question"))

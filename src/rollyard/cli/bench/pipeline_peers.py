@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -58,23 +58,26 @@ async def run_peers(*, quick: bool) -> dict[str, Json]:
 
 
 async def measure_peer(peer: str, script: Mapping[str, Json], *, window_s: float) -> dict[str, Json]:
+    """The figures of one driver in its steady state. PeerError: there are none, and why."""
     argv = await asyncio.to_thread(driver_argv, peer)
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "script.json").write_text(json.dumps(script))
         async with (
             engine_process(folder, 0.0) as (engine_pid, url),
-            _driver([*argv, url, str(TURNS), str(CONCURRENCY)], folder) as (pid, said),
+            _driver([*argv, url, str(TURNS), str(CONCURRENCY)], folder) as (process, said),
             aiohttp.ClientSession() as http,
         ):
-            driver, engine = Meter(pid), Meter(engine_pid)
+            driver, engine = Meter(process.pid), Meter(engine_pid)
 
             async def look() -> tuple[float, ...]:
                 turns, now = await _turns(http, url), time.monotonic()
                 return turns, now, driver.cpu_s(), driver.children_cpu_s(), engine.cpu_s(), machine_busy_s()
 
             before = await look()
-            await asyncio.sleep(window_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), window_s)
+                raise _DriverEnded
             after = await look()
     turns, took_s, *cpus = (b - a for a, b in zip(before, after, strict=True))
     if not turns:
@@ -92,44 +95,44 @@ async def measure_peer(peer: str, script: Mapping[str, Json], *, window_s: float
 
 
 @asynccontextmanager
-async def _driver(argv: list[str], folder: Path) -> AsyncGenerator[tuple[int, dict[str, Json]], None]:
-    """A driver in its steady state: its pid, and what it says of its rollouts. One that has ended is a PeerError."""
+async def _driver(
+    argv: list[str], folder: Path
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, dict[str, Json]], None]:
+    """A driver in its steady state, and what it says of its rollouts."""
     home = folder / "home"  # what peers leave in caches and settings goes with the folder
     home.mkdir()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "PYTHON"))}
-    environment |= {"HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     with (folder / "stderr").open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.PIPE,  # its lifeline: a driver ends when we do
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            env=environment,
+            env={
+                "PATH": os.environ.get("PATH", os.defpath),
+                "HOME": str(home),
+                "LANG": "C.UTF-8",
+            },  # no keys, no proxies
             cwd=home,
         )
-
-    def ended() -> PeerError:
-        text = (folder / "stderr").read_text(errors="replace").strip()
-        return PeerError(f"its driver ended with {process.returncode}: {text[-TAIL:]}")
-
     try:
         assert process.stdout is not None
-        try:
-            async with asyncio.timeout(STEADY_S):
-                while not (line := await process.stdout.readline()).startswith(b"{"):
-                    if not line:
-                        await process.wait()
-                        raise ended()
-        except TimeoutError:
-            raise PeerError(f"its first rollouts did not end within {STEADY_S:.0f} s") from None
-        try:
-            yield process.pid, json.loads(line)
-        except OSError as error:  # /proc knows it no longer
-            raise PeerError(str(error)) if process.returncode is None else ended() from error
-        if process.returncode is not None:
-            raise ended()
+        async with asyncio.timeout(STEADY_S):
+            while not (line := await process.stdout.readline()).startswith(b"{"):
+                if not line:
+                    await process.wait()
+                    raise _DriverEnded
+        yield process, json.loads(line)
+    except TimeoutError:
+        raise PeerError(f"its first rollouts did not end within {STEADY_S:.0f} s") from None
+    except (_DriverEnded, OSError):  # OSError: /proc knows it no longer
+        text = (folder / "stderr").read_text(errors="replace").strip()
+        raise PeerError(f"its driver ended with {process.returncode}: {text[-TAIL:]}") from None
     finally:
         await stop(process)
+
+
+class _DriverEnded(Exception):
+    pass
 
 
 async def _turns(http: aiohttp.ClientSession, url: str) -> int:

@@ -1,0 +1,96 @@
+"""What of the peers' benches needs no network: their drivers' pins, and what becomes of a peer that fails."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rollyard.cli.bench import peers
+from rollyard.cli.bench.pipeline import TURNS
+from rollyard.cli.bench.pipeline_peers import measure_peer, run_peers
+
+# Speaks to the engine as the real drivers do, with the standard library alone.
+DRIVER = """
+import json, os, sys, threading, urllib.request
+url, turns, concurrency = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def call():
+    body = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    answer = json.load(urllib.request.urlopen(urllib.request.Request(url + "/v1/chat/completions", body)))
+    assert answer["choices"][0]["message"]["content"] == "hello", answer
+    assert answer["object"] == "chat.completion" and answer["created"] == 0, answer
+call()
+print("a banner", flush=True)
+print(json.dumps({"turns_per_rollout": turns}), flush=True)
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+while True:
+    call()
+"""
+
+
+@pytest.fixture
+def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of drivers that a test fills."""
+    monkeypatch.setattr(peers, "DRIVERS", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("peer", "package"), [("mini_swe_agent", "mini-swe-agent"), ("verifiers", "verifiers"), ("swe_rex", "swe-rex")]
+)
+def test_a_driver_is_python_and_every_package_of_it_is_pinned(peer: str, package: str) -> None:
+    compile((peers.DRIVERS / f"{peer}.py").read_text(), peer, "exec")
+    lines = (peers.DRIVERS / f"{peer}.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", pin)] == []
+    assert package in {pin.partition("==")[0] for pin in pins}
+
+
+async def test_peers_that_cannot_be_installed_are_errors_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file where the environments should be")
+    monkeypatch.setattr(peers, "CACHE", taken)
+    found = await run_peers(quick=True)
+    assert list(found) == ["mini-swe-agent", "verifiers"]
+    for figures in found.values():
+        assert isinstance(figures, dict)
+        assert list(figures) == ["error"] and "install" in str(figures["error"])
+
+
+def test_a_failed_installation_is_not_taken_for_a_finished_one(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "CACHE", drivers / "cache")
+    monkeypatch.setattr(peers, "INSTALL_S", 0.0)
+    (drivers / "peer.py").write_text("")
+    (drivers / "peer.txt").write_text("peer==1\n")
+    with pytest.raises(peers.PeerError, match="not installed"):
+        peers.driver_argv("peer")
+    assert list(drivers.glob("cache/peer-*")) == []
+
+
+def test_a_peer_without_a_driver_is_an_error(drivers: Path) -> None:
+    figures = peers.measure("nobody", 1)
+    assert isinstance(figures, dict) and "repository" in str(figures["error"])
+
+
+def test_a_driver_may_bear_the_name_of_its_package(drivers: Path) -> None:
+    (drivers / "aiohttp.py").write_text("import aiohttp\nprint('{\"parts\": %d}' % len(aiohttp.__path__))")
+    assert peers.measure("aiohttp", 1) == {"parts": 1}
+
+
+async def test_a_driver_is_measured_under_the_names_of_our_own_figures(drivers: Path) -> None:
+    (drivers / "peer.py").write_text(DRIVER)
+    figures = await measure_peer("peer", {"default": ["hello"]}, window_s=1.0)
+    assert figures["turns_per_rollout"] == TURNS
+    for name in ("peak_turns_per_s", "cpu_ms_per_turn", "engine_cpu_ms_per_turn", "machine_cpu_ms_per_turn"):
+        value = figures[name]
+        assert isinstance(value, float) and value >= 0
+    assert figures["child_cpu_ms_per_turn"] == 0
+
+
+@pytest.mark.parametrize("first", ["", "print('{}', flush=True); "])
+async def test_a_driver_that_ends_is_an_error_with_its_last_words(drivers: Path, first: str) -> None:
+    """Before its steady state, and while it is measured: the window is far longer than a test may take."""
+    (drivers / "peer.py").write_text(first + "raise SystemExit('boom')")
+    with pytest.raises(peers.PeerError, match=r"ended with .*boom"):
+        await measure_peer("peer", {}, window_s=600.0)
