@@ -1,4 +1,4 @@
-"""verifiers: its environment, interception server and eval client; a harness in this process; a Python function as tool.
+"""verifiers: its environment, interception server and eval client, a harness in this process, a function as tool.
 
     verifiers.py ENGINE_URL TURNS CONCURRENCY
 
@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterable
 
 import aiohttp
@@ -84,14 +85,21 @@ async def main() -> None:
             if ended == CONCURRENCY:
                 print(json.dumps({"turns_per_rollout": TURNS}), flush=True)
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as EchoHarness.client, env.serving():
-        async with asyncio.TaskGroup() as group:
-            for _ in range(CONCURRENCY):
-                group.create_task(work())
-            await asyncio.to_thread(sys.stdin.read)
-            os._exit(0)
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as EchoHarness.client,
+        env.serving(),
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(CONCURRENCY):
+            group.create_task(work())
+
+
+def end_with_stdin() -> None:
+    os.read(0, 1)
+    os._exit(0)
 
 
 if __name__ == "__main__":
     sys.modules[PLUGIN] = sys.modules["__main__"]  # plugins are found by the name of their module
+    threading.Thread(target=end_with_stdin, daemon=True).start()
     asyncio.run(main())

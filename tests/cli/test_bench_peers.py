@@ -21,7 +21,7 @@ def call():
 call()
 print("a banner", flush=True)
 print(json.dumps({"turns_per_rollout": turns}), flush=True)
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
 while True:
     call()
 """

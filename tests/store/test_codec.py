@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from array import array
 from dataclasses import replace
 
@@ -107,9 +109,14 @@ runs = st.builds(
 )
 
 
-@given(st.one_of(scores, failures, endings, failed, tasks, runs, st.builds(LostAttempt, small, text, text)))
+@given(st.one_of(endings, failed, tasks, runs))
 def test_a_record_comes_back_as_it_was(value: object) -> None:
     assert from_json(to_json(value), type(value)) == value
+
+
+@given(st.lists(st.builds(LostAttempt, small, text, text), max_size=3).map(tuple))
+def test_a_history_comes_back_as_it_was(lost: tuple[LostAttempt, ...]) -> None:
+    assert from_json(to_json(lost), tuple[LostAttempt, ...]) == lost
 
 
 def test_a_trace_of_8000_tokens_is_about_100_kb() -> None:
@@ -146,3 +153,28 @@ def test_a_column_of_the_wrong_type_is_refused() -> None:
     wide = replace(value, traces=(replace(value.traces[0], token_ids=array("q", [1, 2, 3, 4, 5])),))
     with pytest.raises(TypeError, match="array"):
         encode_trajectory(wide)
+
+
+def test_threads_may_read_their_first_records_at_the_same_moment():
+    """msgspec must not be left to build a type in a reader's thread: two of them at once is a segmentation fault."""
+    code = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+from rollyard.core import Ending, Run, Task
+from rollyard.store.codec import from_json
+go = threading.Barrier(4)
+def work():
+    go.wait()
+    from_json(b'{"environment": "shell", "limits": {"run_s": 3}}', Task)
+    from_json(b'{"outcome": "completed", "score": {"reward": 1}}', Ending)
+    from_json(b'{"id": "run"}', Run)
+threads = [threading.Thread(target=work) for _ in range(4)]
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+"""
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_kind_that_was_not_built_at_import_cannot_be_read():
+    with pytest.raises(KeyError):
+        from_json(b"{}", dict[str, bytes])

@@ -90,7 +90,7 @@ class RollyardError(Exception):
         return Failure(
             code=self.code,
             blame=self.blame,
-            detail=self.detail,
+            detail=self.detail.encode("utf-8", "replace").decode(),  # half a surrogate pair cannot be stored
             retryable=self.retryable,
             trainable=self.trainable,
             stage=stage,

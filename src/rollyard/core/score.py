@@ -20,7 +20,8 @@ class TurnReward:
 class Score:
     """The reward, what it is made of, and what else was measured.
 
-    Invariant: every number is finite. A NaN reward is a crashed verifier, not a score.
+    Invariant: every number is a finite float, whatever an environment computed with (numpy, torch, Decimal). A NaN
+    reward is a crashed verifier, not a score.
     """
 
     reward: float
@@ -29,6 +30,10 @@ class Score:
     turn_rewards: tuple[TurnReward, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", float(self.reward))
+        for name in ("components", "metrics"):
+            numbers: Mapping[str, float] = getattr(self, name)
+            object.__setattr__(self, name, {str(key): float(value) for key, value in numbers.items()})
         numbers = [self.reward, *self.components.values(), *self.metrics.values()]
         numbers += [turn.reward for turn in self.turn_rewards]
         if not all(math.isfinite(number) for number in numbers):

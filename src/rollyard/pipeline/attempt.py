@@ -53,7 +53,7 @@ from rollyard.pipeline.pool import Pool, Rank
 from rollyard.pipeline.settings import PipelineSettings
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import Sandbox
-from rollyard.store.base import Stale, Store
+from rollyard.store.base import Stale, Store, StoreUnusable
 from rollyard.tokens import verify
 
 log = logging.getLogger("rollyard.pipeline")
@@ -383,6 +383,15 @@ class Attempt:
                 await self._overtaken()
         except Stale:
             await self._overtaken()
+        except StoreUnusable:
+            raise  # nothing can be written any more: the service ends with it
+        except Exception as error:  # what this rollout left cannot be written: its own end, not everybody's
+            log.exception("the end cannot be stored", extra={"rollout": self.rollout.id})
+            self._trajectory, self._summary = None, Summary(node=self.yard.settings.node)
+            broken = InternalError(f"what this rollout left cannot be stored ({type(error).__name__})")
+            await self._end(
+                Ending(Outcome.FAILED, None, broken.failure(self.state), False, self._summary, self._timings())
+            )
 
     async def _overtaken(self) -> None:
         """Somebody else moved the row: a cancel that ended it while it was being admitted. Then we tell it."""
@@ -412,6 +421,8 @@ class Attempt:
     async def _requeue(self, lost: LostAttempt, *, delay_s: float, is_excused: bool = False) -> None:
         at = self.rollout.position
         await self.yard.store.requeue(self.rollout.id, at, lost, is_excused=is_excused)
+        if await self._is_cancelled_now():
+            return
         rollout = replace(
             self.rollout,
             position=at.to(State.QUEUED),
@@ -423,6 +434,17 @@ class Attempt:
         self._span.end()
         self.yard.publish(rollout)
         self.yard.requeued(rollout, delay_s)
+
+    async def _is_cancelled_now(self) -> bool:
+        """A cancel that was asked for while this attempt was being given back: no other one may begin."""
+        found = await self.yard.store.get(self.rollout.id)
+        if found.is_cancel_requested and found.state is State.QUEUED:
+            found = await self.yard.store.request_cancel(found.id, "cancelled by the client") or found
+        if found.state is not State.ENDED:
+            return False
+        self._span.end()
+        self.yard.publish(found)
+        return True
 
     def _lost(self, code: str, detail: str) -> LostAttempt:
         sampled = self._trajectory.sampled_tokens if self._trajectory else self._running.sampled_tokens

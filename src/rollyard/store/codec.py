@@ -16,13 +16,26 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 
-from rollyard.core import Artifact, Json, Message, Sampling, Span, Trace, Trajectory
+from rollyard.core import (
+    Artifact,
+    Ending,
+    EngineSpec,
+    Json,
+    LostAttempt,
+    Message,
+    Run,
+    Sampling,
+    Span,
+    Task,
+    Trace,
+    Trajectory,
+)
 from rollyard.core.trace import LogprobsKind
+from rollyard.store.base import QueuedRow
 
 T = TypeVar("T")
 
@@ -80,14 +93,34 @@ def to_json(record: object) -> str:
 def from_json(data: bytes | str, kind: type[T]) -> T:
     """What `to_json` made; `CorruptRecord` if it is not one."""
     try:
-        return _decoder(kind).decode(data)
+        return _DECODERS[kind].decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError is a DecodeError
         raise CorruptRecord(f"a stored record cannot be read: {error}") from error
 
 
-@cache
-def _decoder(kind: Any) -> Any:  # building one costs 100 times its use
-    return msgspec.json.Decoder(kind)
+_DECODERS: dict[Any, Any] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (
+        Task,
+        Run,
+        Ending,
+        EngineSpec,
+        tuple[Run, ...],
+        tuple[LostAttempt, ...],
+        tuple[QueuedRow, ...],
+        tuple[Mapping[str, Json], ...],
+        list[list[Any]],
+        dict[str, Json],
+        dict[str, int],
+        _Text,
+    )
+}
+"""All that the store reads, built when this module is imported, by one thread. msgspec builds what it knows of a
+dataclass on its first use, and a second thread that uses it meanwhile sees it half built: the process dies of a
+segmentation fault. Readers are threads, so nothing here may be built by them. (It also costs 100 times its use.)"""
+
+_TRAJECTORY_DECODER = msgspec.msgpack.Decoder(_TrajectoryRecord)
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytearray:
@@ -104,13 +137,8 @@ def encode_trajectory(trajectory: Trajectory) -> bytearray:
         turns=trajectory.turns,
         ended_by=trajectory.ended_by,
     )
-    _encoder().encode_into(record, buffer, 4)
+    _ENCODER.encode_into(record, buffer, 4)
     return buffer
-
-
-@cache
-def _encoder() -> msgspec.msgpack.Encoder:
-    return msgspec.msgpack.Encoder()
 
 
 def decode_trajectory(data: bytes | bytearray) -> Trajectory:
@@ -120,7 +148,7 @@ def decode_trajectory(data: bytes | bytearray) -> Trajectory:
         found = data[3] if len(data) > 3 else "none"
         raise CorruptRecord(f"a stored trajectory has format {found}; this version of Rollyard reads {VERSION}")
     try:
-        record = _trajectory_decoder().decode(memoryview(data)[4:])
+        record = _TRAJECTORY_DECODER.decode(memoryview(data)[4:])
         text = from_json(record.text, _Text)
         return Trajectory(
             rollout_id=record.rollout_id,
@@ -135,11 +163,6 @@ def decode_trajectory(data: bytes | bytearray) -> Trajectory:
         )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptRecord(f"a stored trajectory cannot be read: {error}") from error
-
-
-@cache
-def _trajectory_decoder() -> msgspec.msgpack.Decoder[_TrajectoryRecord]:
-    return msgspec.msgpack.Decoder(_TrajectoryRecord)
 
 
 def _to_record(trace: Trace) -> _TraceRecord:

@@ -75,19 +75,19 @@ async def _latency_bound(*, in_flight: int, latency_s: float, quick: bool) -> di
     }
 
 
-async def _service_bound(slots: tuple[int, ...], *, window_s: float) -> dict[str, Json]:
+async def _service_bound(slots: tuple[int, ...], *, turns: int, window_s: float) -> dict[str, Json]:
     best: dict[str, Json] = {"peak_turns_per_s": 0.0}
     for size in slots:
         settings: dict[str, Json] = {"run_slots": size, "init_slots": 8, "ready_slots": 16, "eval_slots": 16}
-        async with rig(script(), settings=settings) as bench, _load(bench, int(window_s * 400)):
+        async with rig(script(turns), settings=settings) as bench, _load(bench, int((window_s + 4) * 1000 / turns)):
             await asyncio.sleep(2.0)
             calls, begun = await _calls(bench), time.monotonic()
             before = bench.service.cpu_s(), bench.engine.cpu_s(), machine_busy_s()
             await asyncio.sleep(window_s)
-            turns, took_s = await _calls(bench) - calls, time.monotonic() - begun
+            done, took_s = await _calls(bench) - calls, time.monotonic() - begun
             after = bench.service.cpu_s(), bench.engine.cpu_s(), machine_busy_s()
-        rate = turns / took_s
-        service, engine, machine = (1000 * (b - a) / max(1, turns) for a, b in zip(before, after, strict=True))
+        rate = done / took_s
+        service, engine, machine = (1000 * (b - a) / max(1, done) for a, b in zip(before, after, strict=True))
         if rate > float(best["peak_turns_per_s"]):  # type: ignore[arg-type]
             best = {
                 "peak_turns_per_s": round(rate, 1),

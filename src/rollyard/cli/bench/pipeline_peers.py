@@ -101,6 +101,8 @@ async def _driver(
     """A driver in its steady state, and what it says of its rollouts."""
     home = folder / "home"  # what peers leave in caches and settings goes with the folder
     home.mkdir()
+    # Nothing else of ours: no keys, no proxies.
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "LANG": "C.UTF-8"}
     with (folder / "stderr").open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             *argv,
