@@ -18,6 +18,7 @@ import pytest
 
 from rollyard import AsyncClient
 from rollyard.client import Record, ServiceUnreachable
+from rollyard.core import Json
 from rollyard.testing.tokenizer_files import tokenizer_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -40,9 +41,9 @@ SCRIPT = {
 }
 
 
-def task(number: int) -> dict[str, object]:
+def task(number: int) -> dict[str, Json]:
     word = "good" if number % 3 else "bad"
-    data = {"instruction": f"write {word}", "checks": ['test "$(cat out.txt)" = good']}
+    data: dict[str, Json] = {"instruction": f"write {word}", "checks": ['test "$(cat out.txt)" = good']}
     return {"environment": "shell", "data": data}
 
 

@@ -2,10 +2,12 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from rollyard.agents import Agents, NativeAgent
 from rollyard.agents.arguments import wrong_arguments
+from rollyard.agents.native import bash_blocks
 from rollyard.core import AgentSpec, Limits, Sampling, Task, Trajectory
 from rollyard.core.failure import (
     ContextLimit,
@@ -16,6 +18,7 @@ from rollyard.core.failure import (
     TurnLimit,
     UnknownAgent,
 )
+from rollyard.engines import Kind
 from rollyard.testing.script import Reply
 from rollyard.tokens import verify
 from rollyard.tools.finish import SPEC as FINISH_SPEC
@@ -162,6 +165,16 @@ async def test_bash_blocks_run_by_the_shell(scene):
         assert len(s.conversation.traces()) == 1
 
 
+@pytest.mark.parametrize("kind", [Kind.VLLM, Kind.OPENAI])
+async def test_half_a_character_goes_the_whole_way(scene, kind):
+    """Neither an engine's HTTP nor the store's JSON could hold it."""
+    half = r'<tool_call>{"name": "shell", "arguments": {"command": "\ud83d"}}</tool_call>'
+    last = r'<tool_call>{"name": "finish", "arguments": {"answer": "\ud83d"}}</tool_call>'
+    async with scene([half, last], kind=kind) as s:
+        await s.run()
+        msgspec.json.encode([list(s.conversation.messages), s.context.info])
+
+
 @pytest.mark.parametrize(
     ("text", "observation"),
     [
@@ -175,6 +188,13 @@ async def test_anything_but_one_block_is_an_observation(scene, text, observation
         assert await s.run() == "stop"
         assert tool.calls == []
         assert observation in s.said("user")[1]
+
+
+async def test_bash_blocks_without_a_shell_are_the_task_s_fault(scene):
+    async with scene(["```bash\nls\n```"], options={"format": "bash_block"}, tools=[Finish()]) as s:
+        with pytest.raises(TaskInvalid, match="needs the tool shell"):
+            await s.run()
+        assert s.conversation.turns == 0
 
 
 async def test_another_language_s_block_is_an_answer(scene):
@@ -245,3 +265,11 @@ def test_arguments_are_checked_against_the_schema(schema, value, wrong):
     found = wrong_arguments(schema, value)
     assert wrong in found
     assert bool(found) == bool(wrong)
+
+
+def test_blocks_that_never_close_are_read_once():
+    """A model in a loop writes thousands of them; looking from each to the end would hold the event loop."""
+    assert bash_blocks("```bash\n" * 200_000) == []
+    assert bash_blocks("a\n```bash \nls\n``` \nb\n```bash\n") == ["ls\n"]
+    assert bash_blocks("```bash\n```\n```bash\nb\n```") == ["", "b\n"]
+    assert bash_blocks("```bash\nx ```\n```bash") == bash_blocks("```python\nx\n```") == []

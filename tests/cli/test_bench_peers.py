@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.bench import peers
+from rollyard.cli.bench import peers, pipeline_peers
 from rollyard.cli.bench.pipeline import TURNS
 from rollyard.cli.bench.pipeline_peers import measure_peer, run_peers
 
@@ -94,3 +94,18 @@ async def test_a_driver_that_ends_is_an_error_with_its_last_words(drivers: Path,
     (drivers / "peer.py").write_text(first + "raise SystemExit('boom')")
     with pytest.raises(peers.PeerError, match=r"ended with .*boom"):
         await measure_peer("peer", {}, window_s=600.0)
+
+
+async def test_a_driver_that_never_gets_going_is_an_error(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_peers, "STEADY_S", 0.5)
+    (drivers / "peer.py").write_text("import os; os.read(0, 1)")
+    with pytest.raises(peers.PeerError, match="first rollouts"):
+        await measure_peer("peer", {}, window_s=600.0)
+
+
+async def test_a_driver_gets_nothing_of_our_environment(drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_SECRET", "hidden")
+    (drivers / "peer.py").write_text("import os; raise SystemExit(' '.join(sorted(os.environ)))")
+    with pytest.raises(peers.PeerError, match=r"HOME .*PATH") as caught:
+        await measure_peer("peer", {}, window_s=600.0)
+    assert "BENCH_SECRET" not in str(caught.value)

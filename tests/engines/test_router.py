@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rollyard.core import Deadline
-from rollyard.core.failure import EngineExists, EngineUnavailable, JudgeUnreachable, NotFound
+from rollyard.core.failure import EngineExists, EngineUnavailable, InvalidRequest, JudgeUnreachable, NotFound
 from rollyard.engines import EngineSpec, Health, Kind, Router, VersionSpan
 from rollyard.testing.script import Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
@@ -131,6 +131,22 @@ async def test_an_engine_that_need_not_answer_yet_is_watched_until_it_does() -> 
         session = await opening
         assert router.list()[0].info is not None
         await session.close()
+
+
+async def test_an_engine_refused_by_the_vetting_is_watched_on() -> None:
+    """Its tokenizer is put right later, say: a refusal of any kind must not end the watch."""
+    refusals = [InvalidRequest("no renderer"), InvalidRequest("no renderer"), ValueError("a broken file")]
+
+    async def vet(_: object) -> None:
+        if refusals:
+            raise refusals.pop()
+
+    async with ScriptedEngine() as server, Router(QUICK, vet=vet) as router:
+        await server.stop()
+        await router.add(spec_of(server), must_answer=False)
+        await server.start()
+        await until_health(router, Health.UP)
+        assert not refusals
 
 
 async def test_a_removed_engine_gives_its_sessions_up_with_their_tokens() -> None:

@@ -100,6 +100,24 @@ async def test_a_cancelled_completion_frees_the_engine_and_the_seat() -> None:
         await server.idle()
 
 
+async def test_a_call_cancelled_twice_is_counted_out_once() -> None:
+    """The second cancel comes while the first one's call is being ended."""
+    async with (
+        ScriptedEngine(lambda t: Reply("x", stall_after=0 if t.session_id else None)) as server,
+        routed(server) as router,
+    ):
+        async with router.session("default", "s1") as session:
+            task = asyncio.create_task(complete(session))
+            await server.busy()
+            task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+        await server.idle()
+        (status,) = router.list()
+        assert (status.stats.sessions, status.stats.in_flight) == (0, 0)
+
+
 async def test_a_lost_engine_is_left_for_another() -> None:
     async with (
         ScriptedEngine(lambda _: WORDS) as one,

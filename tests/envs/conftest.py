@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.core import Json, Limits, Task, Trajectory
+from rollyard.core import Artifact, Json, Limits, Task, Trajectory
 from rollyard.envs import EnvContext, Evidence
-from rollyard.sandbox import LocalRuntime, Sandbox, SandboxSpec
+from rollyard.sandbox import WORKDIR, LocalRuntime, Sandbox, SandboxSpec
 
 Start = Callable[[], Awaitable[Sandbox]]
 
@@ -32,6 +32,7 @@ def context(given: Task, sandbox: Sandbox | None = None) -> EnvContext:
     return EnvContext(given, "r1", sandbox)
 
 
-def evidence(said: str = "", **info: Json) -> Evidence:
+def evidence(said: str = "", kept: tuple[str, ...] = ("workspace",), **info: Json) -> Evidence:
     messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": said})
-    return Evidence(Trajectory("r1", 1, messages=messages, info=info), {})
+    artifacts = {name: Artifact(name, WORKDIR, 0, "", "tar") for name in kept}
+    return Evidence(Trajectory("r1", 1, messages=messages, info=info), artifacts)

@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from rollyard.core.failure import EvalDeadline, TaskInvalid, VerifierCrashed
 from rollyard.envs.math import MathEnvironment, last_boxed
-from rollyard.envs.math_judge import MathJudge
+from rollyard.envs.math_judge import WORKERS, MathJudge
 
 from .conftest import context, evidence, task
 
@@ -88,6 +88,18 @@ async def test_an_answer_that_hangs_the_verifier_is_the_policys_fault_and_the_pr
     assert judge._idle == []
 
 
+async def test_waiting_for_others_answers_is_not_the_policys_fault():
+    """As a deadline it would be a score of 0 for an answer that nobody has looked at."""
+    judge = child("time.sleep(600)")
+    slow = [asyncio.create_task(judge.is_same("1", "2")) for _ in range(WORKERS)]
+    await asyncio.sleep(0)
+    with pytest.raises(VerifierCrashed, match=r"free within 0\.1 s"):
+        await judge.is_same("1", "2", wait_s=0.1)
+    for task_ in slow:
+        task_.cancel()
+    await asyncio.wait(slow)
+
+
 async def test_a_verifier_that_dies_is_no_score():
     with pytest.raises(VerifierCrashed, match="died"):
         await child("s.close()").is_same("1", "2")
@@ -156,3 +168,9 @@ async def test_data_that_can_never_work_is_refused_with_the_field(data, wrong):
 )
 async def test_the_last_box_with_matching_braces_counts(text, expected):
     assert last_boxed(text) == expected
+
+
+async def test_boxes_that_never_close_are_read_once():
+    """A model in a loop writes thousands of them; looking from each to the end would hold the event loop."""
+    assert last_boxed("\\boxed{" * 200_000) is None
+    assert last_boxed("\\boxed{7}" + "\\boxed{" * 200_000) == "7"

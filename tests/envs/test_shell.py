@@ -43,6 +43,13 @@ async def test_the_reward_is_the_weighted_share_of_passed_checks(new_sandbox):
     assert (await environment.eval(context(task("shell", GOOD), sandbox), evidence())).reward == 1.0
 
 
+async def test_a_workspace_that_could_not_be_kept_passes_no_check(new_sandbox):
+    """Else filling it beyond its limit would be a way around every check that looks for what must not be there."""
+    given = task("shell", {"instruction": "Tidy up", "checks": ["test ! -e junk"]})
+    score = await ShellEnvironment().eval(context(given, await new_sandbox()), evidence(kept=()))
+    assert (score.reward, score.components, score.metrics) == (0.0, {"check_0": 0.0}, {"workspace_kept": 0.0})
+
+
 async def test_a_check_killed_by_a_signal_did_not_pass(new_sandbox):
     given = task("shell", {"instruction": "x", "checks": ["kill -9 $$"]})
     score = await ShellEnvironment().eval(context(given, await new_sandbox()), evidence())

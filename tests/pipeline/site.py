@@ -82,6 +82,18 @@ class Site:
                 if (event.rollout, event.state, event.attempt) == (rollout_id, state, attempt):
                     return
 
+    async def idle(self, within_s: float = 10.0) -> None:
+        """Waits until no attempt is left."""
+        async with asyncio.timeout(within_s):
+            while self.yard.live:
+                await asyncio.sleep(0.01)
+
+    async def idle_run(self, within_s: float = 10.0) -> None:
+        """Waits until what ended RUN has left its slot, its sandbox with it."""
+        async with asyncio.timeout(within_s):
+            while self.yard.run_pool.active:
+                await asyncio.sleep(0.01)
+
     def nothing_left(self) -> None:
         """No live attempt, no slot, no engine session or call, no sandbox."""
         yard = self.yard

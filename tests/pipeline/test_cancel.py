@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollyard.core import Outcome, State
+from rollyard.core.failure import Stalled
 from rollyard.testing.script import Reply
-from tests.pipeline.site import SETTINGS, Site, finish, quick, says, shell, shell_task, site
+from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
 
 DO_IT = says(shell("touch done"), finish())
 CASES = {
@@ -34,16 +35,10 @@ async def test_a_cancelled_rollout_ends_once_and_leaves_nothing(tmp_path: Path, 
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED
         assert rollout.ending.score is None
-        await idle(yard)
+        await yard.idle()
         yard.nothing_left()
-        assert not list((tmp_path / "sandboxes").glob("sb_*")), "its folder is gone"
+        assert not list((tmp_path / "sandboxes").glob("sbx_*")), "its folder is gone"
         await yard.engines[0].idle()  # the engine was told to stop
-
-
-async def idle(yard: Site) -> None:
-    async with asyncio.timeout(10):
-        while yard.yard.live:
-            await asyncio.sleep(0.01)
 
 
 async def test_a_cancel_is_idempotent_and_an_ended_rollout_stays_as_it_is(tmp_path: Path):
@@ -83,6 +78,21 @@ async def test_who_waits_is_told_of_a_cancel_that_hits_a_rollout_on_its_way_from
                 rollout = await waiting
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.CANCELLED
-        await idle(yard)
+        await yard.idle()
         ended = [event for event in yard.yard.hub._ring if event.state is State.ENDED]
         assert len(ended) == 30, "each end is told once"
+
+
+async def test_a_cancel_of_an_attempt_that_is_being_given_back_is_not_forgotten(tmp_path: Path):
+    async with site(tmp_path, says(shell("sleep 60"))) as yard:
+        rollout_id = await yard.submit(quick(shell_task(), tool_s=60))
+        await yard.until(rollout_id, State.RUN)
+        yard.yard.live[rollout_id].stop(Stalled("nothing moved"))  # it will be tried again
+        await yard.yard.cancel(rollout_id)
+        rollout = await yard.ended(rollout_id, within_s=10)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.CANCELLED
+        assert [lost.code for lost in rollout.lost] == ["stalled"]
+        await yard.idle()
+        yard.nothing_left()
+        assert [event.state for event in yard.yard.hub._ring].count(State.ENDED) == 1

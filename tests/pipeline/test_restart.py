@@ -38,6 +38,20 @@ async def test_what_had_ended_run_is_only_evaluated_again(tmp_path: Path):
         assert not [call for call in yard.engines[0].requests if call.session_id == rollout_id]
 
 
+async def test_an_evaluation_that_waits_through_many_orderly_restarts_is_not_lost_to_them(tmp_path: Path):
+    waiting = replace(SETTINGS, eval_slots=0, max_attempts=1)
+    async with site(tmp_path, DO_IT, settings=waiting) as yard:
+        rollout_id = await yard.submit(shell_task())
+        await yard.until(rollout_id, State.EVAL)
+    for _ in range(3):
+        async with site(tmp_path, DO_IT, settings=waiting) as yard:
+            assert yard.store.recovered.evals == (rollout_id,)
+    async with site(tmp_path, DO_IT, settings=replace(waiting, eval_slots=1)) as yard:
+        rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+
+
 async def test_a_drain_lets_run_end_and_gives_back_what_has_not_begun_it(tmp_path: Path):
     settings = replace(SETTINGS, run_slots=1)
     async with site(tmp_path, SLOW, settings=settings) as yard:

@@ -3,14 +3,20 @@
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollyard.core import Blame, Mode, Outcome, Run, State
-from rollyard.core.failure import QueueFull
+from rollyard.agents.base import AgentContext
+from rollyard.core import Blame, Message, Mode, Outcome, Run, Score, State, Task
+from rollyard.core.failure import Gone, JudgeUnreachable, QueueFull
 from rollyard.engines import RouterSettings
+from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
+from rollyard.envs.registry import Environments
+from rollyard.pipeline import Handler
 from rollyard.testing.script import Reply
 from rollyard.tokens import verify
 from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
@@ -110,6 +116,18 @@ async def test_tokens_of_the_call_that_the_deadline_cut_are_in_the_trace(tmp_pat
         assert span.finish_reason == "abort"
 
 
+async def test_a_model_that_samples_nothing_in_all_of_run_is_infrastructure(tmp_path: Path):
+    script = says(Reply(text="x", latency_s=60.0))
+    async with site(tmp_path, script, settings=replace(SETTINGS, max_attempts=1)) as yard:
+        rollout = await yard.rolled(quick(shell_task(), run_s=0.5))
+        ending = rollout.ending
+        assert ending is not None
+        assert ending.failure is not None
+        assert (ending.failure.code, ending.failure.blame) == ("engine_timeout", Blame.INFRA)
+        assert ending.score is None
+        yard.nothing_left()
+
+
 async def test_a_check_that_never_ends_is_tried_twice_then_scores_as_failing(tmp_path: Path):
     async with site(tmp_path, DO_IT) as yard:
         rollout = await yard.rolled(quick(shell_task(checks=["sleep 1000"]), eval_s=0.5))
@@ -159,6 +177,17 @@ async def test_an_engine_that_lies_about_logprobs_fails_the_rollout_without_a_re
         assert not ending.is_trainable
         assert rollout.attempt == 2
         assert [lost.code for lost in rollout.lost] == ["engine_broken"]
+        yard.nothing_left()
+
+
+async def test_an_engine_that_breaks_is_tried_no_more_and_another_one_does_the_work(tmp_path: Path):
+    async with site(tmp_path, DO_IT, engines=2) as yard:
+        yard.engines[0].script = lambda _: Reply(fault=500)
+        for _ in range(2):  # the least loaded of two idle engines is either
+            rollout = await yard.rolled(shell_task())
+            assert rollout.ending is not None
+            assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+            assert rollout.ending.summary.engine == "e1"
         yard.nothing_left()
 
 
@@ -220,6 +249,32 @@ async def test_time_while_the_policy_is_paused_does_not_count(tmp_path: Path):
         assert rollout.ending.outcome is Outcome.COMPLETED
 
 
+@pytest.mark.parametrize(("pool", "state"), [("run", State.READY), ("eval", State.EVAL)])
+async def test_time_in_a_queue_does_not_count(tmp_path: Path, pool: str, state: State):
+    settings = replace(SETTINGS, run_slots=0 if pool == "run" else 8, eval_slots=0 if pool == "eval" else 4)
+    async with site(tmp_path, DO_IT, settings=settings) as yard:
+        rollout_id = await yard.submit(quick(shell_task(), init_s=20, run_s=1.0, eval_s=1.0, stall_s=1.0))
+        await yard.until(rollout_id, state)
+        await asyncio.sleep(1.5)
+        yard.yard.resize({pool: 1})
+        rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+
+
+async def test_what_is_acknowledged_loses_its_artifacts_too(tmp_path: Path):
+    async with site(tmp_path, DO_IT) as yard:
+        first, second = await yard.rolled(shell_task()), await yard.rolled(shell_task())
+        assert len(list((tmp_path / "artifacts").glob("*/*"))) == 2
+        await yard.store.acknowledge("run", f"e:{first.ended_seq}")
+        await yard.yard.sweep()
+        assert len(list((tmp_path / "artifacts").glob("*/*"))) == 1
+        assert (await yard.store.get(first.id)).ending == first.ending, "the record stays"
+        assert (await yard.yard.rescore(second.id)).scores
+        with pytest.raises(Gone):
+            await yard.yard.rescore(first.id)
+
+
 async def test_a_full_queue_refuses_and_keeps_nothing_of_the_call(tmp_path: Path):
     async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as yard:
         first = await yard.submit(shell_task())
@@ -230,6 +285,22 @@ async def test_a_full_queue_refuses_and_keeps_nothing_of_the_call(tmp_path: Path
         await yard.submit(shell_task(), "third")
 
 
+async def test_submits_that_come_at_once_do_not_overfill_the_queue(tmp_path: Path):
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as yard:
+        calls = [yard.submit(shell_task(), f"r{number}") for number in range(6)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(answer, QueueFull) for answer in answers] == [False, False, True, True, True, True]
+        assert len(await yard.store.queued()) == 2
+
+
+async def test_a_submit_that_is_sent_again_does_not_lie_twice_in_the_queue(tmp_path: Path):
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0)) as yard:
+        for _ in range(3):
+            await yard.submit(shell_task(), "same")
+        assert [len(queue.rows) for queue in yard.yard.scheduler._runs.values()] == [1]
+        assert [event.state for event in yard.yard.hub._ring] == [State.QUEUED], "nothing changed"
+
+
 async def test_rescoring_appends_and_leaves_the_terminal_record_alone(tmp_path: Path):
     async with site(tmp_path, DO_IT) as yard:
         rollout = await yard.rolled(shell_task())
@@ -237,3 +308,120 @@ async def test_rescoring_appends_and_leaves_the_terminal_record_alone(tmp_path: 
         assert again.ending == rollout.ending
         assert [score["reward"] for score in again.scores] == [1.0]
         yard.nothing_left()
+
+
+async def test_a_long_setup_or_check_is_not_a_stall(tmp_path: Path):
+    async with site(tmp_path, DO_IT) as yard:
+        task = shell_task(setup=["sleep 1.5"], checks=["sleep 1.5; test -f done"])
+        rollout = await yard.rolled(quick(task, stall_s=0.5))
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+        assert rollout.attempt == 1
+
+
+async def test_an_eval_whose_sandbox_does_not_start_in_time_has_no_reward(tmp_path: Path):
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0, eval_attempts=2)) as yard:
+        rollout_id = await yard.submit(quick(shell_task(), eval_s=0.5))
+        await yard.until(rollout_id, State.EVAL)
+        await yard.idle_run()
+        async with AsyncExitStack() as stack:  # a host that is busy starting others
+            for _ in range(yard.runtime._starting._value):
+                await stack.enter_async_context(yard.runtime._starting)
+            yard.yard.resize({"eval": 1})
+            rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None
+        assert rollout.ending.failure is not None
+        assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("sandbox_start_failed", Blame.INFRA)
+        assert rollout.ending.score is None
+        yard.nothing_left()
+
+
+class Idle(Handler):
+    """Asks no model; its check takes for ever."""
+
+    name = "idle"
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=False, eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(({"role": "user", "content": "do it"},))
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        return "stop"
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+
+async def test_without_a_model_call_a_slow_check_is_not_the_policys_fault(tmp_path: Path):
+    async with site(tmp_path, DO_IT, environments=Environments({"idle": Idle})) as yard:
+        rollout = await yard.rolled(quick(replace(shell_task(), environment="idle"), eval_s=0.2))
+        assert rollout.ending is not None
+        assert rollout.ending.failure is not None
+        assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("eval_deadline", Blame.TASK)
+        assert rollout.ending.score is None
+
+
+@pytest.mark.parametrize("case", ["init", "run", "eval"])
+async def test_the_place_of_a_sandbox_that_cannot_be_proven_gone_stays_taken(tmp_path: Path, case: str):
+    settings = replace(SETTINGS, max_attempts=1, eval_attempts=1, eval_slots=0)
+    async with site(tmp_path, DO_IT, settings=settings) as yard:
+        task = shell_task(setup=["exit 3"]) if case == "init" else shell_task()
+        never_s, in_time_s = 0.0, yard.runtime._kill_s  # no sandbox can be shown to be gone in 0 s
+        yard.runtime._kill_s = in_time_s if case == "eval" else never_s
+        rollout_id = await yard.submit(task)
+        if case != "init":
+            await yard.until(rollout_id, State.EVAL)
+            await yard.idle_run()
+            yard.runtime._kill_s = never_s if case == "eval" else in_time_s
+        yard.yard.resize({"eval": 1})
+        rollout = await yard.ended(rollout_id)
+        await yard.idle()
+        assert yard.yard.quarantined == 1
+        assert rollout.ending is not None
+        assert any("was not gone" in note for note in rollout.ending.summary.notes)
+
+
+class Flaky(Environment):
+    """Its checks fail as infrastructure, then take for ever, then are done."""
+
+    name = "flaky"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=False, eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(({"role": "user", "content": "do it"},))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        self.calls += 1
+        if self.calls == 1:
+            raise JudgeUnreachable("it is not there")
+        if self.calls == 2:
+            await asyncio.sleep(1000)
+        return Score(1.0)
+
+
+async def test_a_failure_of_infrastructure_is_not_one_of_the_two_times_that_a_check_may_take_too_long(tmp_path: Path):
+    async with site(tmp_path, says("hello"), environments=Environments({"flaky": Flaky})) as yard:
+        rollout = await yard.rolled(quick(replace(shell_task(), environment="flaky"), eval_s=0.5))
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+        assert rollout.ending.score == Score(1.0)
+
+
+@pytest.mark.parametrize("may_train", [False, True])
+async def test_a_slow_check_does_not_make_trainable_what_runs_deadline_cut_off(tmp_path: Path, may_train: bool):
+    run = Run("run", trainable_on_deadline=may_train)
+    async with site(tmp_path, says(shell("sleep 60")), run=run) as yard:
+        rollout = await yard.rolled(quick(shell_task(checks=["sleep 60"]), run_s=1.0, eval_s=0.5, tool_s=30))
+        ending = rollout.ending
+        assert ending is not None
+        assert ending.failure is not None
+        assert ending.failure.code == "eval_deadline"
+        assert ending.is_trainable is may_train

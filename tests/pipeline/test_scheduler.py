@@ -92,3 +92,12 @@ def test_every_row_comes_out_once_or_was_removed(rows: list[tuple[str, int, bool
     order = drain(scheduler)
     assert sorted(order) == sorted(kept)
     assert len(scheduler) == 0
+
+
+def test_a_run_that_is_forgotten_leaves_nothing_of_its_cancelled_rows():
+    scheduler = Scheduler()
+    for number in range(3):
+        scheduler.push(row(f"a{number}", "a", number))
+        scheduler.remove(f"a{number}")
+    scheduler.forget_run("a")
+    assert not scheduler._runs

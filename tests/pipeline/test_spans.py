@@ -26,6 +26,7 @@ async def test_a_rollout_is_one_trace_from_queue_to_reward(tmp_path: Path):
     }
     root = spans["rollout"]
     assert root.parent is None
+    assert root.context is not None
     assert root.attributes is not None
     assert root.attributes["rollyard.reward"] == 1.0
     assert root.attributes["rollyard.rollout.id"] == rollout.id
@@ -33,10 +34,12 @@ async def test_a_rollout_is_one_trace_from_queue_to_reward(tmp_path: Path):
         parent = spans[name].parent
         assert parent is not None
         assert parent.span_id == root.context.span_id
+    run = spans["run"].context
+    assert run is not None
     for name in ("chat scripted", "execute_tool shell"):
         parent = spans[name].parent
         assert parent is not None
-        assert parent.span_id == spans["run"].context.span_id
+        assert parent.span_id == run.span_id
     usage = spans["chat scripted"].attributes
     assert usage is not None
     assert usage["gen_ai.usage.output_tokens"]

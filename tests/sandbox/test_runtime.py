@@ -12,14 +12,26 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 
 import pytest
 import uvloop
 
-from rollyard.core.failure import SandboxLost, SandboxStartFailed, SandboxStuck
-from rollyard.sandbox import Bind, BubblewrapRuntime, LocalRuntime, Runtime, Sandbox, SandboxLimits, SandboxSpec
+from rollyard.core.failure import RollyardError, SandboxLost, SandboxStartFailed, SandboxStuck
+from rollyard.sandbox import (
+    Bind,
+    BubblewrapRuntime,
+    LocalRuntime,
+    Runtime,
+    Sandbox,
+    SandboxLimits,
+    SandboxSpec,
+    _launcher,
+)
 from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, marked, started
+from rollyard.tools.shell import Shell
 
 SPEC = SandboxSpec(owner="test")
 
@@ -280,6 +292,98 @@ async def main():
         assert not list(Path(sys.argv[1]).glob("sbx_*"))
 asyncio.run(main())
 """
+
+# --- no descriptors left ------------------------------------------------------------------------------
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextlib.contextmanager
+def room_for(descriptors: int) -> Generator[None, None, None]:
+    """Only so many more can be opened in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 25, hard))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(descriptors):
+            os.close(taken.pop())
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("what", ["exec", "write", "read", "download", "shell", "start"])
+async def test_who_runs_out_of_descriptors_loses_none(bubblewrap: BubblewrapRuntime, tmp_path: Path, what: str) -> None:
+    """Else a service that was short of them once would be for ever."""
+    async with started(bubblewrap) as sandbox:
+        await sandbox.write("f", b"x")
+
+        async def shell() -> None:
+            await (await Shell.open(sandbox)).close()
+
+        async def start() -> None:
+            await (await bubblewrap.start(SPEC, lease_s=60.0)).kill()
+
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "exec": lambda: sandbox.exec("cat", timeout_s=20.0, stdin=b"x"),
+            "write": lambda: sandbox.write("f", b"y"),
+            "read": lambda: sandbox.read("f", limit_bytes=10),
+            "download": lambda: sandbox.download("f", tmp_path / "target", limit_bytes=100),
+            "shell": shell,
+            "start": start,
+        }
+        for room in range(12):
+            before = open_descriptors()
+            with room_for(room), contextlib.suppress(OSError, RollyardError):
+                await calls[what]()
+            await eventually(lambda before=before: open_descriptors() == before, f"all are given back ({room})")
+
+
+async def test_a_kill_needs_no_descriptor(bubblewrap: BubblewrapRuntime) -> None:
+    sandbox = await bubblewrap.start(SPEC, lease_s=60.0)
+    with room_for(0):
+        await sandbox.kill()
+    assert (await sandbox.ended()).reason == "killed"
+
+
+# --- files that change under our hands ---------------------------------------------------------------
+
+
+async def test_a_file_that_vanishes_while_a_folder_is_packed_costs_only_itself(
+    bubblewrap: BubblewrapRuntime, tmp_path: Path
+) -> None:
+    """A server that the agent left running makes and deletes files all the time."""
+    async with started(bubblewrap) as sandbox:
+        await sandbox.write("kept", b"kept")
+        await sandbox.exec("mkdir busy", timeout_s=5.0)
+        churn = "while :; do for i in 0 1 2 3 4 5 6 7 8 9; do : > $i; done; rm -f *; done"
+        await sandbox.exec(f"({churn}) > /dev/null 2>&1 &", timeout_s=5.0, cwd="busy")
+        for _ in range(100):
+            assert await sandbox.download(".", tmp_path / "tar", limit_bytes=1 << 20) == "tar"
+            with tarfile.open(tmp_path / "tar") as archive:
+                assert archive.getmember("kept").size == 4
+
+
+def test_a_full_disk_of_the_host_is_not_taken_for_the_agents_doing(tmp_path: Path) -> None:
+    """Refused would leave the files out, and make a reward of 0 of it."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "f").write_bytes(bytes(1 << 20))
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        for path in (tmp_path / "folder", tmp_path / "folder" / "f"):
+            with pytest.raises(_launcher.Unwritten):
+                _launcher.do_download({"path": str(path), "limit": 1 << 30}, [full])
+    finally:
+        os.close(full)
+
 
 # --- ends ---------------------------------------------------------------------------------------------
 

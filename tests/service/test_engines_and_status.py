@@ -33,6 +33,17 @@ async def test_an_engine_is_added_listed_remembered_and_removed(tmp_path: Path) 
             assert (await site.get("/v1/engines")).body == {"engines": []}
 
 
+async def test_a_password_in_an_engines_address_is_shown_to_nobody(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path) as site:
+        table = engine_table(engine) | {"url": engine.url.replace("://", "://user:hush-hush@")}
+        added = await site.post("/v1/engines", table)
+        assert added.status == 201, added.body
+        listed = await site.get("/v1/engines", token=TRAINER)
+        assert listed.body["engines"][0]["url"] == engine.url
+        status = await site.get("/v1/status", token=TRAINER)
+        assert "hush" not in f"{added.body}{listed.body}{status.body}"
+
+
 async def test_all_engines_can_be_cleared(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         assert (await site.post("/v1/engines", engine_table(engine, id="e2"))).status == 201

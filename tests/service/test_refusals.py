@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,11 +45,14 @@ async def test_a_trainers_token_is_not_an_admins(site: Site, method: str, path: 
     assert (answer.status, answer.code) == (403, "forbidden")
 
 
-async def test_a_run_is_deleted_by_who_made_it_or_by_an_admin(site: Site) -> None:
+async def test_a_run_is_deleted_and_acknowledged_by_who_made_it_or_by_an_admin(site: Site) -> None:
     for run in ("mine", "theirs"):
         assert (await site.post("/v1/runs", {"id": run}, token=TRAINER)).status == 201
     answer = await site.delete("/v1/runs/mine", token=OTHER)
     assert (answer.status, answer.code) == (403, "forbidden")
+    answer = await site.post("/v1/runs/mine/ack", {"cursor": "e:0"}, token=OTHER)
+    assert (answer.status, answer.code) == (403, "forbidden"), "nor may another's traces be given up"
+    assert (await site.post("/v1/runs/mine/ack", {"cursor": "e:0"}, token=TRAINER)).status == 200
     assert (await site.delete("/v1/runs/mine", token=TRAINER)).status == 204
     assert (await site.delete("/v1/runs/theirs")).status == 204
     assert (await site.get("/v1/runs/mine")).status == 404
@@ -176,6 +180,19 @@ async def test_what_is_not_json_is_422(site: Site, raw: bytes) -> None:
 async def test_a_runtime_that_the_operator_does_not_allow_is_403(site: Site) -> None:
     answer = await site.post("/v1/rollouts", {"task": task(sandbox={"runtime": "bubblewrap"})})
     assert (answer.status, answer.code) == (403, "runtime_not_allowed")
+
+
+async def test_an_image_outside_the_operators_folders_is_403(tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    (images / "good").mkdir(parents=True)
+    (images / "link").symlink_to("/")
+    async with open_site(tmp_path / "site", images=[str(images)]) as site:
+        await site.hold()
+        for image in ("/", str(tmp_path), str(images / ".."), str(images / "link")):
+            answer = await site.post("/v1/rollouts", {"task": task(sandbox={"image": image})}, token=TRAINER)
+            assert (answer.status, answer.code) == (403, "runtime_not_allowed"), image
+        good = await site.post("/v1/rollouts", {"task": task(sandbox={"image": str(images / "good")})})
+        assert good.status == 202, good.body
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,3 +126,32 @@ def test_a_vocabulary_without_markers_is_read_by_text(tmp_path):
     parsed = chatml.parse(tokenizer.encode(text + "<|im_end|>"))
     assert (parsed.reasoning, parsed.content) == ("hm", "yes")
     assert [(call.name, bool(call.error)) for call in parsed.tool_calls] == [("x", False), ("", True)]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        r'{"name": "shell", "arguments": {"command": "echo \ud83d"}}',
+        r'{"name": "shell", "arguments": {"\udc00": [{"deep": "\ud83d"}]}}',
+        r'{"name": "shell\ud83d", "arguments": "{\"command\": \"\\ud83d\"}"}',
+    ],
+)
+def test_half_a_character_in_a_call_is_a_replacement_character(small, chatml, raw):
+    """JSON can write it and models do; no UTF-8 can hold it, so no record could."""
+    parsed = chatml.parse(small.encode(f"<tool_call>\n{raw}\n</tool_call><|im_end|>"))
+    (call,) = parsed.tool_calls
+    assert "\ufffd" in json.dumps([call.name, call.arguments], ensure_ascii=False)
+    json.dumps([call.name, call.arguments, parsed.message], ensure_ascii=False).encode("utf-8")
+
+
+def test_a_whole_pair_in_a_call_is_its_character(small, chatml):
+    raw = r'{"name": "shell", "arguments": {"command": "\ud83d\ude42"}}'
+    (call,) = chatml.parse(small.encode(f"<tool_call>{raw}</tool_call>")).tool_calls
+    assert call.arguments == {"command": "🙂"}
+
+
+@pytest.mark.parametrize("depth", [100, 300, 500, 700, 900, 1100, 100_000])
+def test_arguments_may_be_nested_as_deeply_as_a_model_likes(small, chatml, depth):
+    raw = f'{{"name": "shell", "arguments": {{"command": {"[" * depth}{"]" * depth}}}}}'
+    (call,) = chatml.parse(small.encode(f"<tool_call>{raw}</tool_call>")).tool_calls
+    assert (call.arguments is None) == bool(call.error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
 from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSpec
 from rollyard.testing.sandbox_conformance import alive, eventually, marked
 from rollyard.tools._output import Output, plain
+from rollyard.tools._shell_process import DRAIN_BYTES, ShellProcess
 from rollyard.tools.base import ToolContext
 from rollyard.tools.registry import tool_kind
 from rollyard.tools.shell import SHELL, Shell, ShellOutcome
@@ -234,6 +236,65 @@ async def test_two_shells_of_one_sandbox_are_apart(sandbox: Sandbox) -> None:
     await two.close()
 
 
+# --- what a hostile command tries on the service ------------------------------------------------------
+
+
+async def test_a_background_flood_does_not_hold_the_event_loop() -> None:
+    """The status has come, and the terminal never runs dry: a writer as fast as we are would hold us for ever."""
+    output = Output(1000)
+    live = ShellProcess(output)
+    floods = [subprocess.Popen(["cat", "/dev/zero"], stdout=live.terminal.slave) for _ in range(2)]
+    try:
+        for number in range(200):
+            answer = live.ask(number, b"")
+            seen = output.seen_bytes
+            os.write(live.status_writer, b"%d 0 /\0" % number)
+            live.read_status()  # drains the terminal before it settles
+            assert answer.result() == (0, "/")
+            assert output.seen_bytes - seen < DRAIN_BYTES + 65536
+    finally:
+        for flood in floods:
+            flood.kill()
+            flood.wait()
+        live.close()
+
+
+@pytest.mark.parametrize("what", ["/dev/zero", "/dev/urandom"])
+async def test_a_flooded_status_pipe_costs_the_shell_and_not_the_service(shell: Shell, what: str) -> None:
+    found = "for fd in /proc/$$/fd/*; do case $(readlink $fd) in pipe:*) pipe=$fd; break;; esac; done"
+    result = await shell.run(f"{found}; cat {what} > $pipe", 20.0)
+    assert (result.outcome, result.is_restarted) == (ShellOutcome.SHELL_DIED, True)
+    result = await shell.run(f"{found}; cat {what} > $pipe & sleep 0.5", 20.0)
+    assert (result.outcome, result.is_restarted) == (ShellOutcome.SHELL_DIED, True)
+    assert await said(shell, "echo on") == "on\n"
+
+
+async def test_a_status_that_is_no_status_is_not_taken(shell: Shell) -> None:
+    await said(shell, "n=1")  # 1 was the opening's, this is 2, the next is 3
+    digits = "9" * 5000
+    forge = f"for fd in /proc/$$/fd/*; do printf '3 {digits} /forged\\0' > $fd; done 2>/dev/null; (exit 7)"
+    assert (await shell.run(forge, 20.0)).status == 7
+
+
+async def test_a_forbidden_workspace_is_the_agents_trouble_alone(sandbox: Sandbox) -> None:
+    tool = await SHELL.open(ToolContext(sandbox))
+    result = await tool.call({"command": "chmod 0 /workspace; exit"}, timeout_s=20.0)
+    assert "a new shell was started" in result.content and "cwd /" in result.content
+    assert (await tool.call({"command": "chmod 700 /workspace; echo on"}, timeout_s=20.0)).content == "on"
+    await tool.close()
+
+
+async def test_an_agent_that_removed_its_shells_is_told_so(tmp_path: Path) -> None:
+    image = image_without_bash(tmp_path / "image", "sh", "cat", "rm")
+    async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
+        sandbox = await runtime.start(SandboxSpec(image=str(image)), lease_s=60.0)
+        tool = await SHELL.open(ToolContext(sandbox))
+        for command in ("rm -f /usr/bin/sh /bin/sh; exit", "echo on"):
+            result = await tool.call({"command": command}, timeout_s=20.0)
+            assert result.is_error and "no shell starts" in result.content
+        await tool.close()
+
+
 # --- the sandbox's end --------------------------------------------------------------------------------
 
 
@@ -264,9 +325,8 @@ async def test_descriptors_are_given_back(sandbox: Sandbox) -> None:
     assert count() == before
 
 
-async def test_an_image_without_bash_gets_the_plain_shell(tmp_path: Path) -> None:
-    image = tmp_path / "image"
-    for name in ("sh", "cat", "sleep", "ls"):
+def image_without_bash(image: Path, *programs: str) -> Path:
+    for name in programs:
         program = shutil.which(name)
         assert program is not None
         listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
@@ -276,6 +336,11 @@ async def test_an_image_without_bash_gets_the_plain_shell(tmp_path: Path) -> Non
     for name in ("bin", "lib", "lib64"):
         if Path("/", name).is_symlink() and not (image / name).exists():
             (image / name).symlink_to(f"usr/{name}")
+    return image
+
+
+async def test_an_image_without_bash_gets_the_plain_shell(tmp_path: Path) -> None:
+    image = image_without_bash(tmp_path / "image", "sh", "cat", "sleep", "ls")
     async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(image=str(image)), lease_s=60.0)
         shell = await Shell.open(sandbox)

@@ -31,7 +31,7 @@ log = logging.getLogger("rollyard.agents")
 FORMATS = ("tools", "bash_block")
 _OPTIONS = frozenset({"format", "tools", "system_prompt"})
 _OPENING = re.compile(r"^```bash[^\S\n]*$", re.MULTILINE)
-_BLOCK = re.compile(r"^```bash[^\S\n]*\n(.*?)^```[^\S\n]*$", re.MULTILINE | re.DOTALL)
+_CLOSING = re.compile(r"^```[^\S\n]*$", re.MULTILINE)
 
 BASH_BLOCK_PROMPT = (
     "You work in a shell. To run commands, reply with exactly one block:\n\n```bash\nyour commands\n```\n\n"
@@ -91,6 +91,8 @@ class _Loop:
 
     async def run(self, messages: Sequence[Message]) -> str:
         context = self._context
+        if self._is_bash_block and "shell" not in context.tools:  # `check` cannot know what the environment brings
+            raise TaskInvalid("agent.options.format: bash_block needs the tool shell, which the environment has not")
         new: Sequence[Message] = self._with_system_prompt(messages)
         while True:
             budget = self._budget(new)
@@ -136,7 +138,7 @@ class _Loop:
         return new, False
 
     async def _bash_block(self, parsed: Parsed) -> tuple[list[Message], bool]:
-        blocks = _BLOCK.findall(parsed.content)
+        blocks = bash_blocks(parsed.content)
         if len(blocks) == 1:
             result = await self._call(self._context.tools["shell"], {"command": blocks[0]}, "")
             return [{"role": "user", "content": result.content}], result.is_final
@@ -189,6 +191,20 @@ class _Loop:
             return list(messages)
         lead = f"{messages[0].get('content')}\n\n" if is_first else ""
         return [{"role": "system", "content": lead + BASH_BLOCK_PROMPT}, *(messages[1:] if is_first else messages)]
+
+
+def bash_blocks(text: str) -> list[str]:
+    """What is in the closed ```bash blocks, read once from front to end: one regular expression for all of it would
+    look from every opening to the end, and a model in a loop writes thousands."""
+    blocks: list[str] = []
+    at = 0
+    while opening := _OPENING.search(text, at):
+        closing = _CLOSING.search(text, opening.end())
+        if closing is None:
+            break
+        blocks.append(text[opening.end() + 1 : closing.start()])
+        at = closing.end()
+    return blocks
 
 
 def _error(what: str) -> ToolResult:

@@ -72,7 +72,8 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
 
     made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        is_number = column in right
+        made.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
     return made
 
 

@@ -42,8 +42,10 @@ def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) 
 
 
 def engines_table(found: list[dict[str, Any]]) -> Any:
-    numbers = ("sessions", "in flight", "calls", "failures", "tokens", "cached")
-    made = table("id", "state", "policy", "model", *numbers, "trouble", right=numbers)
+    """Sessions are live/capacity; calls are all of them, and in brackets those in flight."""
+    numbers = ("sessions", "calls", "failed", "tokens", "cached")
+    has_trouble = any(engine.get("last_error") for engine in found)
+    made = table("id", "state", "policy", "model", *numbers, *(["trouble"] if has_trouble else []), right=numbers)
     for engine in found:
         state = str(engine.get("state"))
         style = "green" if state == "up" else "red"
@@ -53,8 +55,9 @@ def engines_table(found: list[dict[str, Any]]) -> Any:
             plain(engine.get("policy")) + (" (judge)" if engine.get("role") == "judge" else ""),
             plain(engine.get("model") or "–"),
             f"{number(engine.get('sessions'))}/{number(engine.get('capacity'))}",
-            *(number(engine.get(name)) for name in ("in_flight", "calls", "failures", "tokens", "cached_tokens")),
-            plain(engine.get("last_error") or ""),
+            f"{number(engine.get('calls'))} ({number(engine.get('in_flight'))})",
+            *(number(engine.get(name)) for name in ("failures", "tokens", "cached_tokens")),
+            *([plain(engine.get("last_error") or "")] if has_trouble else []),
         )
     return made
 

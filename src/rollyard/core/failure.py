@@ -307,7 +307,7 @@ class UnknownTool(RequestError):
 
 class RuntimeNotAllowed(RequestError):
     status = 403
-    remedy = "The operator names the allowed runtimes in the setting `runtimes`."
+    remedy = "The operator names what is allowed in the settings `runtimes` and `images`."
 
 
 class Unauthorized(RequestError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,18 @@ class Score:
     turn_rewards: tuple[TurnReward, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reward", float(self.reward))
-        for name in ("components", "metrics"):
-            numbers: Mapping[str, float] = getattr(self, name)
-            object.__setattr__(self, name, {str(key): float(value) for key, value in numbers.items()})
-        numbers = [self.reward, *self.components.values(), *self.metrics.values()]
-        numbers += [turn.reward for turn in self.turn_rewards]
-        if not all(math.isfinite(number) for number in numbers):
-            raise ValueError(f"a score holds only finite numbers: {self}")
+        set_field = partial(object.__setattr__, self)
+        set_field("reward", _finite(self.reward))
+        set_field("components", {name: _finite(value) for name, value in self.components.items()})
+        set_field("metrics", {name: _finite(value) for name, value in self.metrics.items()})
+        set_field(
+            "turn_rewards",
+            tuple(TurnReward(int(turn.trace), int(turn.span), _finite(turn.reward)) for turn in self.turn_rewards),
+        )
+
+
+def _finite(number: float) -> float:
+    number = float(number)
+    if not math.isfinite(number):
+        raise ValueError(f"a score holds only finite numbers, not {number}")
+    return number

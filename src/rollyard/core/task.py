@@ -34,7 +34,7 @@ class Limits:
     eval_s: float = 600.0
     tool_s: float = 120.0  # one tool call
     model_s: float = 600.0  # one model call
-    stall_s: float = 900.0  # no progress of any kind while its clock runs
+    stall_s: float = 900.0  # no progress of any kind in RUN while its clock runs
     max_turns: int = 50
     max_tokens: int | None = None  # sampled tokens in all
     max_context: int | None = None  # prompt + sampled; None: what the engine says

@@ -257,6 +257,9 @@ class Router:
                     await self._probe(member)
             except EngineFailure as error:
                 member.stats.last_error = error.detail
+            except Exception as error:  # the vetting loads files and templates that may be anything; we look again
+                member.stats.last_error = f"{type(error).__name__}: {error}"
+                log.warning("an engine could not be vetted", extra={"engine": member.id, "error": str(error)})
             else:
                 log.info("engine is up", extra={"engine": member.id})
 

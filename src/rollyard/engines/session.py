@@ -260,10 +260,12 @@ class RoutedSession:
                 member.failed(error.detail, self._settings.trip_after)
             raise
         finally:
-            if task is not None and not task.done():
-                task.cancel()  # which frees the engine: see RemoteEngine
-                await asyncio.wait({task})
-            member.end(call)
+            try:
+                if task is not None and not task.done():
+                    task.cancel()  # which frees the engine: see RemoteEngine
+                    await asyncio.wait({task})
+            finally:
+                member.end(call)  # even if a second cancel cuts that short
 
     async def _abort(self, member: Member, request_id: str, task: asyncio.Task[Generation]) -> bool:
         """Aborts, again if need be (an abort may overtake its request); False if the call did not end in time."""

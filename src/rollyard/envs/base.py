@@ -19,12 +19,14 @@ from rollyard.tools.base import ToolKind
 
 @dataclass(frozen=True, slots=True)
 class ArtifactRule:
-    """What EVAL may see of RUN: a path in RUN's sandbox, bounded."""
+    """What EVAL may see of RUN: a path in RUN's sandbox, bounded.
+
+    What is missing, too large or unreadable is not among the evidence: `eval` says what that means.
+    """
 
     name: str
     path: str
     limit_bytes: int = 64 << 20
-    is_required: bool = False
 
 
 @dataclass(frozen=True, slots=True)

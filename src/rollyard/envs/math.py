@@ -9,12 +9,15 @@ verifier that crashes or hangs is not the policy's fault and is no score.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from rollyard.core import Message, Score, Task
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.fields import Fields
 from rollyard.envs.math_judge import MathJudge
+
+_BRACE = re.compile(r"\\boxed\{|(?<!\\)[{}]")
 
 HINT = "Reason step by step, and put your final answer within \\boxed{}."
 
@@ -46,7 +49,9 @@ class MathEnvironment(Environment):
         answer = given_answer(evidence)
         if answer is None:
             return Score(0.0, components={"correct": 0.0}, metrics={"answered": 0.0})
-        correct = float(await self._judge.is_same(known, answer))
+        # Half of EVAL's time for waiting, else others' hard answers would run out the clock of this one.
+        wait_s = context.task.limits.eval_s / 2
+        correct = float(await self._judge.is_same(known, answer, wait_s=wait_s))
         return Score(correct, components={"correct": correct}, metrics={"answered": 1.0})
 
     async def close(self) -> None:
@@ -63,14 +68,16 @@ def given_answer(evidence: Evidence) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     """The content of the last \\boxed{…} whose braces match."""
-    for at in reversed([index for index in range(len(text)) if text.startswith("\\boxed{", index)]):
-        depth, start = 1, at + len("\\boxed{")
-        for index in range(start, len(text)):
-            if text[index] in "{}" and text[index - 1] != "\\":
-                depth += 1 if text[index] == "{" else -1
-            if depth == 0:
-                return text[start:index].strip() or None
-    return None
+    last, content = -1, ""
+    opened: list[tuple[int, bool]] = []  # where each open brace's inside begins, and whether it is a box
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append((brace.end(), brace[0] != "{"))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box and start > last:
+                last, content = start, text[start : brace.start()]
+    return content.strip() or None
 
 
 def _read(task: Task) -> tuple[str, str, str | None]:

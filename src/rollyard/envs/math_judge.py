@@ -73,11 +73,19 @@ class MathJudge:
         self._slots = asyncio.Semaphore(WORKERS)
         self.answer_s = ANSWER_S
 
-    async def is_same(self, known: str, answer: str) -> bool:
-        """Whether the two mean the same. VerifierCrashed if nobody can say, EvalDeadline if that takes for ever."""
+    async def is_same(self, known: str, answer: str, *, wait_s: float | None = None) -> bool:
+        """Whether the two mean the same. VerifierCrashed if nobody can say, EvalDeadline if that takes for ever.
+
+        `wait_s` bounds the wait for a free process, which is no fault of the answer's.
+        """
         if len(answer) > MAX_ANSWER_CHARS:
             return False
-        async with self._slots:
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise VerifierCrashed(f"no math-verify process was free within {wait_s:g} s") from None
+        try:
             child = self._idle.pop() if self._idle else await self._start()
             is_usable = False
             try:
@@ -98,6 +106,8 @@ class MathJudge:
                     self._idle.append(child)
                 else:
                     await child.end()
+        finally:
+            self._slots.release()
 
     async def close(self) -> None:
         while self._idle:

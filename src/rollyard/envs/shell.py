@@ -6,7 +6,11 @@
      "checks": ["grep -qx 42 answer.txt", {"command": "test ! -e junk", "weight": 0.5, "name": "tidy"}]}
 
 The reward is the weighted share of checks that exit with 0. They run in a fresh sandbox that holds only what is in
-the workspace: no process, no PATH and no other file of RUN's reaches them.
+the workspace: no process, no PATH and no other file of RUN's reaches them. A workspace that could not be kept (beyond
+its limit, say) passes none: what must not be there would be missing from an empty one, too.
+
+What is *in* the workspace is the agent's, the given `files` included. A check that runs code from there (a test file,
+Python's imports, git's hooks) trusts it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from rollyard.sandbox.base import WORKDIR
 
 TAIL_BYTES = 2000
 """Of a failed set-up command's errors: enough for a traceback's end."""
+
+WORKSPACE = "workspace"
+"""The one artifact."""
 
 CHECK_GRACE_S = 60.0
 """A check that never ends is for the EVAL deadline to end; its own bound lies behind that."""
@@ -71,7 +78,7 @@ class ShellEnvironment(Environment):
         ShellData.read(task)
 
     def plan(self, task: Task) -> Plan:
-        return Plan(artifacts=(ArtifactRule("workspace", WORKDIR),))
+        return Plan(artifacts=(ArtifactRule(WORKSPACE, WORKDIR),))
 
     async def prepare(self, context: EnvContext) -> None:
         data = ShellData.read(context.task)
@@ -103,6 +110,8 @@ class ShellEnvironment(Environment):
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         checks = ShellData.read(context.task).checks
+        if WORKSPACE not in evidence.artifacts:
+            return Score(0.0, components={check.name: 0.0 for check in checks}, metrics={"workspace_kept": 0.0})
         timeout_s = context.task.limits.eval_s + CHECK_GRACE_S
         passed: dict[str, float] = {}
         for check in checks:

@@ -108,7 +108,7 @@ class Attempt:
         self.run = run
         self.last_beat = time.monotonic()
         self.clock = Deadline()  # of the stage it is in
-        self.is_quarantined = False  # a sandbox of it could not be proven gone
+        self.quarantined = 0  # sandboxes of it that could not be proven gone
         self._kit: stages.Kit | None = None
         self._running = stages.Running()
         self._eval_sandbox: Sandbox | None = None
@@ -147,11 +147,13 @@ class Attempt:
         self.last_beat = time.monotonic()
 
     def tick(self, now: float, lease_s: float) -> float | None:
-        """Renews what it holds; returns for how long nothing has moved, while its clock runs."""
+        """Renews what it holds; returns for how long nothing has moved in RUN, while its clock runs.
+
+        INIT and EVAL run against a deadline of their own from end to end: what is slow there is theirs to name."""
         for sandbox in (self._kit.sandbox if self._kit else None, self._eval_sandbox):
             if sandbox is not None:
                 sandbox.renew(lease_s)
-        return now - self.last_beat if self.clock.is_running else None
+        return now - self.last_beat if self.state is State.RUN and self.clock.is_running else None
 
     # --- the way through ------------------------------------------------------------------------------
 
@@ -168,12 +170,14 @@ class Attempt:
                 raise
             if self._task is not None and self._task.cancelling():
                 self._task.uncancel()
-            stop = self._stop
-            verdict = stop.failure(self.state) if isinstance(stop, RollyardError) else stop
+            verdict = self._stopped(self._stop)
         except _Ended as ended:
             verdict = ended.failure
         except Stale as stale:
             verdict = stale
+        except SandboxStuck as stuck:  # of INIT or EVAL, whatever had ended that
+            self._quarantine(stuck)
+            verdict = self._stopped(self._stop or stuck)
         except RollyardError as error:
             verdict = error.failure(self.state)
         except Exception as error:
@@ -182,6 +186,9 @@ class Attempt:
         self._is_settling = True
         await self._dispose()
         await self._settle(verdict)
+
+    def _stopped(self, reason: RollyardError | Shutdown | Stale) -> Failure | Shutdown | Stale:
+        return reason.failure(self.state) if isinstance(reason, RollyardError) else reason
 
     async def _stages(self) -> Ending:
         if self.state is not State.EVAL:
@@ -295,9 +302,8 @@ class Attempt:
         if is_sandbox_gone:
             return self._ending(plan.failing_score, failure or SandboxEndedByPolicy("").failure("run"))
         assert self._trajectory is not None
-        tries = 0
+        broken, overruns = 0, 0  # apart: a host that failed once has not shown that the checks are slow
         while True:
-            tries += 1
             try:
                 async with yard.eval_pool.slot(self._rank):
                     self._times.mark("eval")
@@ -315,33 +321,43 @@ class Attempt:
                         )
                     return self._ending(score, failure)
             except (DeadlineExpired, EvalDeadline, SandboxEndedByPolicy) as error:
-                if tries >= 2:
+                overruns += 1
+                if overruns >= 2:
                     return self._failing(error, failure, plan.failing_score)
                 self._note(f"EVAL was tried again: {_word(error)}")
             except RollyardError as error:
-                if not error.retryable or tries >= yard.settings.eval_attempts:
+                broken += 1
+                if not error.retryable or broken >= yard.settings.eval_attempts or self._stop is not None:
                     raise
+                if isinstance(error, SandboxStuck):  # else `main` counts it
+                    self._quarantine(error)
                 self._note(f"EVAL was tried again: {error.code}")
-                await asyncio.sleep(retry.Backoff(first_s=0.2).delay_s(tries))
+                await asyncio.sleep(retry.Backoff(first_s=0.2).delay_s(broken))
             finally:
                 self._eval_sandbox = None
 
     def _failing(self, error: Exception, failure: Failure | None, score: Score) -> Ending:
         """Twice too slow, or twice the end of its sandbox: what was judged did that, not the judge."""
+        if isinstance(error, SandboxEndedByPolicy):
+            found = error.failure("eval")
+        else:
+            detail = f"EVAL was not done in {self.clock.budget_s:g} s, twice, each time in a fresh sandbox"
+            found = EvalDeadline(detail).failure("eval")
         if failure is not None:
             self._note(f"RUN had ended with {failure.code}")
-        if isinstance(error, SandboxEndedByPolicy):
-            return self._ending(score, error.failure("eval"))
-        detail = f"EVAL was not done in {self.clock.budget_s:g} s, twice, each time in a fresh sandbox"
-        return self._ending(score, EvalDeadline(detail).failure("eval"))
+            if not self._may_train(failure):
+                found = replace(found, trainable=False)
+        return self._ending(score, found)
 
     def _watch(self, sandbox: Sandbox) -> None:
         self._eval_sandbox = sandbox
 
     def _ending(self, score: Score, failure: Failure | None) -> Ending:
+        if failure is not None and not (self._trajectory and self._trajectory.turns):
+            failure = failure.without_model_call()
         if failure is not None and failure.blame is not Blame.POLICY:
             return Ending(Outcome.FAILED, None, failure, False, self._summary, self._timings())
-        may_train = failure is None or failure.trainable or self._is_trained_on(failure)
+        may_train = failure is None or self._may_train(failure)
         traces = self._trajectory.traces if self._trajectory else ()
         is_trainable = self.run.mode is Mode.TRAIN and may_train and any(trace.is_trainable for trace in traces)
         outcome = failure.outcome if failure else Outcome.COMPLETED
@@ -349,8 +365,8 @@ class Attempt:
             failure = replace(failure, trainable=is_trainable)
         return Ending(outcome, score, failure, is_trainable, self._summary, self._timings())
 
-    def _is_trained_on(self, failure: Failure) -> bool:
-        return failure.code == RunDeadline.code and self.run.trainable_on_deadline
+    def _may_train(self, failure: Failure) -> bool:
+        return failure.trainable or (failure.code == RunDeadline.code and self.run.trainable_on_deadline)
 
     # --- the end --------------------------------------------------------------------------------------
 
@@ -365,9 +381,12 @@ class Attempt:
         try:
             await kit.close()
         except SandboxStuck as stuck:
-            self.is_quarantined = True
-            self._note(stuck.detail)
-            log.error("sandbox stuck", extra={"rollout": self.rollout.id, "detail": stuck.detail})
+            self._quarantine(stuck)
+
+    def _quarantine(self, stuck: SandboxStuck) -> None:
+        self.quarantined += 1
+        self._note(stuck.detail)
+        log.error("sandbox stuck", extra={"rollout": self.rollout.id, "detail": stuck.detail})
 
     async def _settle(self, verdict: Ending | Failure | Shutdown | Stale) -> None:
         """Exactly one of: end, requeue, leave for the next process."""
@@ -379,6 +398,8 @@ class Attempt:
             elif isinstance(verdict, Shutdown) and self.state in (State.INIT, State.READY, State.RUN):
                 lost = self._lost("drained", "the service was stopped")
                 await self._requeue(lost, delay_s=0.0, is_excused=True)
+            elif isinstance(verdict, Shutdown) and self.state is State.EVAL:
+                await self.yard.store.excuse_eval(self.rollout.id, self.rollout.position)
             elif isinstance(verdict, Stale):
                 await self._overtaken()
         except Stale:
@@ -389,9 +410,9 @@ class Attempt:
             log.exception("the end cannot be stored", extra={"rollout": self.rollout.id})
             self._trajectory, self._summary = None, Summary(node=self.yard.settings.node)
             broken = InternalError(f"what this rollout left cannot be stored ({type(error).__name__})")
-            await self._end(
-                Ending(Outcome.FAILED, None, broken.failure(self.state), False, self._summary, self._timings())
-            )
+            ending = Ending(Outcome.FAILED, None, broken.failure(self.state), False, self._summary, self._timings())
+            with suppress(Stale):
+                await self._end(ending)
 
     async def _overtaken(self) -> None:
         """Somebody else moved the row: a cancel that ended it while it was being admitted. Then we tell it."""

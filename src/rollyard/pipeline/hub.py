@@ -98,6 +98,6 @@ class Hub:
 
     def _position(self, event_id: str) -> int:
         epoch, _, number = event_id.partition("-")
-        if epoch == str(self._epoch) and number.isdigit():
+        if epoch == str(self._epoch) and number.isascii() and number.isdigit() and len(number) <= 18:
             return min(int(number) + 1, self._next)
         return -1  # another epoch: a gap

@@ -36,12 +36,15 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._present)
 
+    def __contains__(self, rollout_id: str) -> bool:
+        return rollout_id in self._present
+
     def set_quota(self, run: Run) -> None:
         self._queue(run.id).max_live = run.max_live
 
     def forget_run(self, run_id: str) -> None:
         queue = self._runs.get(run_id)
-        if queue is not None and queue.live == 0 and not queue.rows:
+        if queue is not None and queue.live == 0 and self._head(queue) is None:
             del self._runs[run_id]
 
     def push(self, row: QueuedRow, not_before: float = 0.0) -> None:

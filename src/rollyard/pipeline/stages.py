@@ -10,9 +10,11 @@ only declared artifacts: RUN's processes are proven dead before it starts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from rollyard.agents.base import AgentContext, Conversation
 from rollyard.agents.conversation import converse
@@ -29,6 +31,7 @@ from rollyard.core import (
     Trajectory,
 )
 from rollyard.core.failure import (
+    EngineTimeout,
     EnvironmentBroken,
     InternalError,
     RunDeadline,
@@ -45,6 +48,9 @@ from rollyard.sandbox.base import Sandbox, SandboxEnd
 from rollyard.tools.base import Tool, ToolContext, ToolKind
 
 AGENT = "the agent"
+
+MOST_DEPTH = 64
+"""Levels of JSON that are kept of a message that cannot be stored as it is."""
 
 
 @dataclass(slots=True)
@@ -210,11 +216,38 @@ async def run(
     except RollyardError as error:
         failure = error.failure("run")
     if failure is not None and running.turns == 0 and not running.sampled_tokens:
-        failure = failure.without_model_call()
-    trajectory = running.trajectory(rollout, kit, ended_by or (failure.code if failure else ""))
+        if failure.code == RunDeadline.code and running.info.get("model_s"):  # asked, and not one token came
+            failure = EngineTimeout(f"the model sampled nothing in the {clock.budget_s:g} s of RUN").failure("run")
+        else:
+            failure = failure.without_model_call()
+    trajectory = _storable(running.trajectory(rollout, kit, ended_by or (failure.code if failure else "")))
     prompt_tokens = sum(len(trace) for trace in trajectory.traces) - trajectory.sampled_tokens
     is_gone = kit.sandbox is not None and kit.sandbox.end is not None and _is_policys(kit.sandbox.end)
     return Ran(trajectory, failure, engine, prompt_tokens, is_gone)
+
+
+def _storable(trajectory: Trajectory) -> Trajectory:
+    """A model may write half a surrogate pair, or JSON a thousand levels deep, into a tool call. The tokens keep what
+    it sampled; the messages get what can be stored."""
+    try:
+        msgspec.json.encode((trajectory.messages, trajectory.info))
+    except (UnicodeEncodeError, RecursionError):
+        messages = tuple({name: _plain(value) for name, value in message.items()} for message in trajectory.messages)
+        info = {name: _plain(value) for name, value in trajectory.info.items()}
+        return replace(trajectory, messages=messages, info=info)
+    return trajectory
+
+
+def _plain(value: Json, depth: int = 0) -> Json:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, (Mapping, Sequence)) and depth >= MOST_DEPTH:
+        return "(nested too deeply)"
+    if isinstance(value, Mapping):
+        return {str(_plain(name)): _plain(item, depth + 1) for name, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(item, depth + 1) for item in value]
+    return value
 
 
 def _is_policys(end: SandboxEnd) -> bool:
@@ -231,22 +264,39 @@ async def evaluate(
     watch: Callable[[Sandbox], None],
     metrics: Metrics | None = None,
 ) -> Score:
-    """The score of saved artifacts, in a fresh sandbox. DeadlineExpired and SandboxEndedByPolicy pass through."""
+    """The score of saved artifacts, in a fresh sandbox. SandboxEndedByPolicy passes through, and DeadlineExpired of
+    the judging itself: a sandbox that was not there in time is ours, not the policy's."""
     task = rollout.task
     environment = shop.environment_of(task)
     plan = environment.plan(task)
     async with AsyncExitStack() as stack:
         sandbox: Sandbox | None = None
+        try:
+            async with clock.counting():
+                if plan.eval_needs_sandbox:
+                    sandbox = await _start(shop, rollout, plan, lease_s, metrics)
+                    stack.push_async_callback(sandbox.kill)
+                    watch(sandbox)
+                    await _unpack(shop, sandbox, trajectory, rollout.id)
+        except DeadlineExpired:
+            raise SandboxStartFailed(f"EVAL's sandbox was not there within {clock.budget_s:g} s") from None
         async with clock.counting():
-            if plan.eval_needs_sandbox:
-                sandbox = await _start(shop, rollout, plan, lease_s, metrics)
-                stack.push_async_callback(sandbox.kill)
-                watch(sandbox)
-                await _unpack(shop, sandbox, trajectory, rollout.id)
             context = EnvContext(task, rollout.id, sandbox, shop.router)
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in trajectory.artifacts})
             with boundary(VerifierCrashed, f"{task.environment}.eval"):
-                return await environment.eval(context, evidence)
+                score = await environment.eval(context, evidence)
+    _check_score(score, trajectory, f"{task.environment}.eval")
+    return score
+
+
+def _check_score(score: object, trajectory: Trajectory, what: str) -> None:
+    """What an environment returns is stored as it is, and read by everyone who lists: so it is looked at here."""
+    if not isinstance(score, Score):
+        raise VerifierCrashed(f"{what} returned {type(score).__name__}, not a Score")
+    spans = [len(trace.spans) for trace in trajectory.traces]
+    for turn in score.turn_rewards:
+        if not (0 <= turn.trace < len(spans) and 0 <= turn.span < spans[turn.trace]):
+            raise VerifierCrashed(f"{what} rewarded span {turn.span} of trace {turn.trace}, which is not there")
 
 
 async def _unpack(shop: Workshop, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str) -> None:

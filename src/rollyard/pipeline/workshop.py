@@ -5,8 +5,10 @@ Made once when the service starts; a rollout only borrows from it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollyard.agents.base import Agent
 from rollyard.agents.registry import Agents
@@ -27,7 +29,8 @@ NATIVE = "native"
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """See the module. `runtimes` are those that the operator allows; a task can only choose among them."""
+    """See the module. `runtimes` are those that the operator allows; a task can only choose among them. So with
+    images: one outside `image_folders` would show a task any folder of the host. None: a person's own shell."""
 
     runtimes: Mapping[str, Runtime]
     default_runtime: str
@@ -36,6 +39,7 @@ class Workshop:
     agents: Agents
     renderers: Renderers
     artifacts: ArtifactFolder
+    image_folders: tuple[Path, ...] | None = None
 
     def check(self, task: Task, run: Run) -> None:
         """Raises the named error for a task that can never run here. No I/O: it is asked at every submit."""
@@ -46,6 +50,16 @@ class Workshop:
         if task.sandbox.runtime is not None and task.sandbox.runtime not in self.runtimes:
             allowed = ", ".join(sorted(self.runtimes))
             raise RuntimeNotAllowed(f"runtime {task.sandbox.runtime!r} is not among the allowed ones ({allowed})")
+        self._check_image(task)
+
+    def _check_image(self, task: Task) -> None:
+        if task.sandbox.image is None or self.image_folders is None:
+            return
+        image = Path(os.path.realpath(task.sandbox.image))
+        if not any(image.is_relative_to(os.path.realpath(folder)) for folder in self.image_folders):
+            raise RuntimeNotAllowed(
+                f"image {task.sandbox.image!r} does not lie in a folder that the operator's setting `images` names"
+            )
 
     def environment_of(self, task: Task) -> Environment:
         return self.environments.get(task.environment)
@@ -74,6 +88,7 @@ class Workshop:
         return self.runtimes[name]
 
     def spec_of(self, task: Task, plan: Plan, owner: str) -> SandboxSpec:
+        self._check_image(task)  # again: a link may lead elsewhere by now
         wanted = task.sandbox
         limits = SandboxLimits(wanted.memory_bytes, wanted.processes, wanted.disk_bytes, wanted.open_files)
         return SandboxSpec(image=wanted.image, env=plan.env, limits=limits, owner=owner)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from types import TracebackType
 
 from rollyard.core import LIVE, Json, Rollout, Run, State
 from rollyard.core.deadline import Deadline
-from rollyard.core.failure import Cancelled, Draining, Gone, InvalidRequest, NotFound, QueueFull, Stalled
+from rollyard.core.failure import Cancelled, Draining, Gone, InvalidRequest, NotFound, QueueFull, SandboxStuck, Stalled
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline import stages
@@ -28,14 +29,12 @@ from rollyard.pipeline.pool import Pool
 from rollyard.pipeline.scheduler import Scheduler
 from rollyard.pipeline.settings import PipelineSettings
 from rollyard.pipeline.workshop import Workshop
-from rollyard.store.base import QueuedRow, Retention, Store, Submission
+from rollyard.sandbox.base import Sandbox
+from rollyard.store.base import QueuedRow, Retention, Store, StoreUnusable, Submission
 
 log = logging.getLogger("rollyard.pipeline")
 
 SWEEP_EVERY_S = 60.0
-
-FRESH = 2048
-"""Submitted rollouts that are kept in memory until they are admitted; the others are read from the store."""
 
 
 class Yard:
@@ -60,12 +59,17 @@ class Yard:
         self.live: dict[str, Attempt] = {}
         self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
         self._taking: set[str] = set()  # admitted, and being read from the store
+        self._arriving = 0  # being stored: their places in the queue are taken
+        self._rescores = 0  # at work; like an attempt, each has a place in the budget
+        self._rescores_waiting = 0  # for that place: INIT does not take it first
+        self._rescore_sandboxes: set[Sandbox] = set()
         self._max_live = settings.max_live
         self._runs: dict[str, Run] = {}
-        self._fresh: dict[str, Rollout] = {}  # submitted a moment ago: need not be read back
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
+        self.broken: StoreUnusable | None = None
+        self.broke = asyncio.Event()  # the store cannot be used any more: whoever runs us should end
         self._is_awake = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -80,8 +84,8 @@ class Yard:
         for rollout_id in self.store.recovered.evals:
             rollout = await self.store.get(rollout_id)
             self.scheduler.adopt(rollout.run)
-            self._tasks.create_task(self._live(Attempt(self, rollout, self._runs[rollout.run])))
-        self._loops = [self._tasks.create_task(self._tick()), self._tasks.create_task(self._sweep())]
+            self._own(partial(self._live, Attempt(self, rollout, self._runs[rollout.run])))
+        self._loops = [self._own(self._tick), self._own(self._sweep)]
         self.wake()
         return self
 
@@ -126,12 +130,16 @@ class Yard:
         """Durable when it returns. The caller has checked the tasks."""
         if self.is_draining:
             raise Draining("the service is shutting down")
-        room = self.settings.max_queued - len(self.scheduler)
+        room = self.settings.max_queued - len(self.scheduler) - self._arriving
         if len(submissions) > room:
             raise QueueFull(f"{len(submissions)} rollouts do not fit: the queue has room for {max(0, room)}")
-        stored = await self.store.submit(submissions)
+        self._arriving += len(submissions)
+        try:
+            stored = await self.store.submit(submissions)
+        finally:
+            self._arriving -= len(submissions)
         for rollout in stored:
-            if rollout.state is State.QUEUED and rollout.id not in self.live and rollout.id not in self._taking:
+            if rollout.state is State.QUEUED and not self._has(rollout.id):
                 self.scheduler.push(_row(rollout))
                 self.hub.publish(rollout)
             elif rollout.state is State.ENDED:
@@ -139,11 +147,15 @@ class Yard:
         self.wake()
         return stored
 
+    def _has(self, rollout_id: str) -> bool:
+        return rollout_id in self.scheduler or rollout_id in self._taking or rollout_id in self.live
+
     async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
         """Acknowledged when it returns; a live one is gone soon after. None: a tombstone waits for its submit."""
         was_queued = self.scheduler.remove(rollout_id)
-        self._fresh.pop(rollout_id, None)
         rollout = await self.store.request_cancel(rollout_id, detail)
+        if rollout is not None and rollout.state is State.ENDED:
+            was_queued |= self.scheduler.remove(rollout_id)  # its submit, or its requeue, came in between
         attempt = self.live.get(rollout_id)
         if attempt is not None:
             attempt.stop(Cancelled(detail))
@@ -185,20 +197,37 @@ class Yard:
         rollout = await self.store.get(rollout_id)
         if rollout.state is not State.ENDED:
             raise InvalidRequest(f"rollout {rollout_id} has not ended yet")
-        trajectory = await self.store.trajectory(rollout_id)
-        if trajectory is None:
-            raise Gone(f"rollout {rollout_id} has no saved trajectory to score")
-        async with self.eval_pool.slot((-rollout.priority, rollout.seq)):
+        saved = await self.store.saved_run(rollout_id)
+        if saved is None:
+            if await self.store.trajectory(rollout_id) is None:
+                raise Gone(f"rollout {rollout_id} has no saved trajectory to score")
+            raise InvalidRequest(f"RUN of rollout {rollout_id} was cut short: there is nothing to score")
+        trajectory, info = saved
+        if info.get("is_sandbox_gone"):
+            raise InvalidRequest(f"the agent of rollout {rollout_id} ended its own sandbox: there is nothing to score")
+        async with self._place(), self.eval_pool.slot((-rollout.priority, rollout.seq)):
             clock = Deadline(rollout.task.limits.eval_s)
-            score = await stages.evaluate(
-                self.shop,
-                rollout,
-                trajectory,
-                clock,
-                lease_s=self.settings.lease_s,
-                watch=lambda _: None,
-                metrics=self.metrics,
-            )
+            held: set[Sandbox] = set()
+
+            def hold(sandbox: Sandbox) -> None:
+                held.add(sandbox)
+                self._rescore_sandboxes.add(sandbox)
+
+            try:
+                score = await stages.evaluate(
+                    self.shop,
+                    rollout,
+                    trajectory,
+                    clock,
+                    lease_s=self.settings.lease_s,
+                    watch=hold,
+                    metrics=self.metrics,
+                )
+            except SandboxStuck:
+                self.quarantined += 1
+                raise
+            finally:
+                self._rescore_sandboxes -= held
         entry: dict[str, Json] = {
             "at": time.time(),
             "reward": score.reward,
@@ -206,6 +235,29 @@ class Yard:
             "metrics": dict(score.metrics),
         }
         return await self.store.add_score(rollout_id, entry)
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncGenerator[None, None]:
+        """A place in the budget of live sandboxes for something that is no attempt."""
+        self._rescores_waiting += 1
+        try:
+            while self._places_taken >= self.max_live:
+                self._idle.clear()
+                await self._idle.wait()
+            self._rescores += 1
+        finally:
+            self._rescores_waiting -= 1
+            self.wake()
+        try:
+            yield
+        finally:
+            self._rescores -= 1
+            self._idle.set()
+            self.wake()
+
+    @property
+    def _places_taken(self) -> int:
+        return len(self.live) + len(self._taking) + self.quarantined + self._rescores
 
     def resize(self, sizes: Mapping[str, int]) -> None:
         """init, run, eval, ready, live: each optional."""
@@ -217,6 +269,7 @@ class Yard:
                 pool.resize(sizes[pool.name])
         self.ready_slots = sizes.get("ready", self.ready_slots)
         self._max_live = sizes.get("live", self._max_live)
+        self._idle.set()  # a rescore may wait for just this
         self.wake()
 
     @property
@@ -231,7 +284,12 @@ class Yard:
             for pool in (self.init_pool, self.run_pool, self.eval_pool)
         }
         pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": 0}
-        pools["live"] = {"size": self.max_live, "active": len(self.live), "waiting": 0, "quarantined": self.quarantined}
+        pools["live"] = {
+            "size": self.max_live,
+            "active": len(self.live) + self._rescores,
+            "waiting": self._rescores_waiting,
+            "quarantined": self.quarantined,
+        }
         pools["queue"] = {"size": self.settings.max_queued, "active": len(self.scheduler), "waiting": 0}
         return pools
 
@@ -263,7 +321,7 @@ class Yard:
                 break
             self.init_pool.try_acquire()
             self._taking.add(row.id)
-            self._tasks.create_task(self._take(row))
+            self._own(partial(self._take, row))
         due = self.scheduler.next_due()
         if self._timer is not None:
             self._timer.cancel()
@@ -275,7 +333,7 @@ class Yard:
     def _has_room(self) -> bool:
         return (
             self.init_pool.free > 0
-            and len(self.live) + len(self._taking) + self.quarantined < self.max_live
+            and self._places_taken + self._rescores_waiting < self.max_live
             and self.init_pool.active + self.ready < self.ready_slots + self.run_pool.free
         )
 
@@ -284,7 +342,7 @@ class Yard:
         rollout: Rollout | None = None
         try:
             with suppress(NotFound):
-                rollout = self._fresh.pop(row.id, None) or await self.store.get(row.id)
+                rollout = await self.store.get(row.id)
             if rollout is not None and rollout.state is State.ENDED:
                 self.publish(rollout)  # cancelled on the way from the queue
         finally:
@@ -300,22 +358,42 @@ class Yard:
 
     async def _live(self, attempt: Attempt) -> None:
         self.live[attempt.rollout.id] = attempt
+        if self.is_draining:  # since it was made: whoever stopped the others did not see it
+            attempt.stop(Shutdown())
         try:
             await attempt.main()
         finally:
             del self.live[attempt.rollout.id]
             self.scheduler.done(attempt.rollout.run)
-            self.quarantined += attempt.is_quarantined
+            self.quarantined += attempt.quarantined
             self._idle.set()
             self.wake()
+
+    def _own(self, work: Callable[[], Coroutine[object, object, None]]) -> asyncio.Task[None]:
+        return self._tasks.create_task(self._guarded(work))
+
+    async def _guarded(self, work: Callable[[], Coroutine[object, object, None]]) -> None:
+        """A store that broke ends everything that is live, once and with one reason; it is not each one's failure."""
+        try:
+            await work()  # called here: a task that is cancelled before its first step leaves no coroutine
+        except StoreUnusable as error:
+            if self.broken is None:
+                log.critical("the store is unusable", extra={"reason": str(error)})
+                self.broken = error
+                self.stop_now()
+                self.broke.set()
 
     # --- the two loops --------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        """Renews leases, and ends what has not moved for longer than its stall bound."""
+        """Renews leases, ends what has not moved for longer than its stall bound, and looks after the store."""
         while True:
             await asyncio.sleep(self.settings.tick_s)
+            if self.store.broken is not None:
+                raise StoreUnusable(self.store.broken)
             now = time.monotonic()
+            for sandbox in self._rescore_sandboxes:
+                sandbox.renew(self.settings.lease_s)
             for attempt in list(self.live.values()):
                 idle_s = attempt.tick(now, self.settings.lease_s)
                 bound_s = attempt.rollout.task.limits.stall_s
@@ -323,11 +401,14 @@ class Yard:
                     attempt.stop(Stalled(f"nothing moved in {attempt.state} for {idle_s:.1f} s (bound: {bound_s:g} s)"))
 
     async def _sweep(self) -> None:
-        """Deletes what retention no longer keeps."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
-            for rollout_id in await self.store.sweep(Retention(self.settings.retain_s)):
-                await self.shop.artifacts.delete(rollout_id)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Deletes what retention no longer keeps: rows, then the artifacts of what is gone or acknowledged."""
+        for rollout_id in await self.store.sweep(Retention(self.settings.retain_s)):
+            await self.shop.artifacts.delete(rollout_id)
 
 
 def _row(rollout: Rollout) -> QueuedRow:

@@ -23,6 +23,8 @@ from rollyard.sandbox.base import SandboxEnd
 BROKEN_S = 2.0
 """How long a request that the keeper could not serve waits for news of the sandbox's end."""
 
+NO_ROOM = "this process has no file descriptor left; raise its limit (ulimit -n), or hold fewer sandboxes"
+
 
 class Job:
     """A request on its way. `started` and `done` are its two possible answers, each once."""
@@ -46,7 +48,12 @@ class Keeper:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lifeline_out, self._lifeline = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._lifeline_out, self._lifeline = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            ours.close()
+            self._theirs.close()
+            raise
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
         self._pidfd = -1
@@ -110,6 +117,8 @@ class Keeper:
                 self._on_gone()
             return
         match message.get("event"):
+            case "born" if not fds:  # the kernel drops descriptors that we have no room for
+                self._fail_start(SandboxStartFailed(NO_ROOM))
             case "born":
                 self.pid, self._pidfd = message["pid"], fds.pop()
                 self._loop.add_reader(self._pidfd, self._on_gone)
@@ -134,7 +143,10 @@ class Keeper:
         if job is None:
             return
         if "started" in message:
-            if not job.started.done():
+            if not fds:
+                self.end_job(job)
+                job.fail(SandboxLost(NO_ROOM))
+            elif not job.started.done():
                 job.started.set_result(fds.pop())
             return
         if "broken" in message:

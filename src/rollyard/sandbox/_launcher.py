@@ -54,6 +54,7 @@ Message = dict[str, Any]
 INLINE_BYTES = 32 << 10  # a longer message travels in a memfd: a packet socket's buffer is about 200 kB
 MAX_FDS = 64
 CHUNK = 1 << 20
+LATEST = 1 << 33  # a file's time in an archive: beyond the year 2242 not every file system can set it
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 NS_GET_USERNS = 0xB701
@@ -245,6 +246,14 @@ class Refused(Exception):
     """Not an error of the system: the file is not what was asked for."""
 
 
+class Unwritten(Exception):
+    """The host's side could not be written: ours to mend, never the sandbox's doing."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -252,7 +261,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 class Bounded:
-    """A file that refuses more than `limit` bytes."""
+    """A file of the host's that refuses more than `limit` bytes."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self.fd, self.limit, self.count = fd, limit, 0
@@ -261,18 +270,41 @@ class Bounded:
         self.count += len(data)
         if self.count > self.limit:
             raise Refused(f"more than {self.limit} bytes")
-        write_all(self.fd, data)
+        try:
+            write_all(self.fd, data)
+        except OSError as error:
+            raise Unwritten(error) from None
         return len(data)
 
 
 def open_regular(path: str) -> tuple[int, os.stat_result]:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    """Missing, or a folder: an OSError. Whatever else keeps it from being read is what the sandbox made of it."""
+    try:
+        fd = open_allowed(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}") from None
     found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode):
+        return fd, found
+    os.close(fd)
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(found.st_mode):
-        raise Refused(f"{path} is not a regular file")
-    return fd, found
+    raise Refused(f"{path} is not a regular file")
+
+
+def open_allowed(path: str, flags: int) -> int:
+    """Opens what its owner, who we are here, forbade to itself; its mode stays as it was."""
+    try:
+        return os.open(path, flags)
+    except PermissionError:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        os.chmod(path, mode | 0o400)
+        try:
+            return os.open(path, flags)
+        finally:
+            os.chmod(path, mode)
 
 
 def copy(source: int, write: Callable[[bytes], object]) -> None:
@@ -321,27 +353,54 @@ def copy_folder(source: int, path: str) -> None:
     os.chmod(path, stat.S_IMODE(os.fstat(source).st_mode) & 0o777 | 0o700)
 
 
-def pack_folder(folder: str, archive: tarfile.TarFile, name: str) -> None:
-    """Adds what is in `folder`; never asks the sandbox's name service who owns a file."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        info = tarfile.TarInfo(f"{name}{entry.name}")
-        found = entry.stat(follow_symlinks=False)
-        info.mode, info.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
-        if entry.is_symlink():
-            info.type, info.linkname = tarfile.SYMTYPE, os.readlink(entry.path)
-            archive.addfile(info)
-        elif entry.is_dir(follow_symlinks=False):
-            info.type = tarfile.DIRTYPE
-            archive.addfile(info)
-            pack_folder(entry.path, archive, f"{info.name}/")
-        elif entry.is_file(follow_symlinks=False):
-            fd, found = open_regular(entry.path)
-            info.size = found.st_size
-            with open(fd, "rb") as file:
-                try:
-                    archive.addfile(info, file)
-                except OSError as error:
-                    raise Refused(f"{entry.path} changed while it was read") from error
+def listed(folder: str) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name. One that its owner shut is opened, and stays so."""
+    mode = stat.S_IMODE(os.stat(folder).st_mode)
+    if mode & 0o500 != 0o500:
+        os.chmod(folder, mode | 0o700)
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name, reverse=True)
+
+
+def pack_folder(folder: str, archive: tarfile.TarFile) -> None:
+    """Adds what is in `folder`; never asks the sandbox's name service who owns a file.
+
+    Processes of the sandbox may be at work in it: what vanishes is left out, what cannot be read is refused.
+    """
+    left = [("", entry) for entry in listed(folder)]  # a stack: folders can be deeper than calls
+    while left:
+        above, entry = left.pop()
+        name = f"{above}{entry.name}"
+        try:
+            is_folder = pack(entry, name, archive)
+            if is_folder:
+                left += [(f"{name}/", inner) for inner in listed(entry.path)]
+        except FileNotFoundError:
+            continue
+
+
+def pack(entry: os.DirEntry[str], name: str, archive: tarfile.TarFile) -> bool:
+    """Adds one entry. True: it is a folder, and what is in it comes next."""
+    info = tarfile.TarInfo(name)
+    found = entry.stat(follow_symlinks=False)
+    info.mode = stat.S_IMODE(found.st_mode)
+    info.mtime = max(0, min(int(found.st_mtime), LATEST))
+    if entry.is_symlink():
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(entry.path)
+        archive.addfile(info)
+    elif entry.is_dir(follow_symlinks=False):
+        info.type = tarfile.DIRTYPE
+        archive.addfile(info)
+        return True
+    elif entry.is_file(follow_symlinks=False):
+        fd, found = open_regular(entry.path)
+        info.size = found.st_size
+        with open(fd, "rb") as file:
+            try:
+                archive.addfile(info, file)
+            except OSError as error:
+                raise Refused(f"{entry.path} changed while it was read") from error
+    return False
 
 
 def do_read(request: Message, fds: list[int]) -> Message:
@@ -372,7 +431,10 @@ def do_download(request: Message, fds: list[int]) -> Message:
         source, found = open_regular(request["path"])
     except IsADirectoryError:
         with tarfile.open(fileobj=bounded, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
-            pack_folder(request["path"], archive, "")
+            try:
+                pack_folder(request["path"], archive)
+            except OSError as error:
+                raise Refused(f"{request['path']}: {error.strerror}") from None
         return {"kind": "tar"}
     if found.st_size > request["limit"]:
         raise Refused(f"{request['path']} has {found.st_size} bytes, more than {request['limit']}")
@@ -587,10 +649,11 @@ class Keeper:
             self.world.enter()
             os.umask(0o022)
             try:
-                os.chdir(request["cwd"])
                 answer = {"done": FILE_JOBS[request["op"]](request, fds)}
             except Refused as refused:
                 answer = {"refused": str(refused)}
+            except Unwritten as unwritten:
+                answer = {"errno": unwritten.error.errno, "strerror": unwritten.error.strerror}
             except OSError as error:
                 answer = {"errno": error.errno, "strerror": error.strerror}
         except BaseException as error:

@@ -216,7 +216,8 @@ class LaunchedRuntime:
 
     async def _remove(self, paths: list[str]) -> None:
         is_gone = False
-        with contextlib.suppress(TimeoutError):
+        # OSError: no descriptor, no process to be had. The processes are gone; the files are left for the sweep.
+        with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(REMOVE_S):
                 is_gone = await self._zygote.remove(paths)
         if not is_gone:

@@ -163,15 +163,18 @@ class LaunchedSandbox:
         argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
         if not argv:
             raise ValueError("an empty command")
-        out, err = Collector(output_bytes), Collector(output_bytes)
-        feeder = Feeder(stdin) if stdin else None
+        pipes: list[Collector | Feeder] = []
         job = None
         try:
-            fds = {1: out.writer, 2: err.writer} | ({0: feeder.reader} if feeder else {})
+            pipes.append(out := Collector(output_bytes))
+            pipes.append(err := Collector(output_bytes))
+            fds = {1: out.writer, 2: err.writer}
+            if stdin:
+                pipes.append(feeder := Feeder(stdin))
+                fds[0] = feeder.reader
             job = self._run(argv, fds, cwd=cwd, env=env, is_spawned=False)
-            for pipe in (out, err, feeder):
-                if pipe is not None:
-                    pipe.started()
+            for pipe in pipes:
+                pipe.started()
             done, _ = await asyncio.wait([job.done], timeout=max(timeout_s, 0.0))
             is_timed_out = not done
             if is_timed_out:
@@ -187,9 +190,8 @@ class LaunchedSandbox:
         finally:
             if job is not None:
                 self._keeper.end_job(job)  # nothing if it is done: only for a caller who was cancelled
-            for pipe in (out, err, feeder):
-                if pipe is not None:
-                    pipe.close()
+            for pipe in pipes:
+                pipe.close()
 
     async def spawn(
         self,
@@ -218,8 +220,7 @@ class LaunchedSandbox:
     # --- files ---
 
     def _file_job(self, op: str, path: str, fd: int, **more: int) -> Job:
-        request = {"op": op, "path": self._place.path(path), "cwd": self._place.path(WORKDIR), **more}
-        return self._keeper.request(request, [fd])
+        return self._keeper.request({"op": op, "path": self._place.path(path), **more}, [fd])
 
     async def _answer(self, job: Job, path: str) -> Message:
         try:

@@ -109,7 +109,10 @@ class BubblewrapRuntime(LaunchedRuntime):
         argv += ["--bind", str(work), WORKDIR, "--ro-bind", str(control), CONTROL_DIR]
         for bind in spec.binds:
             argv += ["--ro-bind" if bind.is_read_only else "--bind", str(bind.host), bind.inside]
-        argv += ["--remount-ro", "/dev", *(["--remount-ro", "/"] if spec.image is None else []), "--chdir", WORKDIR]
+        # /proc too: bwrap shuts /proc/sys only if that *folder* is writable, which it never is, and to the files in it
+        # the kernel lets whoever is root on the host, as the sandbox's user is where the service is run by root.
+        argv += ["--remount-ro", "/proc", "--remount-ro", "/dev"]
+        argv += [*(["--remount-ro", "/"] if spec.image is None else []), "--chdir", WORKDIR]
         env = {"PATH": PATH, "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", **spec.env}
         limits, in_force = self._limits(spec)
         config |= {"folders": [str(path) for path in folders], "program": self._bwrap(), "argv": argv}

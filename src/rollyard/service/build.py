@@ -89,6 +89,7 @@ async def open_house(
             agents=agents,
             renderers=renderers,
             artifacts=ArtifactFolder(settings.data_dir / "artifacts"),
+            image_folders=settings.image_folders,
         )
         yard = await stack.enter_async_context(
             Yard(store, shop, pipeline_settings(settings), metrics=metrics, tracer=tracer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from base64 import b64encode
 from collections.abc import Mapping
@@ -149,11 +150,11 @@ def run_object(run: Run) -> JsonObject:
 
 
 def engine_object(status: EngineStatus) -> dict[str, Json]:
-    """Never the engine's key."""
+    """Never the engine's key, nor a password in its address."""
     spec, stats, info = status.spec, status.stats, status.info
     return {
         "id": spec.id,
-        "url": spec.url,
+        "url": _without_password(spec.url),
         "kind": spec.kind,
         "policy": spec.policy,
         "model": info.model if info else spec.model,
@@ -168,6 +169,10 @@ def engine_object(status: EngineStatus) -> dict[str, Json]:
         "failures": stats.failures,
         "tokens": stats.tokens,
         "cached_tokens": stats.cached_tokens,
-        "last_error": stats.last_error or None,
+        "last_error": _without_password(stats.last_error) or None,
         "info": msgspec.to_builtins(info),
     }
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"(https?://)[^/\s]*@", r"\1", text)

@@ -146,6 +146,7 @@ def _announced(path: Path, url: str) -> Generator[None, None, None]:
 def run_server(settings: Settings) -> int:
     """Serves until a signal says otherwise. Returns the exit status; what went wrong is on stderr."""
     logs.configure(level=settings.log_level.upper(), style=settings.log_format)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it tells at INFO, we tell ourselves
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_main(settings))
@@ -166,7 +167,9 @@ async def _main(settings: Settings) -> int:
             signals.on_first = lambda: None
             token = "" if settings.admin_tokens else f", token in {settings.token_path}"
             _say(f"rollyard {__version__} at {served.url}{token}")
-            await signals.first.wait()
+            await _first_of(signals.first, served.house.yard.broke)
+            if served.house.yard.broken is not None:
+                raise served.house.yard.broken
             log.info("draining", extra={"within_s": settings.drain_s})
             signals.on_second = served.house.yard.stop_now
             await served.house.yard.drain()
@@ -174,6 +177,15 @@ async def _main(settings: Settings) -> int:
         if not signals.first.is_set():
             raise
     return 0
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 class _Signals:

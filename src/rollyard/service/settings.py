@@ -104,6 +104,7 @@ class Settings(BaseModel):
 
     runtimes: Words = Field(default=("bubblewrap",), min_length=1, description="Sandbox runtimes that tasks may use.")
     runtime: str = Field(default="bubblewrap", description="The runtime of a task that names none.")
+    images: Words = Field(default=(), description="Folders that tasks' images may lie in; none: tasks name no image.")
 
     engines: Engines = Field(default=(), description="Engines to begin with: URLs or tables.")
     engine_wait_s: Seconds = Field(default=120.0, description="How long a rollout waits for an engine to be up.")
@@ -145,6 +146,10 @@ class Settings(BaseModel):
         if separator and scheme != "sqlite":
             raise ValueError(f"store: only SQLite files can be named here, not {scheme}://")
         return self
+
+    @property
+    def image_folders(self) -> tuple[Path, ...]:
+        return tuple(Path(folder).expanduser() for folder in self.images)
 
     @property
     def is_loopback(self) -> bool:

@@ -165,6 +165,11 @@ def save_run(connection: sqlite3.Connection, rollout_id: str, at: Position, save
     connection.execute("UPDATE rollouts SET state = 'eval', updated_at = ? WHERE seq = ?", (time.time(), seq))
 
 
+def excuse_eval(connection: sqlite3.Connection, rollout_id: str, at: Position) -> None:
+    seq = locate(connection, rollout_id, at)
+    connection.execute("UPDATE rollouts SET evals_lost = evals_lost - 1 WHERE seq = ?", (seq,))
+
+
 def end(
     connection: sqlite3.Connection, rollout_id: str, at: Position, ending: str, saved: SavedTrajectory | None
 ) -> Row:

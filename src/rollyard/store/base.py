@@ -82,6 +82,11 @@ class Store(Protocol):
     @property
     def recovered(self) -> Recovered: ...
 
+    @property
+    def broken(self) -> str | None:
+        """Why it cannot be used any more; None while it can. Everything else raises StoreUnusable then."""
+        ...
+
     # runs
     async def put_run(self, run: Run, body: Mapping[str, Json]) -> Run:
         """Idempotent by id like submit. Returns what is stored."""
@@ -119,6 +124,10 @@ class Store(Protocol):
 
     async def save_run(self, rollout_id: str, at: Position, trajectory: Trajectory, info: Mapping[str, Json]) -> None:
         """run → eval, with what RUN left. Durable before it returns. `info` comes back from `saved_run`."""
+        ...
+
+    def excuse_eval(self, rollout_id: str, at: Position) -> asyncio.Future[None]:
+        """Its evaluation was stopped, not lost: the next opening takes it up without counting that."""
         ...
 
     async def saved_run(self, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None: ...

@@ -132,6 +132,10 @@ class SqliteStore:
     def recovered(self) -> Recovered:
         return self._recovered
 
+    @property
+    def broken(self) -> str | None:
+        return self._writer.broken
+
     # --- runs -----------------------------------------------------------------------------------------
 
     async def put_run(self, run: Run, body: Mapping[str, Json]) -> Run:
@@ -191,6 +195,9 @@ class SqliteStore:
         at.to(State.EVAL)
         saved = _writes.SavedTrajectory(encode_trajectory(trajectory), trajectory.sampled_tokens)
         await self._put(partial(_writes.save_run, rollout_id=rollout_id, at=at, saved=saved, info=to_json(info)))
+
+    def excuse_eval(self, rollout_id: str, at: Position) -> asyncio.Future[None]:
+        return self._put_unawaited(rollout_id, partial(_writes.excuse_eval, rollout_id=rollout_id, at=at))
 
     async def saved_run(self, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None:
         return await self._read(partial(_reads.saved_run, rollout_id=rollout_id))

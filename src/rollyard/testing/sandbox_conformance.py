@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
-from rollyard.sandbox.base import Runtime, Sandbox, SandboxSpec
+from rollyard.sandbox.base import WORKDIR, Runtime, Sandbox, SandboxSpec
 
 SECONDS = 20.0
 """Bounds whatever should take a moment."""
@@ -327,6 +327,65 @@ async def folders_go_in_and_come_out(runtime: Runtime) -> None:
                     await sandbox.download(path, target, limit_bytes=5)
                     raise AssertionError("the limit was passed")
             assert sorted(entry.name for entry in Path(name).iterdir()) == ["source", "target"]
+
+
+@check
+async def what_its_owner_made_of_a_folder_never_keeps_it_in(runtime: Runtime) -> None:
+    """Deep, forbidden, odd: it comes out as it is, or is refused. An OSError would pass for trouble of the host."""
+    async with started(runtime) as sandbox:
+        deep = "import os\nfor _ in range(1200):\n os.mkdir('d'); os.chdir('d')"
+        assert (await sandbox.exec(["python3", "-c", deep], timeout_s=SECONDS)).status == 0
+        made = (
+            "mkdir -p no/way; echo x > no/way/f; echo y > secret; chmod 0 secret no/way; chmod 400 no; ln -s secret l"
+        )
+        assert (await sandbox.exec(made, timeout_s=SECONDS)).status == 0
+        await sandbox.exec("touch -d @99999999999999 later; chmod 0 .", timeout_s=SECONDS)
+        with tempfile.TemporaryDirectory() as name:
+            target = Path(name, "target")
+            assert await sandbox.download(WORKDIR, target, limit_bytes=16 << 20) == "tar"
+            with tarfile.open(target) as archive:
+                assert archive.getmember("/".join("d" * 1200)).isdir()
+                assert archive.getmember("secret").mode == 0 and archive.getmember("no/way").mode == 0
+            async with started(runtime) as other:
+                await other.unpack(target, ".")
+                assert await output(other, "cat no/way/f; stat -c %a secret") == "x\n0\n"
+                assert await other.read("secret", limit_bytes=10) == b"y\n"
+                assert await output(other, "stat -c %a secret") == "0\n"
+
+
+@check
+async def a_folder_deeper_than_any_path_is_refused(runtime: Runtime) -> None:
+    async with started(runtime) as sandbox:
+        deep = "import os\nfor _ in range(50):\n os.mkdir('d' * 200); os.chdir('d' * 200)"
+        assert (await sandbox.exec(["python3", "-c", deep], timeout_s=SECONDS)).status == 0
+        await sandbox.write("plain", b"")
+        with tempfile.TemporaryDirectory() as name:
+            for path in (".", "plain/below"):  # the second: no folder on the way
+                with contextlib.suppress(ValueError):
+                    await sandbox.download(path, Path(name, "target"), limit_bytes=16 << 20)
+                    raise AssertionError(f"{path} was not refused")
+            assert not list(Path(name).iterdir())
+
+
+@isolated
+async def each_has_namespaces_of_its_own(runtime: Runtime) -> None:
+    kinds = ("user", "mnt", "pid", "ipc", "uts", "net")
+    command = "; ".join(f"readlink /proc/self/ns/{kind}" for kind in kinds)
+    async with started(runtime) as one, started(runtime) as two:
+        seen = [(await output(sandbox, command)).split() for sandbox in (one, two)]
+        seen.append([str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in kinds])
+        for kind, *found in zip(kinds, *seen, strict=True):
+            assert len(set(found)) == 3, (kind, found)
+
+
+@isolated
+async def no_setting_of_the_kernel_can_be_changed(runtime: Runtime) -> None:
+    """They are the machine's: a service run as root would otherwise let a sandbox set core_pattern, and with it run
+    anything as root. Only asked, never tried: where this fails, trying would do it."""
+    async with started(runtime) as sandbox:
+        found = "find /proc -maxdepth 1 -type f -writable; find /proc/sys -type f -writable"
+        result = await sandbox.exec(found, timeout_s=SECONDS)
+        assert not result.stdout, result.stdout[:500]
 
 
 @isolated

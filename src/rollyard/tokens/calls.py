@@ -1,13 +1,19 @@
-"""A tool call as the model wrote it, read without ever failing: what is wrong with it is for the model to hear."""
+"""A tool call as the model wrote it, read without ever failing: what is wrong with it is for the model to hear.
+
+Half of a surrogate pair, which JSON can write and UTF-8 cannot hold, becomes U+FFFD: the calls go into records.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from rollyard.core import Json, Message
 from rollyard.tokens.base import ToolCall
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_call(raw: str, call_id: str, *, is_closed: bool = True) -> ToolCall:
@@ -28,6 +34,7 @@ def read_call(raw: str, call_id: str, *, is_closed: bool = True) -> ToolCall:
 
 def read_arguments(name: str, arguments: Json, raw: str, call_id: str) -> ToolCall:
     """The arguments of a named call: an object, or the JSON text of one; none at all is an empty object."""
+    name = _SURROGATE.sub("�", name)
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments) if arguments.strip() else {}
@@ -37,7 +44,10 @@ def read_arguments(name: str, arguments: Json, raw: str, call_id: str) -> ToolCa
         arguments = {}
     if not isinstance(arguments, Mapping):
         return ToolCall(call_id, name, None, raw, '"arguments" must be a JSON object')
-    return ToolCall(call_id, name, arguments, raw)
+    try:
+        return ToolCall(call_id, name, cast("Mapping[str, Json]", _storable(arguments)), raw)
+    except RecursionError:
+        return ToolCall(call_id, name, None, raw, '"arguments" is nested too deeply')
 
 
 def named_arguments(call: Json) -> tuple[str, Json]:
@@ -56,6 +66,16 @@ def read_json(text: str) -> Json:
         return cast("Json", json.loads(text, parse_constant=_no_constant))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _storable(value: Json) -> Json:
+    if isinstance(value, str):
+        return _SURROGATE.sub("�", value)
+    if isinstance(value, Mapping):
+        return {_SURROGATE.sub("�", name): _storable(item) for name, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_storable(item) for item in value]
+    return value
 
 
 def _no_constant(name: str) -> Json:

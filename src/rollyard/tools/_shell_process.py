@@ -19,6 +19,15 @@ FLOOD_BYTES = 8 << 20
 FLOOD_PAUSE_S = 0.005
 """A command that has said so much is read with pauses, so that it costs the others nothing."""
 
+DRAIN_READS, DRAIN_BYTES = 64, 128 << 10
+"""A terminal holds 64 kB, given at least 4 kB at a time: what comes after twice that was not said before the status.
+Without a bound, whoever writes as fast as we read holds the event loop (measured: 43 MB, 0.18 s)."""
+
+STATUS_BYTES = 64 << 10
+"""What may come on the status pipe between two commands. An honest record is a path and two numbers."""
+
+MAX_CWD = 4096  # PATH_MAX; $PWD can be set to anything
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -52,9 +61,14 @@ class ShellProcess:
         self._loop = asyncio.get_running_loop()
         self._output = output
         self.terminal = Terminal()
-        self._status, self.status_writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._status, self.status_writer = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            self.terminal.close()
+            raise
         os.set_blocking(self._status, False)
         self._records = bytearray()
+        self._status_bytes = 0
         self._awaited = -1
         self._answer: asyncio.Future[tuple[int, str] | None] | None = None
         self.process: Process | None = None
@@ -72,6 +86,7 @@ class ShellProcess:
     def ask(self, number: int, line: bytes) -> asyncio.Future[tuple[int, str] | None]:
         """Types the line; the future is the numbered answer (status, cwd), or None if the shell dies."""
         self._awaited = number
+        self._status_bytes = 0
         self._answer = self._loop.create_future()
         if self.is_dead:
             self._answer.set_result(None)
@@ -86,26 +101,29 @@ class ShellProcess:
             data = os.read(self._status, 65536)
         except BlockingIOError:
             return
-        if not data:
+        self._status_bytes += len(data)
+        if not data or self._status_bytes > STATUS_BYTES:  # its end, or somebody floods it: the shell is lost
             self._loop.remove_reader(self._status)
             self.is_dead = True
             self._settle(None)
             return
         self._records += data
-        while (end := self._records.find(0)) >= 0:
-            number, _, rest = bytes(self._records[:end]).partition(b" ")
-            del self._records[: end + 1]
+        if 0 not in data:
+            return
+        *records, self._records = self._records.split(b"\0")
+        for record in records:
+            number, _, rest = bytes(record).partition(b" ")
             if number == str(self._awaited).encode():  # any other is stale, or made up
                 status, _, cwd = rest.partition(b" ")
-                if status.isdigit():
-                    self._settle((int(status), cwd.decode("utf-8", "replace")))
-        if len(self._records) > 65536:
-            self._records.clear()
+                if status.isdigit() and len(status) <= 3:
+                    self._settle((int(status), cwd[:MAX_CWD].decode("utf-8", "replace")))
 
     def _settle(self, answer: tuple[int, str] | None) -> None:
         if self._answer is not None and not self._answer.done():
-            while self._read_some():  # what was said before the status is in the terminal by now
-                pass
+            enough = self._output.seen_bytes + DRAIN_BYTES
+            for _ in range(DRAIN_READS):  # what was said before the status is in the terminal by now
+                if not self._read_some() or self._output.seen_bytes >= enough:
+                    break
             self._answer.set_result(answer)
 
     def _read_some(self) -> bool:

@@ -66,6 +66,10 @@ class ShellResult:
     is_restarted: bool = False  # a new shell stands there now; the old one's state is lost
 
 
+class NoShell(Exception):
+    """The sandbox lives, but no shell starts in it."""
+
+
 class Shell:
     """`await Shell.open(sandbox)`, then `run`; one command at a time. Closed with the sandbox, or by `close()`."""
 
@@ -81,6 +85,7 @@ class Shell:
         self._path = f"{sandbox.control_path}/{name}"
         self._file = os.open(sandbox.control_dir / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self._live: ShellProcess | None = None
+        self.opened_at = ""  # where it began, as the sandbox names it
 
     @classmethod
     async def open(
@@ -94,7 +99,7 @@ class Shell:
         """A shell that has answered once. bash, or sh where the image has no bash."""
         shell = cls(sandbox, output_bytes=output_bytes, cwd=cwd, env=env or {})
         try:
-            await shell._start()
+            shell.opened_at = await shell._start()
         except BaseException:
             await shell.close()
             raise
@@ -115,8 +120,10 @@ class Shell:
     # --- its life ---
 
     async def _start(self) -> str:
-        """A fresh shell; returns where it is."""
-        for dialect in (self._dialect, SH):
+        """A fresh shell; returns where it is. NoShell if there is none to be had."""
+        wanted = self._dialect
+        # The agent may have shut its own working directory; then the root has to do.
+        for dialect, cwd in ((wanted, self._cwd), (SH, self._cwd), (wanted, "/")):
             self._dialect = dialect
             if self._live is not None:
                 self._live.close()
@@ -126,7 +133,7 @@ class Shell:
                 dialect.argv,
                 fds={0: slave, 1: slave, 2: slave, dialect.status_fd: live.status_writer},
                 tty=slave,
-                cwd=self._cwd,
+                cwd=cwd,
                 env=self._env,
             )
             live.started(process)
@@ -137,8 +144,10 @@ class Shell:
                 answer = None
             if answer is not None:
                 return answer[1]
+            live.close()
+        self._dialect = wanted
         said, _ = self._output.text()
-        raise RuntimeError(f"no shell starts in this sandbox: {said.strip()[-500:]}")
+        raise NoShell(f"no shell starts in this sandbox: {said.strip()[-500:]}")
 
     def _ask(self, command: str) -> asyncio.Future[tuple[int, str] | None]:
         assert self._live is not None
@@ -151,7 +160,7 @@ class Shell:
     # --- commands ---
 
     async def run(self, command: str, timeout_s: float) -> ShellResult:
-        """Runs it. Raises only if the sandbox is gone (SandboxLost, SandboxEndedByPolicy)."""
+        """Runs it. Raises only if the sandbox is gone (SandboxLost, SandboxEndedByPolicy), or has no shell any more."""
         if "\0" in command:
             raise ValueError("a command must not contain NUL")
         async with self._turn:
@@ -279,7 +288,10 @@ class ShellTool:
             if not isinstance(wanted_s, int | float) or isinstance(wanted_s, bool) or not wanted_s > 0:
                 return ToolResult("`timeout_s` must be a positive number.", is_error=True)
             timeout_s = min(timeout_s, wanted_s)
-        result = await self._shell.run(command, timeout_s)
+        try:
+            result = await self._shell.run(command, timeout_s)
+        except NoShell as error:  # it did that to itself; the next call tries again
+            return ToolResult(f"[the shell ended, and {error}]", is_error=True)
         return self._told(result, timeout_s)
 
     def _told(self, result: ShellResult, timeout_s: float) -> ToolResult:
@@ -329,8 +341,7 @@ class ShellKind:
         if context.sandbox is None:
             raise RuntimeError("the shell needs a sandbox")
         shell = await Shell.open(context.sandbox, output_bytes=context.output_bytes)
-        first = await shell.run("", timeout_s=OPEN_S)
-        return ShellTool(shell, first.cwd)
+        return ShellTool(shell, shell.opened_at)
 
 
 SHELL = ShellKind()

@@ -62,7 +62,12 @@ async def delete_run(request: Request, run_id: str) -> Response:
 
 @router.post("/runs/{run_id}/ack", openapi_extra=json_body(AckBody))
 async def acknowledge(request: Request, run_id: str) -> Response:
-    """Says that everything up to a cursor is safe with the trainer: its traces and artifacts may be deleted."""
+    """Says that everything up to a cursor is safe with the trainer: its traces and artifacts may be deleted. A
+    trainer's token acknowledges only its own runs, and the default one."""
+    house, caller = house_of(request), caller_of(request)
     body = await read_body(request, AckBody)
-    count = await house_of(request).store.acknowledge(check_id(run_id, "run"), body.cursor)
+    run = await house.store.get_run(check_id(run_id, "run"))
+    if not caller.is_admin and run.owner not in ("", caller.name):  # "": the default run is everyone's
+        raise Forbidden(f"run {run_id!r} was made with another token")
+    count = await house.store.acknowledge(run.id, body.cursor)
     return reply({"acknowledged": count})

@@ -1,0 +1,56 @@
+"""A disk that fills up under the service: it says so, ends with a status, and has kept what it acknowledged."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollyard import AsyncClient
+from rollyard.core import RollyardError
+
+pytestmark = [pytest.mark.timeout(120)]
+
+TOKEN = "a-token-for-the-full-disk-test"
+TASK = {"environment": "math", "data": {"question": "x" * 2000, "answer": "4"}}
+
+
+async def test_a_full_disk_ends_the_service_with_a_reason_and_not_with_a_hang(tmp_path: Path):
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare (util-linux) is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {
+        "DATA_DIR": str(tmp_path / "data"),
+        "PORT": str(port),
+        "RUNTIMES": '["local"]',
+        "ADMIN_TOKENS": json.dumps([TOKEN]),
+        "LOG_LEVEL": "error",
+    }
+    (tmp_path / "data").mkdir()
+    mounted = f'mount -t tmpfs -o size=8m,mode=0700 tmpfs {tmp_path / "data"} && exec "$@"'
+    process = await asyncio.create_subprocess_exec(
+        *("unshare", "-Urm", "sh", "-c", mounted, "sh", sys.executable, "-m", "rollyard", "serve"),
+        env=dict(os.environ) | {f"ROLLYARD_{key}": value for key, value in settings.items()},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        first = (await process.stderr.readline()).decode()
+        assert str(port) in first, first
+        async with AsyncClient(f"http://127.0.0.1:{port}", TOKEN, retry_s=0.5) as client:
+            with pytest.raises(RollyardError):
+                for _ in range(2000):
+                    await client.submit([TASK] * 20)
+        said = (await process.stderr.read()).decode()
+        assert await process.wait() == 1
+        assert "full" in said.splitlines()[-1], said
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
