@@ -279,3 +279,14 @@ async def test_closing_the_router_leaves_no_task_behind() -> None:
     async with ScriptedEngine() as server, routed(server, server) as router, router.session("default", "s1") as session:
         await complete(session)
     assert {t for t in asyncio.all_tasks() - before if "watch" in t.get_name() or "free" in t.get_name()} == set()
+
+
+async def test_a_session_avoids_the_engines_it_is_told_to_unless_there_is_no_other() -> None:
+    async with ScriptedEngine() as server, Router(QUICK) as router, AsyncExitStack() as stack:
+        await router.add(spec_of(server, "a"))
+        only = await stack.enter_async_context(router.session("default", "s0", avoid={"a"}))
+        assert only.engine.spec.id == "a"
+        await router.add(spec_of(server, "b"))
+        for number in range(3):
+            other = await stack.enter_async_context(router.session("default", f"s{1 + number}", avoid={"a"}))
+            assert other.engine.spec.id == "b", "though it is the more loaded one by now"

@@ -72,7 +72,7 @@ async def test_set_up_that_never_ends_is_ended(new_sandbox):
 def test_the_plan_takes_the_workspace_and_nothing_else():
     plan = ShellEnvironment().plan(task("shell", GOOD))
     assert [(rule.name, rule.path) for rule in plan.artifacts] == [("workspace", WORKDIR)]
-    assert plan.eval_mode == "fresh"
+    assert plan.is_reevaluable
 
 
 @pytest.mark.parametrize(

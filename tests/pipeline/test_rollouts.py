@@ -13,11 +13,13 @@ import pytest
 from rollyard.agents.base import AgentContext
 from rollyard.core import Blame, Message, Mode, Outcome, Run, Score, State, Task
 from rollyard.core.failure import Gone, JudgeUnreachable, QueueFull
-from rollyard.engines import RouterSettings
+from rollyard.engines import EngineSpec, Kind, RouterSettings
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
 from rollyard.pipeline import Handler
-from rollyard.testing.script import Reply
+from rollyard.testing.script import FolderTokenizer, Reply
+from rollyard.testing.scripted_engine import ScriptedEngine
+from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import verify
 from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
 
@@ -425,3 +427,21 @@ async def test_a_slow_check_does_not_make_trainable_what_runs_deadline_cut_off(t
         assert ending.failure is not None
         assert ending.failure.code == "eval_deadline"
         assert ending.is_trainable is may_train
+
+
+async def test_after_an_engines_failure_the_next_attempt_sits_at_another_one(tmp_path: Path):
+    patient = RouterSettings(engine_wait_s=5.0, trip_after=1000)  # the breaker must not do it for us
+    broken = says(Reply(text="hello", fault="fewer_logprobs"))
+    good = ScriptedEngine(says(shell("touch done"), finish()), tokenizer=FolderTokenizer(tokenizer_dir()))
+    async with site(tmp_path, broken, router_settings=patient) as yard, good:
+        rollout_id = await yard.submit(shell_task())
+        await yard.until(rollout_id, State.QUEUED, attempt=2)
+        (first,) = yard.router.list()
+        calls = first.stats.calls
+        await yard.router.add(EngineSpec("e1", good.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
+        rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED
+        assert rollout.ending.summary.engine == "e1"
+        assert [(lost.code, lost.engine) for lost in rollout.lost] == [("engine_broken", "e0")]
+        assert first.stats.calls == calls, "the broken one was not asked again"

@@ -45,6 +45,21 @@ async def test_a_trainers_token_is_not_an_admins(site: Site, method: str, path: 
     assert (answer.status, answer.code) == (403, "forbidden")
 
 
+async def test_other_peoples_runs_are_not_submitted_to_cancelled_in_or_scored_again(site: Site) -> None:
+    await site.post("/v1/runs", {"id": "someones"}, token=TRAINER)
+    body = {"run": "someones", "id": "r1", "task": task()}
+    assert (await site.post("/v1/rollouts", body, token=TRAINER)).status == 202
+    refused = [
+        await site.post("/v1/rollouts", {"run": "someones", "id": "r2", "task": task()}, token=OTHER),
+        await site.call("DELETE", "/v1/rollouts/r1", token=OTHER),
+        await site.post("/v1/rollouts/r1/rescore", None, token=OTHER),
+    ]
+    assert [(answer.status, answer.code) for answer in refused] == [(403, "forbidden")] * 3
+    assert (await site.call("GET", "/v1/rollouts/r2")).status == 404
+    assert (await site.call("DELETE", "/v1/rollouts/r1", token=TRAINER)).status == 202
+    assert (await site.call("DELETE", "/v1/rollouts/unknown", token=OTHER)).status == 202
+
+
 async def test_a_run_is_deleted_and_acknowledged_by_who_made_it_or_by_an_admin(site: Site) -> None:
     for run in ("mine", "theirs"):
         assert (await site.post("/v1/runs", {"id": run}, token=TRAINER)).status == 201

@@ -45,7 +45,7 @@ small = st.integers(0, 2**31)
 samplings = st.builds(
     Sampling, finite, finite, int32, int32, st.dictionaries(text, st.integers(-(2**63), 2**64 - 1) | text, max_size=3)
 )
-spans = st.builds(Span, small, small, small, text, text, text, text, st.none() | small, st.booleans())
+spans = st.builds(Span, small, small, small, text, text, text, text, text, st.none() | small, st.booleans())
 
 
 @st.composite

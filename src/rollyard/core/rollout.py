@@ -35,6 +35,7 @@ class LostAttempt:
     detail: str
     stage: str | None = None
     tokens_lost: int = 0
+    engine: str = ""  # where it sat; after an engine's failure the next attempt sits elsewhere, if it can
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxOptions:
-    """What a task may ask of its sandbox. The operator's settings bound all of it."""
+    """What a task may ask of its sandbox; of runtimes and images, only those that the operator allows."""
 
     runtime: str | None = None  # None: the service's default
     image: str | None = None

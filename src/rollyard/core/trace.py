@@ -41,6 +41,7 @@ class Span:
     turn: int
     finish_reason: str  # stop | length | abort, as the engine said
     prompt_digest: str  # of the ids the engine was sent: proves the prompt, without storing it again
+    sampled_digest: str = ""  # of those and the ids it answered with: proves the answer
     engine: str = ""
     request_id: str = ""
     cached_tokens: int | None = None

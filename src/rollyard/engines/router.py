@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -159,15 +159,21 @@ class Router:
 
     # --- sessions
 
-    async def open_session(self, policy: str, session_id: str, *, priority: int = 0) -> RoutedSession:
-        """A seat at the least loaded engine; waits up to `engine_wait_s` for one. The caller closes it."""
+    async def open_session(
+        self, policy: str, session_id: str, *, priority: int = 0, avoid: Collection[str] = ()
+    ) -> RoutedSession:
+        """A seat at the least loaded engine, of those not to be avoided if there is one; waits up to `engine_wait_s`
+        for one. The caller closes it."""
         pool = self.pool(policy)
-        member = pool.pick() or await pool.wait_for_one(self.settings.engine_wait_s)
+        shunned = [member for member in pool.members.values() if member.id in avoid]
+        member = pool.pick(shunned) or pool.pick() or await pool.wait_for_one(self.settings.engine_wait_s)
         return RoutedSession(pool, member, session_id, priority, self.settings, self.stats)
 
     @asynccontextmanager
-    async def session(self, policy: str, session_id: str, *, priority: int = 0) -> AsyncGenerator[RoutedSession, None]:
-        session = await self.open_session(policy, session_id, priority=priority)
+    async def session(
+        self, policy: str, session_id: str, *, priority: int = 0, avoid: Collection[str] = ()
+    ) -> AsyncGenerator[RoutedSession, None]:
+        session = await self.open_session(policy, session_id, priority=priority, avoid=avoid)
         try:
             yield session
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 from rollyard.core import Artifact, Message, Score, Task, Trajectory
 from rollyard.engines.base import ChatReply
@@ -37,7 +37,7 @@ class Plan:
     eval_needs_sandbox: bool = True
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     artifacts: tuple[ArtifactRule, ...] = ()
-    eval_mode: Literal["fresh", "same"] = "fresh"
+    is_reevaluable: bool = True  # EVAL needs nothing but what was saved: after a restart it is done again, not RUN
     failing_score: Score = field(default_factory=lambda: Score(0.0))
 
 

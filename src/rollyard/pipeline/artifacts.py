@@ -36,15 +36,15 @@ class ArtifactFolder:
         folder = self._folder(rollout_id) / str(attempt)
         saved: list[Artifact] = []
         for rule in rules:
-            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
             target = folder / _file_name(rule.name)
             partial = target.with_suffix(".part")
             try:
-                kind = await sandbox.download(rule.path, partial, limit_bytes=rule.limit_bytes)
-            except (FileNotFoundError, ValueError):
-                await asyncio.to_thread(partial.unlink, missing_ok=True)
-                continue
-            try:
+                await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+                try:
+                    kind = await sandbox.download(rule.path, partial, limit_bytes=rule.limit_bytes)
+                except (FileNotFoundError, ValueError):
+                    await asyncio.to_thread(partial.unlink, missing_ok=True)
+                    continue
                 saved.append(await asyncio.to_thread(_settle, rule, kind, partial, target))
             except OSError as error:
                 raise ArtifactLost(f"artifact {rule.name!r} could not be saved: {error}") from error

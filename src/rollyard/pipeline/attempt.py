@@ -266,7 +266,7 @@ class Attempt:
                 ran = replace(ran, is_sandbox_gone=True, failure=ran.failure or gone.failure("run"))
         self._trajectory = trajectory
         info: dict[str, Json] = {
-            "is_reevaluable": plan.eval_mode == "fresh",
+            "is_reevaluable": plan.is_reevaluable,
             "is_sandbox_gone": ran.is_sandbox_gone,
             "failure": msgspec.to_builtins(ran.failure),
             "summary": msgspec.to_builtins(self._summary),
@@ -382,6 +382,9 @@ class Attempt:
             await kit.close()
         except SandboxStuck as stuck:
             self._quarantine(stuck)
+        except Exception as error:  # then nothing is proven, and the rollout still has to end
+            log.exception("clean-up broke", extra={"rollout": self.rollout.id})
+            self._quarantine(SandboxStuck(f"its clean-up broke: {type(error).__name__}: {error}"))
 
     def _quarantine(self, stuck: SandboxStuck) -> None:
         self.quarantined += 1
@@ -469,7 +472,7 @@ class Attempt:
 
     def _lost(self, code: str, detail: str) -> LostAttempt:
         sampled = self._trajectory.sampled_tokens if self._trajectory else self._running.sampled_tokens
-        return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled)
+        return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled, self._summary.engine)
 
     # --- small things ---------------------------------------------------------------------------------
 

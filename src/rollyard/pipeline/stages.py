@@ -19,6 +19,7 @@ import msgspec
 from rollyard.agents.base import AgentContext, Conversation
 from rollyard.agents.conversation import converse
 from rollyard.core import (
+    CODES,
     Deadline,
     DeadlineExpired,
     Failure,
@@ -31,6 +32,7 @@ from rollyard.core import (
     Trajectory,
 )
 from rollyard.core.failure import (
+    EngineFailure,
     EngineTimeout,
     EnvironmentBroken,
     InternalError,
@@ -48,6 +50,8 @@ from rollyard.sandbox.base import Sandbox, SandboxEnd
 from rollyard.tools.base import Tool, ToolContext, ToolKind
 
 AGENT = "the agent"
+
+ENGINE_CODES = frozenset(code for code, kind in CODES.items() if issubclass(kind, EngineFailure))
 
 MOST_DEPTH = 64
 """Levels of JSON that are kept of a message that cannot be stored as it is."""
@@ -184,7 +188,8 @@ async def run(
     engine = ""
     ended_by = ""
     try:
-        async with shop.router.session(run.policy, session_id=rollout.id, priority=rollout.priority) as session:
+        avoid = {lost.engine for lost in rollout.lost if lost.code in ENGINE_CODES}
+        async with shop.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid) as session:
             engine = session.engine.spec.id
             conversation = running.conversation = await converse(
                 session,
@@ -208,9 +213,11 @@ async def run(
                 watch.span,
                 watch.metrics,
             )
-            with boundary(InternalError, AGENT):
-                ended_by = await agent.run(context, kit.start.messages)
-            engine = session.engine.spec.id
+            try:
+                with boundary(InternalError, AGENT):
+                    ended_by = await agent.run(context, kit.start.messages)
+            finally:
+                engine = session.engine.spec.id  # it may have moved
     except DeadlineExpired:
         failure = RunDeadline(f"RUN used up its {clock.budget_s:g} s").failure("run")
     except RollyardError as error:

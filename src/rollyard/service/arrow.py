@@ -27,6 +27,7 @@ SPAN = pa.struct(
         ("turn", pa.int32()),
         ("finish_reason", pa.string()),
         ("prompt_digest", pa.string()),
+        ("sampled_digest", pa.string()),
         ("engine", pa.string()),
         ("request_id", pa.string()),
         ("cached_tokens", pa.int32()),

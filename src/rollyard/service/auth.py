@@ -25,7 +25,7 @@ from pydantic import SecretStr
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollyard.core import RollyardError
+from rollyard.core import RollyardError, Run
 from rollyard.core.failure import Forbidden, ForeignHost, Unauthorized
 from rollyard.service.problems import problem
 from rollyard.service.settings import Settings, SettingsError
@@ -147,6 +147,12 @@ def caller_of(request: Request) -> Caller:
 def require_admin(request: Request) -> None:
     if not caller_of(request).is_admin:
         raise Forbidden(f"{request.method} {request.url.path} is for admins")
+
+
+def require_mine(caller: Caller, run: Run) -> None:
+    """Runs are changed by the token that made them, and by admins. The default run belongs to everyone."""
+    if not caller.is_admin and run.owner not in ("", caller.name):
+        raise Forbidden(f"run {run.id!r} was made with another token")
 
 
 class Gate:

@@ -112,13 +112,16 @@ class TraceBuilder:
             return
         added = array("i", ids)
         start, end = len(self._ids), len(self._ids) + len(added)
+        before = self._digest.copy().hexdigest()
+        self._digest.update(int32_bytes(added))
         self._spans.append(
             Span(
                 start=start,
                 end=end,
                 turn=turn,
                 finish_reason=finish_reason,
-                prompt_digest=self._digest.copy().hexdigest(),
+                prompt_digest=before,
+                sampled_digest=self._digest.copy().hexdigest(),
                 engine=engine,
                 request_id=request_id,
                 cached_tokens=cached_tokens,
@@ -137,7 +140,6 @@ class TraceBuilder:
         self._logprobs_kind = logprobs_kind if is_one_kind else "unknown"  # another engine took over
         for name, value in (columns or {}).items():
             self._columns[f"{name}/{turn}"] = value
-        self._digest.update(int32_bytes(added))
         self._sampled_tokens += len(added)
 
     def copies(self, spans: Sequence[Span]) -> None:

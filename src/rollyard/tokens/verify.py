@@ -1,8 +1,8 @@
 """Proves a trajectory: that every invariant of `rollyard.core.trace` holds, or says which one does not.
 
-It trusts nothing that was computed on the way. Each sampled span's digest is compared with one computed here, from
-the ids before it, so "sampled from exactly this prefix" is shown, not assumed. What it cannot show is that the ids
-sampled last are those the engine sent: nothing was sampled after them.
+It trusts nothing that was computed on the way. Each sampled span has two digests, taken when the engine was asked and
+when it answered: of the prompt, and of prompt and answer. Both are compared with those computed here from the trace's
+own ids, so "sampled from exactly this prefix" is shown, not assumed, and so are the sampled ids.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ def _verify_spans(trace: Trace) -> None:
         read = span.start
         if running.copy().hexdigest() != span.prompt_digest:
             raise TraceInvalid(f"turn {span.turn} was not sampled from the {span.start} tokens before it")
+        running.update(int32_bytes(trace.token_ids[read : span.end]))
+        read = span.end
+        if running.copy().hexdigest() != span.sampled_digest:
+            raise TraceInvalid(f"turn {span.turn} sampled other tokens than those at {span.start} to {span.end}")
         edge, turn = span.end, span.turn
     if edge != length:
         raise TraceInvalid(f"{length - edge} tokens follow the last sampled one")
@@ -116,5 +120,5 @@ def _verify_copy(trace: Trace, span: Span, owner: tuple[Trace, Span] | None, ind
         raise TraceInvalid(f"trace {index}: the span of turn {span.turn} has no owner", trace=index)
     original, owned = owner
     is_same = trace.token_ids[span.start : span.end] == original.token_ids[owned.start : owned.end]
-    if not is_same or span.prompt_digest != owned.prompt_digest:
+    if not is_same or span.sampled_digest != owned.sampled_digest:
         raise TraceInvalid(f"trace {index}: the copy of turn {span.turn} differs from its owner's", trace=index)

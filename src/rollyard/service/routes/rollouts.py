@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -15,6 +15,7 @@ from rollyard.core import DeadlineExpired, Rollout, RollyardError, State, Trajec
 from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
 from rollyard.pipeline import Yard
 from rollyard.service import arrow
+from rollyard.service.auth import caller_of, require_mine
 from rollyard.service.bounds import while_wanted
 from rollyard.service.house import House, house_of
 from rollyard.service.models import SingleBody, SubmitBody, read_submit, to_task
@@ -56,6 +57,7 @@ async def submit(request: Request) -> Response:
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
     run = await house.run(run_id)
+    require_mine(caller_of(request), run)
     submissions: list[Submission] = []
     for number, body in enumerate(bodies):
         path = ("task",) if isinstance(body, SingleBody) else ("rollouts", number, "task")
@@ -148,8 +150,11 @@ async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQue
 @router.delete("/rollouts/{rollout_id}", status_code=202)
 async def cancel(request: Request, rollout_id: str) -> Response:
     """Cancels, from any state, as often as you like. An id that is not known yet is cancelled when it comes."""
+    house = house_of(request)
     check_id(rollout_id, "rollout id")
-    rollout = await house_of(request).yard.cancel(rollout_id)
+    with suppress(NotFound):  # of one that is not known yet nobody knows whose it will be
+        await _require_mine(request, rollout_id)
+    rollout = await house.yard.cancel(rollout_id)
     return reply({"id": rollout_id, "state": rollout.state if rollout else "cancelled_before_submit"}, 202)
 
 
@@ -170,12 +175,19 @@ async def rescore(request: Request, rollout_id: str) -> Response:
     house = house_of(request)
     check_id(rollout_id, "rollout id")
     await request.body()  # there is none; but what there is must be read before a disconnect can be seen
+    await _require_mine(request, rollout_id)
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
     rollout = await while_wanted(request, _rescore(house.yard, rollout_id), house.closing)
     if rollout is None:
         raise Draining("the service is shutting down")
     return reply(record(rollout))
+
+
+async def _require_mine(request: Request, rollout_id: str) -> None:
+    house = house_of(request)
+    rollout = await house.store.get(rollout_id)
+    require_mine(caller_of(request), await house.store.get_run(rollout.run))
 
 
 async def _rescore(yard: Yard, rollout_id: str) -> Rollout:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from rollyard.core import check_id
 from rollyard.core.failure import Draining, Forbidden, InvalidRequest
-from rollyard.service.auth import caller_of
+from rollyard.service.auth import caller_of, require_mine
 from rollyard.service.house import house_of
 from rollyard.service.models import AckBody, RunBody, read_body
 from rollyard.service.openapi import json_body
@@ -67,7 +67,6 @@ async def acknowledge(request: Request, run_id: str) -> Response:
     house, caller = house_of(request), caller_of(request)
     body = await read_body(request, AckBody)
     run = await house.store.get_run(check_id(run_id, "run"))
-    if not caller.is_admin and run.owner not in ("", caller.name):  # "": the default run is everyone's
-        raise Forbidden(f"run {run_id!r} was made with another token")
+    require_mine(caller, run)
     count = await house.store.acknowledge(run.id, body.cursor)
     return reply({"acknowledged": count})
