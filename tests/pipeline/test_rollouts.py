@@ -207,16 +207,18 @@ async def test_a_sandbox_that_is_killed_from_outside_costs_an_attempt_not_a_rewa
         await yard.ended(rollout_id)
 
 
-async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score(tmp_path: Path):
+async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score_and_no_evaluation(tmp_path: Path):
     script = says(shell("touch done"), shell("kill -9 -1"), finish())
     async with site(tmp_path, script) as yard:
         rollout = await yard.rolled(shell_task())
         ending = rollout.ending
         assert ending is not None
         assert rollout.attempt == 1
-        assert ending.score is not None
-        if ending.failure is not None:  # where kill -9 -1 reaches the idle process, the sandbox is gone
-            assert ending.failure.blame is Blame.POLICY
+        assert ending.failure is not None
+        assert (ending.failure.code, ending.failure.blame) == ("sandbox_ended_by_policy", Blame.POLICY)
+        assert ending.score == Score(0.0)
+        assert ending.is_trainable
+        assert 'sandbox_starts_total{runtime="bubblewrap"} 1.0' in yard.yard.metrics.render()[0].decode()
         yard.nothing_left()
 
 

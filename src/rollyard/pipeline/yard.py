@@ -12,24 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 
 from rollyard.core import LIVE, Json, Rollout, Run, State
-from rollyard.core.deadline import Deadline
-from rollyard.core.failure import Cancelled, Draining, Gone, InvalidRequest, NotFound, QueueFull, SandboxStuck, Stalled
+from rollyard.core.failure import Cancelled, Draining, InvalidRequest, NotFound, QueueFull, Stalled
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
-from rollyard.pipeline import stages
-from rollyard.pipeline.attempt import Attempt, Shutdown
+from rollyard.pipeline.attempt import Attempt
+from rollyard.pipeline.base import Shutdown
 from rollyard.pipeline.hub import Hub
 from rollyard.pipeline.pool import Pool
+from rollyard.pipeline.rescoring import Rescoring
 from rollyard.pipeline.scheduler import Scheduler
 from rollyard.pipeline.settings import PipelineSettings
 from rollyard.pipeline.workshop import Workshop
-from rollyard.sandbox.base import Sandbox
 from rollyard.store.base import QueuedRow, Retention, Store, StoreUnusable, Submission
 
 log = logging.getLogger("rollyard.pipeline")
@@ -60,9 +59,7 @@ class Yard:
         self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
         self._taking: set[str] = set()  # admitted, and being read from the store
         self._arriving = 0  # being stored: their places in the queue are taken
-        self._rescores = 0  # at work; like an attempt, each has a place in the budget
-        self._rescores_waiting = 0  # for that place: INIT does not take it first
-        self._rescore_sandboxes: set[Sandbox] = set()
+        self.rescoring = Rescoring(self)
         self._max_live = settings.max_live
         self._runs: dict[str, Run] = {}
         self._tasks = asyncio.TaskGroup()
@@ -194,70 +191,22 @@ class Yard:
 
     async def rescore(self, rollout_id: str) -> Rollout:
         """Evaluates saved artifacts again. The terminal record stays; the new score is appended."""
-        rollout = await self.store.get(rollout_id)
-        if rollout.state is not State.ENDED:
-            raise InvalidRequest(f"rollout {rollout_id} has not ended yet")
-        saved = await self.store.saved_run(rollout_id)
-        if saved is None:
-            if await self.store.trajectory(rollout_id) is None:
-                raise Gone(f"rollout {rollout_id} has no saved trajectory to score")
-            raise InvalidRequest(f"RUN of rollout {rollout_id} was cut short: there is nothing to score")
-        trajectory, info = saved
-        if info.get("is_sandbox_gone"):
-            raise InvalidRequest(f"the agent of rollout {rollout_id} ended its own sandbox: there is nothing to score")
-        async with self._place(), self.eval_pool.slot((-rollout.priority, rollout.seq)):
-            clock = Deadline(rollout.task.limits.eval_s)
-            held: set[Sandbox] = set()
-
-            def hold(sandbox: Sandbox) -> None:
-                held.add(sandbox)
-                self._rescore_sandboxes.add(sandbox)
-
-            try:
-                score = await stages.evaluate(
-                    self.shop,
-                    rollout,
-                    trajectory,
-                    clock,
-                    lease_s=self.settings.lease_s,
-                    watch=hold,
-                    metrics=self.metrics,
-                )
-            except SandboxStuck:
-                self.quarantined += 1
-                raise
-            finally:
-                self._rescore_sandboxes -= held
-        entry: dict[str, Json] = {
-            "at": time.time(),
-            "reward": score.reward,
-            "components": dict(score.components),
-            "metrics": dict(score.metrics),
-        }
-        return await self.store.add_score(rollout_id, entry)
-
-    @asynccontextmanager
-    async def _place(self) -> AsyncGenerator[None, None]:
-        """A place in the budget of live sandboxes for something that is no attempt."""
-        self._rescores_waiting += 1
-        try:
-            while self._places_taken >= self.max_live:
-                self._idle.clear()
-                await self._idle.wait()
-            self._rescores += 1
-        finally:
-            self._rescores_waiting -= 1
-            self.wake()
-        try:
-            yield
-        finally:
-            self._rescores -= 1
-            self._idle.set()
-            self.wake()
+        return await self.rescoring.rescore(rollout_id)
 
     @property
-    def _places_taken(self) -> int:
-        return len(self.live) + len(self._taking) + self.quarantined + self._rescores
+    def places_free(self) -> int:
+        """Of the budget of live rollouts."""
+        return self.max_live - len(self.live) - len(self._taking) - self.quarantined - self.rescoring.active
+
+    async def changed(self) -> None:
+        """Waits until a place may have become free."""
+        self._idle.clear()
+        await self._idle.wait()
+
+    def left(self) -> None:
+        """A place became free, or there may be more of them."""
+        self._idle.set()
+        self.wake()
 
     def resize(self, sizes: Mapping[str, int]) -> None:
         """init, run, eval, ready, live: each optional."""
@@ -269,8 +218,7 @@ class Yard:
                 pool.resize(sizes[pool.name])
         self.ready_slots = sizes.get("ready", self.ready_slots)
         self._max_live = sizes.get("live", self._max_live)
-        self._idle.set()  # a rescore may wait for just this
-        self.wake()
+        self.left()
 
     @property
     def max_live(self) -> int:
@@ -286,8 +234,8 @@ class Yard:
         pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": 0}
         pools["live"] = {
             "size": self.max_live,
-            "active": len(self.live) + self._rescores,
-            "waiting": self._rescores_waiting,
+            "active": len(self.live) + self.rescoring.active,
+            "waiting": self.rescoring.waiting,
             "quarantined": self.quarantined,
         }
         pools["queue"] = {"size": self.settings.max_queued, "active": len(self.scheduler), "waiting": 0}
@@ -333,7 +281,7 @@ class Yard:
     def _has_room(self) -> bool:
         return (
             self.init_pool.free > 0
-            and self._places_taken + self._rescores_waiting < self.max_live
+            and self.places_free > self.rescoring.waiting
             and self.init_pool.active + self.ready < self.ready_slots + self.run_pool.free
         )
 
@@ -392,8 +340,7 @@ class Yard:
             if self.store.broken is not None:
                 raise StoreUnusable(self.store.broken)
             now = time.monotonic()
-            for sandbox in self._rescore_sandboxes:
-                sandbox.renew(self.settings.lease_s)
+            self.rescoring.tick()
             for attempt in list(self.live.values()):
                 idle_s = attempt.tick(now, self.settings.lease_s)
                 bound_s = attempt.rollout.task.limits.stall_s

@@ -1,0 +1,128 @@
+"""What one attempt has so far: the record it began with, what RUN left, how long everything took.
+
+Plain state and arithmetic, shared by the attempt that goes through the stages and the settling that writes its end.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from rollyard.core import (
+    Blame,
+    Ending,
+    Failure,
+    Json,
+    LostAttempt,
+    Mode,
+    Outcome,
+    Rollout,
+    Run,
+    Score,
+    State,
+    Summary,
+    Timings,
+    Trajectory,
+)
+from rollyard.core.failure import RunDeadline
+from rollyard.observe.spans import NO_SPAN, Span
+from rollyard.pipeline.stages import Ran, Running
+
+
+@dataclass(slots=True)
+class Progress:
+    """See the module. `rollout` follows every move."""
+
+    rollout: Rollout
+    run: Run
+    summary: Summary
+    running: Running = field(default_factory=Running)
+    trajectory: Trajectory | None = None
+    span: Span = NO_SPAN
+    before: Timings | None = None  # those of the process that brought it as far as EVAL
+    marks: dict[str, float] = field(default_factory=dict[str, float])  # when it entered a state
+    queued_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.queued_s = max(0.0, time.time() - self.rollout.updated_at)
+
+    @property
+    def state(self) -> State:
+        return self.rollout.state
+
+    def note(self, text: str) -> None:
+        """For the record: what a reader of it should know."""
+        self.summary = replace(self.summary, notes=(*self.summary.notes, text))
+
+    def ran(self, ran: Ran) -> None:
+        """Takes what RUN left."""
+        trajectory = self.trajectory = ran.trajectory
+        forks = tuple(f"forked: {trace.fork_reason}" for trace in trajectory.traces if trace.fork_reason)
+        self.summary = replace(
+            self.summary,
+            turns=trajectory.turns,
+            sampled_tokens=trajectory.sampled_tokens,
+            prompt_tokens=ran.prompt_tokens,
+            traces=len(trajectory.traces),
+            ended_by=trajectory.ended_by,
+            engine=ran.engine,
+            notes=(*self.summary.notes, *forks),
+        )
+
+    # --- how long it took -----------------------------------------------------------------------------
+
+    def mark(self, name: str) -> None:
+        self.marks[name] = time.monotonic()
+
+    def timings(self) -> Timings:
+        eval_wait_s, eval_s = self._between("eval_wait", "eval"), self._between("eval", "ended")
+        if self.before is not None:
+            return replace(self.before, eval_wait_s=eval_wait_s, eval_s=eval_s)
+        return Timings(
+            queued_s=self.queued_s,
+            init_s=self._between("init", "ready"),
+            ready_s=self._between("ready", "run"),
+            run_s=self._between("run", "eval_wait"),
+            model_s=_number(self.running.info.get("model_s")),
+            tool_s=_number(self.running.info.get("tool_s")),
+            eval_wait_s=eval_wait_s,
+            eval_s=eval_s,
+        )
+
+    def _between(self, start: str, end: str) -> float:
+        """Seconds from one mark to another, or to now; 0 if it never got there."""
+        begun, done = self.marks.get(start), self.marks.get(end)
+        if begun is None:
+            return 0.0
+        return (done if done is not None else time.monotonic()) - begun
+
+    # --- how it ends ----------------------------------------------------------------------------------
+
+    def scored(self, score: Score, failure: Failure | None) -> Ending:
+        """The end of what was evaluated. Only what the policy did may have a score."""
+        if failure is not None and not (self.trajectory and self.trajectory.turns):
+            failure = failure.without_model_call()
+        if failure is not None and failure.blame is not Blame.POLICY:
+            return self.failed(failure)
+        traces = self.trajectory.traces if self.trajectory else ()
+        may_train = failure is None or self.may_train(failure)
+        is_trainable = self.run.mode is Mode.TRAIN and may_train and any(trace.is_trainable for trace in traces)
+        outcome = failure.outcome if failure else Outcome.COMPLETED
+        if failure is not None:
+            failure = replace(failure, trainable=is_trainable)
+        return Ending(outcome, score, failure, is_trainable, self.summary, self.timings())
+
+    def may_train(self, failure: Failure) -> bool:
+        return failure.trainable or (failure.code == RunDeadline.code and self.run.trainable_on_deadline)
+
+    def failed(self, failure: Failure, outcome: Outcome = Outcome.FAILED) -> Ending:
+        """The end without a score."""
+        return Ending(outcome, None, failure, False, self.summary, self.timings())
+
+    def lost(self, code: str, detail: str) -> LostAttempt:
+        sampled = self.trajectory.sampled_tokens if self.trajectory else self.running.sampled_tokens
+        return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled, self.summary.engine)
+
+
+def _number(value: Json) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,0 +1,111 @@
+"""Scoring an ended rollout again, from what was saved: no inference, and the terminal record stays as it is.
+
+A re-scoring is like the EVAL of an attempt: it takes a slot of EVAL's pool and a place in the budget of live sandboxes
+(for which it goes before INIT), and its sandbox is kept alive and proven gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from rollyard.core import Deadline, Json, Rollout, State, Trajectory
+from rollyard.core.failure import Gone, InvalidRequest, SandboxStuck
+from rollyard.pipeline import stages
+from rollyard.pipeline.base import YardDoor
+from rollyard.sandbox.base import Sandbox
+
+
+class BudgetDoor(YardDoor, Protocol):
+    """What a re-scoring needs of the yard."""
+
+    quarantined: int
+
+    @property
+    def places_free(self) -> int: ...
+
+    async def changed(self) -> None: ...
+
+    def left(self) -> None: ...
+
+
+class Rescoring:
+    """See the module."""
+
+    def __init__(self, yard: BudgetDoor) -> None:
+        self._yard = yard
+        self._sandboxes: set[Sandbox] = set()
+        self.active = 0  # each has a place in the budget
+        self.waiting = 0  # for one
+
+    def tick(self) -> None:
+        for sandbox in self._sandboxes:
+            sandbox.renew(self._yard.settings.lease_s)
+
+    async def rescore(self, rollout_id: str) -> Rollout:
+        """The record with the new score appended. Gone, or InvalidRequest with the reason, if there is none to make."""
+        yard = self._yard
+        rollout = await yard.store.get(rollout_id)
+        trajectory = await self._saved(rollout)
+        held: set[Sandbox] = set()
+
+        def hold(sandbox: Sandbox) -> None:
+            held.add(sandbox)
+            self._sandboxes.add(sandbox)
+
+        async with self._place(), yard.eval_pool.slot((-rollout.priority, rollout.seq)):
+            clock = Deadline(rollout.task.limits.eval_s)
+            try:
+                score = await stages.evaluate(
+                    yard.shop,
+                    rollout,
+                    trajectory,
+                    clock,
+                    lease_s=yard.settings.lease_s,
+                    watch=hold,
+                    metrics=yard.metrics,
+                )
+            except SandboxStuck:
+                yard.quarantined += 1
+                raise
+            finally:
+                self._sandboxes -= held
+        entry: dict[str, Json] = {
+            "at": time.time(),
+            "reward": score.reward,
+            "components": dict(score.components),
+            "metrics": dict(score.metrics),
+        }
+        return await yard.store.add_score(rollout_id, entry)
+
+    async def _saved(self, rollout: Rollout) -> Trajectory:
+        store = self._yard.store
+        if rollout.state is not State.ENDED:
+            raise InvalidRequest(f"rollout {rollout.id} has not ended yet")
+        saved = await store.saved_run(rollout.id)
+        if saved is None:
+            if await store.trajectory(rollout.id) is None:
+                raise Gone(f"rollout {rollout.id} has no saved trajectory to score")
+            raise InvalidRequest(f"RUN of rollout {rollout.id} was cut short: there is nothing to score")
+        trajectory, info = saved
+        if info.get("is_sandbox_gone"):
+            raise InvalidRequest(f"the agent of rollout {rollout.id} ended its own sandbox: there is nothing to score")
+        return trajectory
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncGenerator[None, None]:
+        self.waiting += 1
+        try:
+            while self._yard.places_free <= 0:
+                await self._yard.changed()
+            self.active += 1
+        finally:
+            self.waiting -= 1
+            self._yard.wake()
+        try:
+            yield
+        finally:
+            self.active -= 1
+            self._yard.left()
