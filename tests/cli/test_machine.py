@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.bench import BENCHES, machine, show_result
+from rollyard.cli.bench import BENCHES, machine, picture, show_result
 from tests.cli.conftest import Cli
 
 
@@ -115,6 +115,17 @@ def test_a_result_is_shown_beside_its_peers(capsys: pytest.CaptureFixture[str]):
     peers = {"tmux": {"echo_p50_ms": 510.0}, "swe-rex": {"echo_p50_ms": 105, "extra_s": 1}}
     show_result({"metrics": {"echo_p50_ms": 0.2, "commands_per_s": 8700}, "versus": peers, "machine": machine()})
     out = capsys.readouterr().out
-    (row,) = [line.split() for line in out.splitlines() if "echo_p50_ms" in line]
+    row = next(line.split() for line in out.splitlines() if "echo_p50_ms" in line)
     assert row == ["echo_p50_ms", "0.2", "510", "(2,550×)", "105", "(525×)"]
-    assert "8,700" in out and "extra_s" in out and "cores: " in out
+    assert "8,700" in out and "extra_s" in out and "cores: " in out and "█" in out
+
+
+def test_the_headline_is_drawn_as_bars_where_there_is_a_peer():
+    peers = {"slow": {"echo_p50_ms": 120.0}, "broken": {"error": "it could not be installed"}}
+    lines = picture({"metrics": {"echo_p50_ms": 0.12, "start_p50_ms": 8}, "versus": peers})
+    assert lines[0] == "echo_p50_ms (logarithmic)"
+    ours, theirs = (line.count("█") for line in lines[1:])
+    assert 0 < ours < theirs == 40
+    near = picture({"metrics": {"peak_turns_per_s": 600}, "versus": {"slow": {"peak_turns_per_s": 300}}})
+    assert [line.count("█") for line in near[1:]] == [40, 20]
+    assert picture({"metrics": {"echo_p50_ms": 0.12}, "versus": {}}) == []

@@ -102,6 +102,7 @@ async def runtime_checks(settings: Settings) -> list[Check]:
 def machine_checks(settings: Settings) -> Iterable[Check]:
     live = settings.max_live or (settings.init_slots + settings.ready_slots + settings.run_slots + settings.eval_slots)
     yield _python()
+    yield _user()
     yield _namespaces()
     yield _descriptors(live)
     yield _ptys(live)
@@ -117,6 +118,13 @@ def _python() -> Check:
     return Check(
         "versions", "ok", f"rollyard {__version__}, Python {platform.python_version()}, Linux {platform.release()}"
     )
+
+
+def _user() -> Check:
+    if os.geteuid() != 0:
+        return Check("user", "ok", "not root")
+    found = "root: a sandbox's user is the host's uid 0, without any capability"
+    return Check("user", "warn", found, "run the service as an ordinary user")
 
 
 def _namespaces() -> Check:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class _ChatAnswer(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class RemoteEngine:
+class RemoteEngine(ABC):
     """See the module. The three kinds of engines are its subclasses."""
 
     health_path = "/health"
@@ -71,8 +72,8 @@ class RemoteEngine:
             raise RuntimeError(f"engine {self.spec.id} has not been probed")
         return self._info
 
-    async def probe(self) -> EngineInfo:
-        raise NotImplementedError
+    @abstractmethod
+    async def probe(self) -> EngineInfo: ...
 
     async def healthy(self) -> bool:
         try:
@@ -131,11 +132,11 @@ class RemoteEngine:
 
     # --- for the subclasses
 
-    async def _generate(self, request: GenerateRequest) -> Generation:
-        raise NotImplementedError
+    @abstractmethod
+    async def _generate(self, request: GenerateRequest) -> Generation: ...
 
-    async def _abort(self, request_ids: Sequence[str]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _abort(self, request_ids: Sequence[str]) -> None: ...
 
     async def _find_model(self) -> ModelCard:
         """The model in use: the one that the spec names, else the first that the engine lists."""

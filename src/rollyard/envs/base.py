@@ -7,7 +7,7 @@ of any: after a restart, `eval` may run in another process than `init`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -52,7 +52,7 @@ class Start:
 class Judge(Protocol):
     """An engine of role judge. Its tokens are in no trace; its failure is JudgeUnreachable."""
 
-    async def ask(self, messages: tuple[Message, ...]) -> ChatReply: ...
+    async def ask(self, messages: Sequence[Message]) -> ChatReply: ...
 
 
 @dataclass(frozen=True, slots=True)

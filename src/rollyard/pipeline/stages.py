@@ -24,6 +24,7 @@ from rollyard.core import (
     DeadlineExpired,
     Failure,
     Json,
+    Message,
     Rollout,
     RollyardError,
     Run,
@@ -41,7 +42,8 @@ from rollyard.core.failure import (
     SetupDeadline,
     VerifierCrashed,
 )
-from rollyard.envs.base import EnvContext, Evidence, Plan, Start
+from rollyard.engines.base import ChatReply
+from rollyard.envs.base import EnvContext, Evidence, Judge, Plan, Start
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Span
 from rollyard.pipeline.boundary import boundary
@@ -288,12 +290,25 @@ async def evaluate(
         except DeadlineExpired:
             raise SandboxStartFailed(f"EVAL's sandbox was not there within {clock.budget_s:g} s") from None
         async with clock.counting():
-            context = EnvContext(task, rollout.id, sandbox, shop.router)
+            context = EnvContext(task, rollout.id, sandbox, _PatientJudge(shop.router, clock))
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in trajectory.artifacts})
             with boundary(VerifierCrashed, f"{task.environment}.eval"):
                 score = await environment.eval(context, evidence)
     _check_score(score, trajectory, f"{task.environment}.eval")
     return score
+
+
+class _PatientJudge:
+    """The judges, with EVAL's clock held while one answers: a slow judge is not the policy's deadline. It has its own
+    bound, and beyond it is JudgeUnreachable."""
+
+    def __init__(self, judge: Judge, clock: Deadline) -> None:
+        self._judge = judge
+        self._clock = clock
+
+    async def ask(self, messages: Sequence[Message]) -> ChatReply:
+        with self._clock.held():
+            return await self._judge.ask(messages)
 
 
 def _check_score(score: object, trajectory: Trajectory, what: str) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -39,7 +40,7 @@ REMOVE_S = 120.0
 """Bounds the deletion of a sandbox's files; what takes longer goes on in the launcher's child."""
 
 
-class LaunchedRuntime:
+class LaunchedRuntime(ABC):
     name: ClassVar[str]
     is_isolated: ClassVar[bool]
 
@@ -70,16 +71,16 @@ class LaunchedRuntime:
 
     # --- what a runtime says of itself ---
 
+    @abstractmethod
     def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[Place, Message]:
         """Where the sandbox's things go, and the launcher's part of the start. SandboxStartFailed if impossible."""
-        raise NotImplementedError
 
     def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
         """The same error with what can be done about it."""
         return error
 
-    async def probe(self) -> Mapping[str, str]:
-        raise NotImplementedError
+    @abstractmethod
+    async def probe(self) -> Mapping[str, str]: ...
 
     # --- opening and closing ---
 

@@ -7,7 +7,7 @@
 A check gets an open runtime and leaves nothing behind. It raises AssertionError, or what the runtime raised. A check
 that `needs_isolation` is for runtimes that say `is_isolated`. Two checks start a second process that makes a runtime
 of the same kind as `type(runtime)(root=FOLDER)`. Commands name files relative to their directory: a runtime
-without mounts has no /workspace.
+without mounts has no /workspace. The file is long because it is one list of short checks.
 """
 
 # Small files of the host, in checks that nobody waits for.

@@ -9,6 +9,7 @@ Metric names carry their unit, and a peer's metrics have the same names. A bench
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -101,7 +102,33 @@ def show_result(result: Mapping[str, Any]) -> None:
         ours = result["metrics"].get(metric)
         made.add_row(metric, number(ours), *(_beside(peer.get(metric), ours) for peer in versus.values()))
     show(made)
+    for line in picture(result):
+        out().print(line, markup=False, highlight=False)
     out().print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()), markup=False)
+
+
+HEADLINES = ("echo_p50_ms", "peak_turns_per_s", "run_throughput_ratio")
+"""What a bench is about: drawn as bars, where there is a peer to draw beside it."""
+
+WIDTH = 40
+
+
+def picture(result: Mapping[str, Any]) -> list[str]:
+    """One bar for us and one per peer; by the logarithm where they are more than a hundredfold apart."""
+    lines: list[str] = []
+    for metric in HEADLINES:
+        figures = {"rollyard": result["metrics"].get(metric)}
+        figures |= {name: peer.get(metric) for name, peer in result["versus"].items()}
+        known = {name: value for name, value in figures.items() if isinstance(value, int | float) and value > 0}
+        if len(known) < 2 or "rollyard" not in known:
+            continue
+        least, most = min(known.values()), max(known.values())
+        is_log = most > 100 * least
+        lines.append(f"{metric}{' (logarithmic)' if is_log else ''}")
+        for name, value in known.items():
+            share = (1 + math.log10(value / least)) / (1 + math.log10(most / least)) if is_log else value / most
+            lines.append(f"  {name:<16.16} {'█' * max(1, round(WIDTH * share))} {number(value)}")
+    return lines
 
 
 def _beside(theirs: object, ours: object) -> str:
