@@ -156,7 +156,9 @@ async def test_closing_ends_what_is_left_even_while_it_starts(tmp_path: Path) ->
         await asyncio.sleep(0)
     assert (await running.ended()).reason == "killed"
     await asyncio.wait(starting, timeout=20.0)
-    assert all(isinstance(task.exception(), SandboxStartFailed) for task in starting)
+    for task in starting:  # one that was quicker than the closing stood, and was ended like any other
+        error = task.exception()
+        assert isinstance(error, SandboxStartFailed) or (error is None and task.result().end is not None)
     assert not left_below(tmp_path)
 
 
