@@ -22,7 +22,8 @@ SETTINGS: dict[str, Json] = {"init_slots": 1, "run_slots": 1, "max_queued": 20_0
 async def bench_restart(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
     queued = 10_000
     times: list[float] = []
-    empty_s = await _start_s(Path(tempfile.mkdtemp(prefix="rollyard-bench-")), 0)
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
+        empty_s = await _start_s(Path(name), 0)
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
         folder = Path(name)
         async with service(folder, SETTINGS) as served:
