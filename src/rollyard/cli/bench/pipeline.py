@@ -61,7 +61,13 @@ async def bench_pipeline(*, quick: bool = False, peers: bool = True) -> dict[str
 
 async def _latency_bound(*, in_flight: int, latency_s: float, quick: bool) -> dict[str, Json]:
     window_s = latency_s * TURNS * (1 if quick else 2)
-    settings: dict[str, Json] = {"run_slots": in_flight, "init_slots": 32, "ready_slots": 128, "eval_slots": 64}
+    # All of them start together, so they end together: READY holds enough of the next ones to take their places.
+    settings: dict[str, Json] = {
+        "run_slots": in_flight,
+        "init_slots": 32,
+        "ready_slots": in_flight // 2,
+        "eval_slots": 64,
+    }
     async with rig(script(), latency_s=latency_s, settings=settings) as bench:
         idle_mb = bench.service.rss_mb()
         async with _load(bench, in_flight * (4 if quick else 5)):
