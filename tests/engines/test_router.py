@@ -84,13 +84,13 @@ async def test_policies_and_judges_have_engines_of_their_own() -> None:
             await router.open_session("critic", "s")
         async with router.session("actor", "s") as session:
             assert text_of(await complete(session)) == "policy"
-        assert (await router.ask_judge([{"role": "user", "content": "?"}])).message["content"] == "judge"
+        assert (await router.ask([{"role": "user", "content": "?"}])).message["content"] == "judge"
 
 
 async def test_a_judge_that_fails_is_infra_and_another_is_asked_first() -> None:
     async with ScriptedEngine(lambda _: "one") as one, ScriptedEngine(lambda _: "two") as two, Router(QUICK) as router:
         with pytest.raises(JudgeUnreachable, match="no engine of role judge"):
-            await router.ask_judge([])
+            await router.ask([])
         await router.add(judge_of(one, "j1"))
         await router.add(judge_of(two, "j2"))
         await one.stop()

@@ -72,3 +72,35 @@ async def test_the_model_is_told_of_the_environments_tool_and_can_call_it(tmp_pa
         assert trajectory is not None
         names = {schema["function"]["name"] for schema in trajectory.tools}  # type: ignore[index,call-overload]
         assert names == {"weigh", "finish"}
+
+
+class Jammed(Scales):
+    """Works, and cannot be closed."""
+
+    async def close(self) -> None:
+        raise RuntimeError("the lid is stuck")
+
+
+class JammedKind(ScalesKind):
+    needs_sandbox = True
+
+    async def open(self, context: ToolContext) -> Jammed:
+        return Jammed(self.weighed, self.closed)
+
+
+class JammedMarket(Market):
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=True, eval_needs_sandbox=False)
+
+
+async def test_a_tool_that_cannot_be_closed_costs_no_place_if_its_sandbox_is_gone(tmp_path: Path):
+    script = Rules(rules=(("Weigh the anvil", (Reply(finish("7 kg")),)),))
+    environments = Environments({"market": JammedMarket(JammedKind())})
+    async with site(tmp_path, script, environments=environments) as yard:
+        for _ in range(3):
+            rollout = await yard.rolled(Task("market"))
+            assert rollout.ending is not None
+            assert rollout.ending.outcome is Outcome.COMPLETED
+            assert any("the lid is stuck" in note for note in rollout.ending.summary.notes)
+        assert yard.yard.quarantined == 0
+        yard.nothing_left()

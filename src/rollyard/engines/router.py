@@ -233,8 +233,6 @@ class Router:
             member.failed(why, settings.trip_after)
         raise JudgeUnreachable(why)
 
-    ask_judge = ask
-
     # --- health
 
     async def _probe(self, member: Member) -> None:

@@ -319,9 +319,13 @@ class Attempt:
             await kit.close()
         except SandboxStuck as stuck:
             self._quarantine(stuck)
-        except Exception as error:  # then nothing is proven, and the rollout still has to end
+        except Exception as error:  # a tool's, most likely; the rollout still has to end
             log.exception("clean-up broke", extra={"rollout": self.rollout.id})
-            self._quarantine(SandboxStuck(f"its clean-up broke: {type(error).__name__}: {error}"))
+            detail = f"its clean-up broke: {type(error).__name__}: {error}"
+            if kit.sandbox is not None and kit.sandbox.end is None:
+                self._quarantine(SandboxStuck(detail))
+            else:
+                self._progress.note(detail)
 
     def _quarantine(self, stuck: SandboxStuck) -> None:
         self.quarantined += 1

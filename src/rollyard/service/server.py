@@ -40,8 +40,8 @@ from rollyard.store.base import StoreLocked, StoreUnusable
 log = logging.getLogger("rollyard.service")
 
 GC_THRESHOLDS = (20_000, 20, 50)
-"""Of the garbage collector. Python's own (700, 10, 10) look at everything that is live again and again: with a thousand
-rollouts in flight that was an eighth of the CPU."""
+"""Of the garbage collector. Python's own (700, 10, 10) look at everything that is live again and again, and with a
+thousand rollouts in flight that is much."""
 
 BACKLOG = 2048  # a trainer may open a thousand connections at once
 LINGER_S = 5.0  # for replies in flight when the server closes

@@ -31,7 +31,8 @@ _TOOLS_FOOTER = (
 )
 
 MAX_KEPT, MAX_KEPT_CHARS = 256, 1 << 16
-"""First prompts that are remembered: a fifth of a short rollout's CPU goes into encoding tools and instruction."""
+"""First prompts that are remembered, since the rollouts of one task share it: encoding tools and instruction is the
+dearest step of a short rollout."""
 
 
 class ChatML:

@@ -36,12 +36,14 @@ def script(turns: int = TURNS) -> dict[str, Json]:
     return {"rules": [], "default": replies}
 
 
-TASK: dict[str, Json] = {
-    "environment": "math",
-    "data": {"question": "What is 2 + 2?", "answer": "4"},
-    "agent": {"options": {"tools": ["shell", "finish"]}},
-    "limits": {"run_s": 600.0},
-}
+def task(number: int) -> dict[str, Json]:
+    """Each has a prompt of its own: rollouts of one task share their first prompt's tokens, which would flatter us."""
+    return {
+        "environment": "math",
+        "data": {"question": f"Question {number}: what is 2 + 2?", "answer": "4"},
+        "agent": {"options": {"tools": ["shell", "finish"]}},
+        "limits": {"run_s": 600.0},
+    }
 
 
 async def bench_pipeline(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
@@ -125,7 +127,7 @@ class _load:
         client = self._bench.client
         await client.create_run(id="bench")
         for start in range(0, self._count, 500):
-            await client.submit([TASK] * min(500, self._count - start), run="bench")
+            await client.submit([task(number) for number in range(start, min(start + 500, self._count))], run="bench")
 
     async def __aexit__(self, *_: object) -> None:
         await self._bench.client.resize_pools(init=0)
