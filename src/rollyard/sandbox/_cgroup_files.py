@@ -1,0 +1,170 @@
+"""The folders and files of control groups, v1 and v2 alike: reading, writing, removing, and ending what is in one.
+
+What is read of a group that is gone is nothing, not an error: groups come and go beside us. What is written
+must arrive.
+"""
+
+# Kernel files by raw path: pathlib would add more time than the calls take.
+# ruff: noqa: PTH106, PTH118
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+CPU_PERIOD_US = 100_000
+SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # missing where the kernel was told not to count swap
+MAX_WALKED = 5_000  # groups that a sweep looks at for those of an earlier process elsewhere
+
+
+def own_folders(proc: str) -> dict[str, tuple[str, str]]:
+    """controller ("" for v2) → (this process's group, where the tree is mounted), as far as it is in sight."""
+    mounted: dict[str, tuple[str, str]] = {}
+    for line in read(f"{proc}/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), after.split(" ", 2)
+        if kind == "cgroup2":
+            mounted.setdefault("", (fields[4], fields[3]))
+        elif kind == "cgroup":
+            for option in options.split(","):
+                mounted.setdefault(option, (fields[4], fields[3]))
+    found: dict[str, tuple[str, str]] = {}
+    for line in read(f"{proc}/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            if name not in mounted:
+                continue
+            at, root = mounted[name]
+            inside = os.path.relpath(path, root)
+            if not inside.startswith(".."):  # else it lies outside of what this container sees
+                found[name] = (os.path.normpath(os.path.join(at, inside)), at)
+    return found
+
+
+def settings(controller: str, value: float, is_v2: bool) -> Iterator[tuple[str, str]]:
+    """What to write where. Swap is none at all: a limit that moves the excess to disk is none."""
+    if controller == "memory":
+        yield ("memory.max" if is_v2 else "memory.limit_in_bytes"), str(int(value))
+        yield ("memory.swap.max", "0") if is_v2 else ("memory.memsw.limit_in_bytes", str(int(value)))
+    elif controller == "pids":
+        yield "pids.max", str(int(value))
+    else:
+        quota = max(1_000, int(value * CPU_PERIOD_US))  # the kernel takes no less than a millisecond
+        if is_v2:
+            yield "cpu.max", f"{quota} {CPU_PERIOD_US}"
+        else:
+            yield "cpu.cfs_period_us", str(CPU_PERIOD_US)
+            yield "cpu.cfs_quota_us", str(quota)
+
+
+def kill_members(folder: str) -> None:
+    """By pidfd, and only what is still a member once it is held: a number may have gone to a stranger since."""
+    for _ in range(100):
+        held = {}
+        for pid in members(folder):
+            with contextlib.suppress(OSError):
+                held[pid] = os.pidfd_open(pid)
+        if not held:
+            return
+        still = set(members(folder))
+        for pid, pidfd in held.items():
+            with contextlib.suppress(OSError):
+                if pid in still:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        time.sleep(0.001)  # the dying leave by themselves; a fork bomb wants another look
+
+
+def rmdir(folder: str, bound_s: float) -> bool:
+    """The last member is out of the group a moment after its parent saw it end."""
+    give_up, pause_s = time.monotonic() + bound_s, 0.0005
+    while True:
+        try:
+            os.rmdir(folder)
+            return True
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() >= give_up:
+                return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+
+
+def is_ours(pid: int) -> bool:
+    """This process or one that it started."""
+    for _ in range(64):
+        if pid == os.getpid():
+            return True
+        if pid <= 1:
+            return False
+        fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        pid = int(fields[1]) if fields else 0
+    return False
+
+
+def members(folder: str) -> list[int]:
+    return [int(word) for word in read(os.path.join(folder, "cgroup.procs")).split() if word != "0"]
+
+
+def folders_named(mount: str, name: str) -> list[str]:
+    found, level, count = list[str](), [mount], 0
+    while level and count < MAX_WALKED:
+        folder = level.pop()
+        count += 1
+        for entry in folders_in(folder):
+            (found if entry == name else level).append(os.path.join(folder, entry))
+    return found
+
+
+def folders_in(folder: str) -> list[str]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return []
+
+
+def open_all(paths: list[str], flags: int) -> list[int]:
+    opened: list[int] = []
+    try:
+        for path in paths:
+            opened.append(os.open(path, flags | os.O_CLOEXEC))
+    except OSError:
+        for fd in opened:
+            os.close(fd)
+        raise
+    return opened
+
+
+def write(path: str, value: str, is_optional: bool = False) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if is_optional:
+            return
+        raise
+    try:
+        os.write(fd, value.encode())
+    finally:
+        os.close(fd)
+
+
+def read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path) as file:
+        return file.read()
+    return ""
+
+
+def number(path: str) -> int:
+    return int(read(path) or 0)
+
+
+def field(path: str, name: str) -> int:
+    for line in read(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0

@@ -1,0 +1,390 @@
+"""Real groups of this machine's kernel, with real processes in them; for v2, see `imitation`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rollyard.sandbox import _cgroup_files, _cgroups
+from rollyard.sandbox._cgroups import Cgroups, Group
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def mark() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def cgroups(mark: str) -> Generator[Cgroups, None, None]:
+    found = Cgroups.find(mark)
+    if found is None:
+        pytest.skip("this machine lets us make no control group: neither v2 delegated, nor by systemd, nor v1 as root")
+    try:
+        yield found
+    finally:
+        found.sweep()
+        found.close()
+
+
+def run_in(group: Group, code: str, *, uid: int | None = None) -> int:
+    """Runs Python code as a process that entered the group by itself, as the launcher's child does. Its status."""
+    fds = group.open_procs()
+    source = (
+        "import os, sys\n"
+        + (f"os.setgroups([]); os.setgid({uid}); os.setuid({uid})\n" if uid else "")
+        + "for fd in map(int, sys.argv[1].split(',')): os.write(fd, b'0')\n"
+        + code
+    )
+    argv = [sys.executable, "-I", "-S", "-c", source, ",".join(map(str, fds))]
+    try:
+        done = subprocess.run(argv, pass_fds=fds, capture_output=True, timeout=50)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return done.returncode
+
+
+@contextlib.contextmanager
+def resident(group: Group) -> Generator[subprocess.Popen[bytes], None, None]:
+    """A process that entered the group and stays until it is killed."""
+    fds = group.open_procs()
+    source = "import os, sys\nfor fd in map(int, sys.argv[1].split(',')): os.write(fd, b'0')\nprint(flush=True)\n"
+    argv = [sys.executable, "-I", "-S", "-c", source + "sys.stdin.read()", ",".join(map(str, fds))]
+    with subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for fd in fds:
+            os.close(fd)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def folders_of(mark: str) -> list[str]:
+    return [str(path) for path in Path("/sys/fs/cgroup").rglob(f"rollyard-{mark}*")]
+
+
+def test_a_means_is_found_and_says_what_it_enforces(cgroups: Cgroups):
+    assert cgroups.means in ("cgroup v2", "systemd", "cgroup v1")
+    assert {"memory", "processes"} <= cgroups.enforces <= {"memory", "processes", "cpus"}
+
+
+def test_memory_beyond_the_limit_is_killed_by_the_kernel(cgroups: Cgroups):
+    group = cgroups.make("sbx_memory", 64 * MIB, None, None)
+    assert run_in(group, "x = b'x' * (16 << 20)") == 0
+    assert group.events().oom_kills == 0
+    assert run_in(group, "x = b'x' * (256 << 20)") == -signal.SIGKILL
+    assert group.events().oom_kills == 1
+    assert group.remove()
+
+
+def test_memory_of_many_processes_is_counted_together(cgroups: Cgroups):
+    group = cgroups.make("sbx_many", 96 * MIB, 64, None)
+    code = "for _ in range(8):\n  if os.fork() == 0:\n    x = b'x' * (32 << 20); sys.stdin.read(); os._exit(0)\n"
+    run_in(group, code + "for _ in range(8): os.wait()")
+    assert group.events().oom_kills >= 1
+    assert group.remove()
+
+
+def test_memory_on_tmpfs_and_in_memfds_is_counted(cgroups: Cgroups):
+    group = cgroups.make("sbx_memfd", 64 * MIB, None, None)
+    code = "fd = os.memfd_create('x')\nfor _ in range(256): os.write(fd, b'x' * (1 << 20))"
+    assert run_in(group, code) == -signal.SIGKILL
+    assert group.events().oom_kills == 1
+    assert group.remove()
+
+
+def test_a_fork_bomb_stops_at_the_limit(cgroups: Cgroups):
+    group = cgroups.make("sbx_forks", None, 20, None)
+    code = (
+        "n = 0\n"
+        "try:\n"
+        "  while n < 200:\n"
+        "    if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
+        "    n += 1\n"
+        "except BlockingIOError: pass\n"
+        "sys.exit(n)"
+    )
+    assert run_in(group, code) == 19
+    assert group.events().processes_refused >= 1
+    group.kill()
+    assert group.remove()
+
+
+def test_cpu_is_throttled(cgroups: Cgroups):
+    if "cpus" not in cgroups.enforces:
+        pytest.skip("the cpu controller is not delegated to us here")
+    group = cgroups.make("sbx_cpu", None, None, 0.1)
+    assert run_in(group, "import time\nwhile time.process_time() < 0.15: pass") == 0
+    stat = (Path(group.folders["cpu"]) / "cpu.stat").read_text()
+    assert int(dict(line.split() for line in stat.splitlines())["nr_throttled"]) > 0
+    assert group.remove()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_an_unprivileged_process_enters_by_our_descriptors_and_cannot_leave(cgroups: Cgroups):
+    group = cgroups.make("sbx_uid", 64 * MIB, 20, None)
+    outside = [str(Path(path).parent.parent / Path(path).name) for path in group.procs_files]
+    code = (
+        f"for path in {outside!r} + {group.procs_files!r}:\n"
+        "  try: open(path, 'w').write('0')\n"
+        "  except PermissionError: continue\n"
+        "  sys.exit(5)\n"
+        "x = b'x' * (256 << 20)"
+    )
+    assert run_in(group, code, uid=54321) == -signal.SIGKILL
+    assert group.events().oom_kills == 1
+    assert group.remove()
+
+
+def test_swap_is_limited_too(cgroups: Cgroups):
+    group = cgroups.make("sbx_swap", 64 * MIB, None, None)
+    folder = Path(group.folders["memory"])
+    total, swap = folder / "memory.memsw.limit_in_bytes", folder / "memory.swap.max"
+    if total.exists():
+        assert int(total.read_text()) == 64 * MIB
+    elif swap.exists():
+        assert int(swap.read_text()) == 0
+    assert group.remove()
+
+
+def test_only_what_is_asked_for_is_made(cgroups: Cgroups):
+    group = cgroups.make("sbx_one", None, 20, None)
+    assert set(group.folders) == {"pids"}
+    assert group.events().memory_bytes == 0
+    assert group.remove()
+    assert cgroups.make("sbx_none", None, None, None).procs_files == []
+
+
+def test_events_tell_what_is_used_now(cgroups: Cgroups):
+    group = cgroups.make("sbx_use", 256 * MIB, 20, None)
+    with resident(group):
+        events = group.events()
+        assert events.processes == 1
+        assert 0 < events.memory_bytes < 256 * MIB
+    assert group.remove()
+
+
+def test_a_group_with_a_process_is_not_removed_and_kill_ends_it(cgroups: Cgroups):
+    group = cgroups.make("sbx_live", 256 * MIB, 20, None)
+    with resident(group) as process:
+        assert not group.remove(bound_s=0.01)
+        group.kill()
+        assert process.wait(10) == -signal.SIGKILL
+    assert group.remove()
+    assert group.remove()  # again: nothing happens
+
+
+def test_a_refused_limit_leaves_no_group(cgroups: Cgroups, mark: str):
+    with pytest.raises(OSError):
+        cgroups.make("sbx_bad", 64 * MIB, -5, None)
+    assert [path for path in folders_of(mark) if "sbx_bad" in path] == []
+    with pytest.raises(FileExistsError):
+        cgroups.make("sbx_twice", 64 * MIB, 5, None)
+        cgroups.make("sbx_twice", 64 * MIB, 5, None)
+
+
+def test_the_sweep_ends_what_an_earlier_process_left_and_nothing_else(cgroups: Cgroups, mark: str):
+    other = Cgroups.find(f"{mark}-other")
+    assert other is not None
+    group, others = cgroups.make("sbx_left", 256 * MIB, 20, 1.0), other.make("sbx_left", 256 * MIB, 20, None)
+    with resident(group) as process, resident(others) as stranger:
+        again = Cgroups.find(mark)  # the service after a crash
+        assert again is not None
+        assert again.sweep() == len(set(group.folders.values()))
+        assert process.wait(10) == -signal.SIGKILL
+        assert stranger.poll() is None
+    assert not any(Path(folder).exists() for folder in group.folders.values())
+    assert others.remove()
+    other.close()
+
+
+def test_close_leaves_no_folder(mark: str):
+    found = Cgroups.find(mark)
+    if found is None:
+        pytest.skip("this machine lets us make no control group")
+    assert folders_of(mark) != []
+    found.close()
+    assert folders_of(mark) == []
+
+
+# --- v2 -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Imitation:
+    base: Path
+    proc: str
+
+
+@pytest.fixture
+def imitation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Imitation]:
+    """A folder tree that *imitates* a v2 hierarchy: plain files, with the rules that the code has to live with.
+
+    New folders are filled, a pid is in one group at a time, and a group with processes gives no controllers down.
+    It shows what is written where and in which order; it enforces no limit. A machine whose controllers are bound to v1
+    (as CI's may be) can have no real v2 limits, and no test may rebind them. What needs no controller (entering at
+    birth, cgroup.kill, removal) is tried on the real v2 tree below.
+    """
+    mount = tmp_path / "cgroup"
+    names = ["cgroup.procs", "cgroup.subtree_control", "memory.max", "memory.swap.max", "pids.max", "cpu.max"]
+    names += ["memory.events", "pids.events", "memory.current", "pids.current"]
+    real_mkdir, real_rmdir, real_write = os.mkdir, os.rmdir, _cgroup_files.write
+
+    def mkdir(path: str | Path, mode: int = 0o777) -> None:
+        real_mkdir(path, mode)
+        if mount in Path(path).parents:
+            above = Path(path).parent / "cgroup.subtree_control"
+            (Path(path) / "cgroup.controllers").write_text(above.read_text() if above.exists() else "")
+            for name in names:
+                (Path(path) / name).touch()
+
+    def rmdir(path: str | Path) -> None:
+        if mount in Path(path).parents:
+            if (Path(path) / "cgroup.procs").read_text() or any(entry.is_dir() for entry in Path(path).iterdir()):
+                raise OSError(errno.EBUSY, "busy")
+            for entry in Path(path).iterdir():
+                entry.unlink()
+        real_rmdir(path)
+
+    def write(path: str, value: str, is_optional: bool = False) -> None:
+        file = Path(path)
+        if file.name == "cgroup.subtree_control":
+            if (file.parent / "cgroup.procs").read_text():
+                raise OSError(errno.EBUSY, "busy")
+            file.write_text(f"{file.read_text()} {value.removeprefix('+')}")
+        elif file.name == "cgroup.procs":
+            for other in mount.rglob("cgroup.procs"):
+                other.write_text("".join(f"{pid}\n" for pid in other.read_text().split() if pid != value))
+            file.write_text(f"{file.read_text()}{value}\n")
+        else:
+            real_write(path, value, is_optional)
+
+    def build(controllers: str, processes: str) -> Imitation:
+        for target, name, double in ((os, "mkdir", mkdir), (os, "rmdir", rmdir), (_cgroup_files, "write", write)):
+            monkeypatch.setattr(target, name, double)
+        base, proc = mount / "app.scope", tmp_path / "proc"
+        base.mkdir(parents=True)
+        (base / "cgroup.controllers").write_text(controllers)
+        (base / "cgroup.procs").write_text(processes)
+        (proc / "self").mkdir(parents=True)
+        (proc / "self" / "mountinfo").write_text(f"30 20 0:26 / {mount} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n")
+        (proc / "self" / "cgroup").write_text("0::/app.scope\n")
+        return Imitation(base, str(proc))
+
+    return build
+
+
+def test_imitated_v2_writes_every_limit(imitation: Callable[[str, str], Imitation]):
+    tree = imitation("cpuset cpu io memory pids", "")
+    found = _cgroups.find_v2("m", proc=tree.proc)
+    assert found is not None
+    assert (found.means, found.enforces) == ("cgroup v2", {"memory", "processes", "cpus"})
+    group = found.make("sbx_1", 64 * MIB, 20, 1.5)
+    folder = tree.base / "rollyard-m" / "sbx_1"
+    written = {name: (folder / name).read_text() for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")}
+    assert written.pop("cpu.max") == "150000 100000"
+    assert written == {"memory.max": str(64 * MIB), "memory.swap.max": "0", "pids.max": "20"}
+    assert group.procs_files == [str(folder / "cgroup.procs")]
+    (folder / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 1\noom_group_kill 0\n")
+    (folder / "pids.events").write_text("max 3\n")
+    (folder / "memory.current").write_text("4096\n")
+    (folder / "pids.current").write_text("2\n")
+    assert group.events() == _cgroups.GroupEvents(1, 3, 4096, 2)
+    assert group.remove()
+    found.close()
+    assert not (tree.base / "rollyard-m").exists()
+
+
+def test_imitated_v2_with_only_some_controllers_says_so(imitation: Callable[[str, str], Imitation]):
+    found = _cgroups.find_v2("m", proc=imitation("memory pids", "").proc)
+    assert found is not None
+    assert found.enforces == {"memory", "processes"}
+
+
+def test_imitated_v2_without_our_controllers_is_no_means(imitation: Callable[[str, str], Imitation]):
+    assert _cgroups.find_v2("m", proc=imitation("hugetlb", "").proc) is None
+
+
+def test_in_imitated_v2_we_and_our_children_step_aside(imitation: Callable[[str, str], Imitation]):
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            tree = imitation("cpu memory pids", f"{os.getpid()}\n{child.pid}\n")
+            assert _cgroups.find_v2("m", proc=tree.proc) is not None
+            leaf = tree.base / _cgroups.LEAF
+            assert (leaf / "cgroup.procs").read_text().split() == [str(os.getpid()), str(child.pid)]
+            (Path(tree.proc) / "self" / "cgroup").write_text(f"0::/app.scope/{_cgroups.LEAF}\n")
+            assert _cgroups.find_v2("second", proc=tree.proc) is not None  # another runtime, from within the leaf
+            assert (tree.base / "rollyard-second").is_dir()
+        finally:
+            child.kill()
+
+
+def test_imitated_v2_with_strangers_in_it_is_left_as_it_was(imitation: Callable[[str, str], Imitation]):
+    tree = imitation("memory pids", f"1\n{os.getpid()}\n")  # init is no child of ours
+    assert _cgroups.find_v2("m", proc=tree.proc) is None
+    assert (tree.base / "cgroup.procs").read_text().split() == ["1", str(os.getpid())]
+    assert [entry.name for entry in tree.base.iterdir() if entry.is_dir()] == []
+
+
+@pytest.fixture
+def real_v2(mark: str) -> Generator[Path, None, None]:
+    """A group of the real v2 tree, without controllers. Nothing of the machine's is changed but a folder of ours."""
+    own = _cgroup_files.own_folders("/proc").get("")
+    if own is None or not os.access(own[0], os.W_OK):
+        pytest.skip("no v2 tree is mounted here, or it is not ours to write to")
+    folder = Path(own[0]) / f"rollyard-{mark}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        Group({"pids": str(folder)}, is_v2=True).kill()
+        assert Group({"pids": str(folder)}, is_v2=True).remove()
+
+
+def test_a_real_v2_group_is_entered_killed_and_removed(real_v2: Path):
+    group = Group({"pids": str(real_v2)}, is_v2=True)
+    with resident(group) as process:
+        assert (real_v2 / "cgroup.procs").read_text().split() == [str(process.pid)]
+        group.kill()
+        assert process.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64" and os.uname().machine != "aarch64", reason="clone3's number")
+def test_a_real_v2_group_is_entered_at_birth(real_v2: Path):
+    """clone3 with CLONE_INTO_CGROUP and `open_folder`: no move at all, so nothing to wait for."""
+    group = Group({"pids": str(real_v2)}, is_v2=True)
+    folder = group.open_folder()
+    code = (
+        "import ctypes, os, struct, sys\n"
+        "arguments = struct.pack('11Q', 0x200000000, 0, 0, 0, 17, 0, 0, 0, 0, 0, int(sys.argv[1]))\n"
+        "pid = ctypes.PyDLL(None).syscall(435, arguments, len(arguments))\n"
+        "if pid == 0: os._exit(0 if sys.argv[2] in open('/proc/self/cgroup').read() else 3)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    assert folder is not None
+    try:
+        argv = [sys.executable, "-I", "-S", "-c", code, str(folder), real_v2.name]
+        assert subprocess.run(argv, pass_fds=(folder,), timeout=20).returncode == 0
+    finally:
+        os.close(folder)
+
+
+def test_a_process_with_no_v2_of_its_own_asks_no_bus(mark: str):
+    """Where v2 has no memory controller a scope would limit nothing; where there is no systemd, the call fails."""
+    if os.path.exists("/run/systemd/system"):  # noqa: PTH110
+        pytest.skip("systemd runs here: the call would move this process")
+    assert _cgroups._find_by_systemd(mark) is None  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,223 @@
+"""Each refused call, tried for real: by number, by another architecture's door, and by programs that must still run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rollyard.sandbox import _seccomp
+
+EPERM, ENOSYS = _seccomp.EPERM, _seccomp.ENOSYS
+COLUMN = 0 if os.uname().machine == "x86_64" else 1
+MEMFD_KINDS = pytest.mark.parametrize("refuse_memfd", [False, True])
+
+PRELUDE = """
+import ctypes, importlib.util, json, os, sys
+spec = importlib.util.spec_from_file_location("seccomp", sys.argv[1])
+seccomp = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(seccomp)
+libc = ctypes.CDLL(None, use_errno=True)
+
+def call(number, *arguments):
+    # A result, or -errno. Pointers of 1 are nowhere: a call that gets through does no harm.
+    ctypes.set_errno(0)
+    result = libc.syscall(ctypes.c_long(number), *(ctypes.c_ulong(argument) for argument in arguments))
+    return -ctypes.get_errno() if result == -1 else result
+
+def filtered():
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    seccomp.install(bytes.fromhex(sys.argv[2]))
+"""
+
+
+def run(body: str, *, is_filtered: bool = True, refuse_memfd: bool = True) -> dict[str, int]:
+    """What `body` put into `found`, in a process of its own."""
+    source = PRELUDE + ("filtered()\n" if is_filtered else "") + "found = {}\n" + textwrap.dedent(body)
+    program = _seccomp.program(refuse_memfd=refuse_memfd).hex()
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", source + "\nprint(json.dumps(found))", _seccomp.__file__, program],
+        capture_output=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+def by_number(names: dict[str, tuple[int, int]]) -> str:
+    numbers = {name: pair[COLUMN] for name, pair in names.items()}
+    return f"for name, number in {numbers!r}.items(): found[name] = call(number, 1, 1, 1, 1, 1, 1)"
+
+
+def test_every_listed_call_is_refused():
+    assert set(run(by_number(_seccomp.REFUSED)).values()) == {-EPERM}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is allowed these calls, so that the filter alone refuses them")
+def test_it_is_the_filter_that_refuses_them():
+    found = run(by_number(_seccomp.REFUSED | _seccomp.UNSEEN_MEMORY), is_filtered=False)
+    assert [name for name, result in found.items() if result == -EPERM] == []
+
+
+@MEMFD_KINDS
+def test_memory_that_nobody_sees_is_refused_only_where_memory_is_only_watched(refuse_memfd: bool):
+    found = run(by_number(_seccomp.UNSEEN_MEMORY), refuse_memfd=refuse_memfd)
+    assert {result == -EPERM for result in found.values()} == {refuse_memfd}
+
+
+def test_the_filter_is_inherited_through_exec():
+    code = "import os, sys\ntry: os.memfd_create('x')\nexcept PermissionError: sys.exit(7)"
+    found = run(f"import subprocess; found['status'] = subprocess.run([sys.executable, '-c', {code!r}]).returncode")
+    assert found == {"status": 7}
+
+
+def test_no_namespace_can_be_made_by_clone_or_unshare():
+    body = f"""
+    for bit in (7, 17, 25, 26, 27, 28, 29, 30):  # NEWTIME, NEWNS, NEWCGROUP … NEWNET
+        found[f"unshare {{bit}}"] = call({_seccomp.UNSHARE[COLUMN]}, 1 << bit)
+        found[f"unshare {{bit}} with high bits"] = call({_seccomp.UNSHARE[COLUMN]}, (1 << 40) | 1 << bit)
+        if bit != 7:
+            found[f"clone {{bit}}"] = call({_seccomp.CLONE[COLUMN]}, 17 | 1 << bit, 0, 0, 0, 0)
+    """
+    found = run(body)
+    assert len(found) == 23
+    assert set(found.values()) == {-EPERM}
+
+
+def test_unshare_of_files_is_still_allowed():
+    assert run(f"found['files'] = call({_seccomp.UNSHARE[COLUMN]}, 0x400)") == {"files": 0}
+
+
+def test_clone3_is_said_not_to_exist():
+    assert run(f"found['clone3'] = call({_seccomp.CLONE3[COLUMN]}, 1, 88)") == {"clone3": -ENOSYS}
+
+
+def test_a_terminal_cannot_be_typed_into():
+    body = f"""
+    import pty
+    master, slave = pty.openpty()
+    byte = ctypes.create_string_buffer(b"x")
+    for name, request in (("TIOCSTI", {_seccomp.TIOCSTI}), ("TIOCLINUX", {_seccomp.TIOCLINUX})):
+        for high in (0, 1 << 32):
+            found[f"{{name}} {{high}}"] = call({_seccomp.IOCTL[COLUMN]}, slave, high | request, ctypes.addressof(byte))
+    found["TIOCGPGRP"] = call({_seccomp.IOCTL[COLUMN]}, slave, 0x540F, 1)
+    """
+    found = run(body)
+    assert found.pop("TIOCGPGRP") != -EPERM
+    assert len(found) == 4
+    assert set(found.values()) == {-EPERM}
+
+
+def test_sockets_that_no_network_namespace_holds_are_refused():
+    body = f"""
+    for family in (1, 2, 10, 16, 40, 42):
+        found[family] = call({_seccomp.SOCKET[COLUMN]}, family, 3 if family == 16 else 1, 0)
+    """
+    found = run(body)
+    assert {family for family, result in found.items() if result == -EPERM} == {"40", "42"}
+    assert found["1"] > 0 and found["2"] > 0 and found["16"] > 0
+
+
+@pytest.mark.skipif(COLUMN != 0, reason="only x86-64 has other doors for system calls")
+def test_other_architectures_have_no_door():
+    """getpid by x32's number, and by i386's interrupt 0x80 (where the kernel has that: else it is a crash)."""
+    body = """
+    found["x32"] = call(0x40000000 + 39)
+    found["x32 mount"] = call(0x40000000 + 165, 1, 1, 1, 1, 1)
+    import mmap
+    code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20; int 0x80; ret
+    pid = os.fork()
+    if pid == 0:
+        getpid = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+        os._exit(0 if getpid() == -1 else 9)
+    found["i386"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """
+    found = run(body)
+    assert found["x32"] == found["x32 mount"] == -EPERM
+    assert found["i386"] in (0, -11)
+
+
+def filtered_run(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    source = PRELUDE + "filtered()\nos.execvp(sys.argv[3], sys.argv[3:])"
+    program = _seccomp.program(refuse_memfd=True).hex()
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", source, _seccomp.__file__, program, *argv],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
+ORDINARY = {
+    "bash": ["bash", "-c", "x=$(echo a | tr a b; (sleep 0 & wait)); echo $x > f; cat < f; mkdir -p d/e; rm -r d"],
+    "python": [
+        sys.executable,
+        "-c",
+        "import subprocess, threading, socket, tempfile, multiprocessing as m\n"
+        "ts = [threading.Thread(target=lambda: subprocess.run(['true'], check=True)) for _ in range(4)]\n"
+        "[t.start() for t in ts]; [t.join() for t in ts]\n"
+        "a, b = socket.socketpair(); tempfile.TemporaryFile().write(b'x'); v = m.Value('i', 3)\n"
+        "with m.get_context('fork').Pool(2) as p: print(sum(p.map(abs, [-40, -1, -1])))\n",
+    ],
+    "git": [
+        "sh",
+        "-c",
+        "git init -q . && git -c user.name=a -c user.email=b commit -q --allow-empty -m c && git log --oneline | cat",
+    ],
+    "gcc": [
+        "sh",
+        "-c",
+        "printf '#include <pthread.h>\\n#include <stdio.h>\\nvoid*f(void*x){return x;}int main(){pthread_t t;"
+        'pthread_create(&t,0,f,0);pthread_join(t,0);puts("ok");}\' > a.c && gcc -pthread -O1 a.c -o a && ./a',
+    ],
+    "bash with a pipe and job control": ["bash", "-ic", "seq 1000 | sort -n | tail -1; sleep 0 & wait %1"],
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_programs_do_not_notice(name: str, tmp_path: Path):
+    argv = ORDINARY[name]
+    if name in ("git", "gcc") and not shutil.which(name):
+        pytest.skip(f"{name} is not installed")
+    done = filtered_run(argv, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_numbers_are_those_of_the_kernels_headers():
+    """Both machines' tables, from the headers that a C compiler brings: a wrong number would refuse another call."""
+    headers = {0: "x86_64-linux-gnu/asm/unistd_64.h", 1: "asm-generic/unistd.h"}
+    listed = _seccomp.REFUSED | _seccomp.UNSEEN_MEMORY
+    listed |= {"clone3": _seccomp.CLONE3, "clone": _seccomp.CLONE, "unshare": _seccomp.UNSHARE}
+    listed |= {"ioctl": _seccomp.IOCTL, "socket": _seccomp.SOCKET}
+    looked_at = 0
+    for column, header in headers.items():
+        path = Path("/usr/include") / header
+        if not path.exists():
+            continue
+        known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
+        for name, numbers in listed.items():
+            assert int(known.get(name, numbers[column])) == numbers[column], name
+            looked_at += name in known
+    if not looked_at:
+        pytest.skip("the kernel's headers are not installed")
+    assert looked_at > 70
+
+
+def test_a_machine_without_a_table_is_refused_by_name():
+    with pytest.raises(ValueError, match="riscv64"):
+        _seccomp.program(refuse_memfd=False, machine="riscv64")
+
+
+def test_the_program_is_within_the_kernels_bounds():
+    for machine in ("x86_64", "aarch64"):
+        assert 8 < len(_seccomp.program(refuse_memfd=True, machine=machine)) <= 4096 * 8

@@ -1,0 +1,528 @@
+"""The warden, with real hogs: by heap, by many processes, by tmpfs, by one file, by many, by forks.
+
+Where nothing must be told, a second sandbox that is over its limit gives the sign: it is looked at after the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from rollyard.sandbox import _usage, _walk, _warden
+from rollyard.sandbox._cgroups import Cgroups
+from rollyard.sandbox._warden_client import Warden
+
+MIB = 1 << 20
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount")
+
+
+class Told:
+    """What the warden said, in order."""
+
+    def __init__(self) -> None:
+        self.limits: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
+        self.ooms: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        self.pressure: asyncio.Queue[tuple[bool, int, int]] = asyncio.Queue()
+
+    def warden(self, **reserves: object) -> Warden:
+        return Warden(
+            lambda *said: self.limits.put_nowait(said),
+            lambda *said: self.ooms.put_nowait(said),
+            lambda *said: self.pressure.put_nowait(said),
+            **reserves,  # pyright: ignore[reportArgumentType]
+        )
+
+    async def limit(self) -> tuple[str, str]:
+        async with asyncio.timeout(40):
+            return (await self.limits.get())[:2]
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+async def warden(told: Told) -> AsyncGenerator[Warden, None]:
+    warden = told.warden()
+    yield warden
+    await warden.close()
+
+
+@pytest.fixture
+def keeper() -> Generator[Callable[..., int], None, None]:
+    """Starts a keeper whose child has done as `code` says, and stays. Its pid."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str, *, argv: tuple[str, ...] = (), **names: object) -> int:
+        source = "import os, sys\ndef stay():\n  print(flush=True)\n  sys.stdin.read()\n" + code + "\nstay()"
+        inner = [*argv, sys.executable, "-I", "-S", "-c", source, *map(str, names.values())]
+        outer = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", outer, *inner],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        return process.pid
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+HEAP = "x = b'x' * (100 << 20)"
+
+
+async def is_silent(told: Told, warden: Warden, keeper: Callable[..., int]) -> None:
+    """Nothing is told of what is watched already, although all of it is looked at."""
+    warden.watch("the sign", pid=keeper(HEAP), memory_bytes=16 * MIB)
+    assert await told.limit() == ("the sign", "memory")
+    assert told.limits.empty()
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+async def test_a_heap_beyond_the_limit_is_told_once(told: Told, warden: Warden, keeper: Callable[..., int]):
+    warden.watch("a", pid=keeper(HEAP), memory_bytes=64 * MIB)
+    assert await told.limit() == ("a", "memory")
+    await is_silent(told, warden, keeper)
+
+
+async def test_memory_within_the_limit_is_not_told(told: Told, warden: Warden, keeper: Callable[..., int]):
+    warden.watch("a", pid=keeper(HEAP), memory_bytes=200 * MIB)
+    await is_silent(told, warden, keeper)
+
+
+MANY = "for _ in range(8):\n  if os.fork() == 0:\n    x = b'x' * (20 << 20); stay(); os._exit(0)\n"
+
+
+async def test_many_processes_are_counted_together(told: Told, warden: Warden, keeper: Callable[..., int]):
+    warden.watch("a", pid=keeper(MANY), memory_bytes=100 * MIB)
+    assert await told.limit() == ("a", "memory")
+
+
+async def test_pages_that_forks_share_count_once(told: Told, warden: Warden, keeper: Callable[..., int]):
+    code = HEAP + "\nfor _ in range(5):\n  if os.fork() == 0: stay(); os._exit(0)"
+    warden.watch("a", pid=keeper(code), memory_bytes=200 * MIB)
+    await is_silent(told, warden, keeper)
+
+
+SHARED = "import mmap\nm = mmap.mmap(-1, 100 << 20)\nfor i in range(0, len(m), 4096): m[i] = 1\n"
+READ_IT = "for _ in range(3):\n  if os.fork() == 0: sum(m[i] for i in range(0, len(m), 4096)); stay(); os._exit(0)\n"
+
+
+async def test_shared_anonymous_memory_counts_and_counts_once(told: Told, warden: Warden, keeper: Callable[..., int]):
+    pid = keeper(SHARED + READ_IT)
+    warden.watch("within", pid=pid, memory_bytes=200 * MIB)
+    warden.watch("beyond", pid=keeper(SHARED), memory_bytes=64 * MIB)
+    assert await told.limit() == ("beyond", "memory")
+    await is_silent(told, warden, keeper)
+
+
+TMPFS = (
+    "import subprocess; subprocess.run(['mount', '-t', 'tmpfs', 'none', sys.argv[1]], check=True)\n"
+    "open(sys.argv[1] + '/f', 'wb').write(b'x' * (100 << 20))"
+)
+OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+async def test_a_tmpfs_of_its_own_is_memory(told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path):
+    pid = keeper(TMPFS, argv=OWN_MOUNTS, at=tmp_path)
+    warden.watch("within", pid=pid, memory_bytes=200 * MIB, tmpfs_paths=[str(tmp_path)])
+    warden.watch("beyond", pid=pid, memory_bytes=64 * MIB, tmpfs_paths=["/missing", str(tmp_path)])
+    assert await told.limit() == ("beyond", "memory")
+    await is_silent(told, warden, keeper)
+
+
+async def test_a_file_mapped_from_its_tmpfs_counts_once(
+    told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+):
+    code = TMPFS + "\nimport mmap\nm = mmap.mmap(os.open(sys.argv[1] + '/f', os.O_RDWR), 0)\n" + READ_IT
+    pid = keeper(code, argv=OWN_MOUNTS, at=tmp_path)
+    warden.watch("a", pid=pid, memory_bytes=150 * MIB, tmpfs_paths=[str(tmp_path)])
+    await is_silent(told, warden, keeper)
+
+
+async def test_a_tmpfs_of_the_host_is_nobodys_memory(told: Told, warden: Warden, keeper: Callable[..., int]):
+    file = Path("/dev/shm") / f"rollyard-test-{uuid.uuid4().hex}"
+    try:
+        file.write_bytes(b"x" * (100 * MIB))
+        warden.watch("a", pid=keeper(""), memory_bytes=64 * MIB, tmpfs_paths=["/dev/shm", "/"])
+        await is_silent(told, warden, keeper)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+async def test_another_tree_is_never_counted(told: Told, warden: Warden, keeper: Callable[..., int]):
+    hog = keeper(HEAP)
+    warden.watch("a", pid=keeper(""), memory_bytes=64 * MIB, processes=4)
+    await is_silent(told, warden, keeper)
+    assert hog
+
+
+async def test_a_number_that_went_to_a_stranger_is_not_the_keeper(keeper: Callable[..., int]):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        warden = _warden.Warden(theirs)
+        request = {"id": "a", "pid": keeper(HEAP), "memory_bytes": 1, "processes": None, "disk_bytes": None}
+        watched = _warden.Watched({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
+        assert len(warden.trees_of([watched])[0][1]) == 1
+        watched.start_time -= 1
+        assert warden.trees_of([watched]) == []
+
+
+def test_a_ring_of_reused_numbers_ends():
+    seen = {7: _usage.Process(8, 1, 1, 0), 8: _usage.Process(7, 1, 1, 0), 9: _usage.Process(5, 1, 1, 0)}
+    assert _usage.trees([5], seen) == {5: [9]}
+
+
+# --- processes ----------------------------------------------------------------------------------------
+
+BOMB = (
+    "import resource\n"
+    "os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))\n"
+    "resource.setrlimit(resource.RLIMIT_NPROC, (20, 20))\n"
+    "while True:\n"
+    "  try:\n"
+    "    if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
+    "  except BlockingIOError: break\n"
+)
+
+
+@as_root
+async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, warden: Warden, keeper: Callable[..., int]):
+    pid = keeper(BOMB, uid=2_000_000 + os.getpid())
+    warden.watch("within", pid=pid, processes=21)
+    warden.watch("beyond", pid=keeper(BOMB, uid=3_000_000 + os.getpid()), processes=20)
+    assert await told.limit() == ("beyond", "processes")
+    assert told.limits.empty()
+
+
+async def test_threads_count_as_the_kernel_counts_them(told: Told, warden: Warden, keeper: Callable[..., int]):
+    code = "import threading\nfor _ in range(9): threading.Thread(target=sys.stdin.read, daemon=True).start()"
+    warden.watch("a", pid=keeper(code), processes=10)
+    assert await told.limit() == ("a", "processes")
+
+
+def test_a_peak_is_no_fork_bomb():
+    request = {"id": "a", "pid": os.getpid(), "memory_bytes": None, "processes": 5, "disk_bytes": None}
+    watched = _warden.Watched({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
+    looks = [(0.0, True), (2.9, True), (3.0, False), (3.2, True), (5.0, True), (6.1, True), (6.3, True)]
+    assert [watched.is_full_for_long(is_full, now) for now, is_full in looks] == [False] * 6 + [True]
+    few = _warden.Watched({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
+    assert [few.is_full_for_long(True, now) for now in (0.0, 10.0, 20.0)] == [False] * 3  # of slow ticks it wants some
+
+
+# --- disk ---------------------------------------------------------------------------------------------
+
+
+def small_files(folder: Path) -> None:
+    for number in range(600):
+        (folder / str(number)).write_bytes(b"x" * 8192)
+
+
+def deep_files(folder: Path) -> None:
+    """Deeper than any path may be long."""
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(2500):
+        os.mkdir("deeper", dir_fd=here)
+        inner = os.open("deeper", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    fd = os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=here)
+    os.write(fd, b"x" * (4 * MIB))
+    os.close(fd)
+    os.close(here)
+
+
+def one_file(folder: Path) -> None:
+    (folder / "file").write_bytes(b"x" * (4 * MIB))
+
+
+@pytest.mark.parametrize("fill", [one_file, small_files, deep_files])
+async def test_a_full_disk_is_told(
+    fill: Callable[[Path], None], told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+):
+    fill(tmp_path)
+    pid = keeper("")
+    warden.watch("a", pid=pid, disk_bytes=2 * MIB, disk_folders=[tmp_path / "missing", tmp_path])
+    assert await told.limit() == ("a", "disk")
+    subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
+
+
+def sparse(folder: Path) -> None:
+    with (folder / "file").open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def links(folder: Path) -> None:
+    (folder / "file").write_bytes(b"x" * MIB)
+    for number in range(20):
+        (folder / str(number)).hardlink_to(folder / "file")
+    (folder / "out").symlink_to("/usr")
+
+
+@pytest.mark.parametrize("fill", [sparse, links])
+async def test_what_takes_no_disk_is_not_told(
+    fill: Callable[[Path], None], told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    fill(tmp_path / "a")
+    one_file(tmp_path / "b")
+    warden.watch("a", pid=keeper(""), disk_bytes=2 * MIB, disk_folders=[tmp_path / "a"])
+    warden.watch("b", pid=keeper(""), disk_bytes=2 * MIB, disk_folders=[tmp_path / "b"])
+    assert await told.limit() == ("b", "disk")
+    assert told.limits.empty()
+
+
+async def test_a_deleted_file_that_is_held_is_disk(
+    told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+):
+    code = "f = open(sys.argv[1], 'wb'); f.write(b'x' * (8 << 20)); f.flush(); os.unlink(sys.argv[1])"
+    in_memory = "fd = os.memfd_create('x'); os.write(fd, b'x' * (8 << 20))"
+    warden.watch("memory", pid=keeper(in_memory), disk_bytes=2 * MIB, disk_folders=[tmp_path])
+    warden.watch("disk", pid=keeper(code, at=tmp_path / "file"), disk_bytes=2 * MIB, disk_folders=[tmp_path])
+    assert await told.limit() == ("disk", "disk")
+    assert told.limits.empty()
+
+
+async def test_a_disk_that_fills_later_is_seen(told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path):
+    warden.watch("a", pid=keeper(""), disk_bytes=8 * MIB, disk_folders=[tmp_path])
+    await is_silent(told, warden, keeper)  # by now its first walk is done, and found nothing
+    for number in range(32):
+        (tmp_path / str(number)).write_bytes(b"x" * MIB)
+    assert await told.limit() == ("a", "disk")
+
+
+def test_a_disk_is_walked_again_when_it_filled_or_after_a_while(tmp_path: Path):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        warden = _warden.Warden(theirs)
+        request = {"id": "a", "pid": 1, "memory_bytes": None, "processes": None, "disk_bytes": 16 * MIB}
+        watched = _warden.Watched({**request, "disk_folders": ["x"], "tmpfs_paths": [], "event_files": []})
+        assert warden.is_walk_due(watched, 100.0, {"x": 5 * MIB}) == (True, 5 * MIB)
+        watched.walked_at, watched.filled_at_walk = 100.0, 5 * MIB
+        assert warden.is_walk_due(watched, 129.0, {"x": 6 * MIB})[0] is False
+        assert warden.is_walk_due(watched, 130.0, {"x": 6 * MIB})[0] is True
+        assert warden.is_walk_due(watched, 101.0, {"x": 6 * MIB + 1})[0] is True
+        assert warden.is_walk_due(watched, 101.0, {"x": 2 * MIB})[0] is False  # others freed some…
+        assert warden.is_walk_due(watched, 101.0, {"x": 4 * MIB})[0] is True  # …which hides nothing
+
+
+def walked(folder: Path, limit: int = 1 << 50) -> _walk.Walk:
+    walk = _walk.Walk([str(folder)], limit, list, lambda _: set())
+    while not walk.is_done:
+        walk.go_on(until=0.0)  # the smallest slices there are
+    return walk
+
+
+def test_a_walk_in_slices_counts_what_du_counts(tmp_path: Path):
+    for fill in (small_files, links, one_file):
+        for name in ("x", "y", "y/z"):
+            folder = tmp_path / fill.__name__ / name
+            folder.mkdir(parents=True)
+            fill(folder)
+    expected = subprocess.run(["du", "-s", "-B1", str(tmp_path)], capture_output=True, check=True).stdout.split()[0]
+    assert walked(tmp_path).used_bytes == int(expected)
+
+
+def test_a_walk_leaves_no_descriptor_open(tmp_path: Path):
+    deep_files(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    walked(tmp_path)
+    unfinished = _walk.Walk([str(tmp_path)], 1 << 50, list, lambda _: set())
+    unfinished.go_on(until=0.0)
+    assert not unfinished.is_done
+    unfinished.stop()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
+
+
+def test_a_walk_survives_what_is_moved_and_removed_under_it(tmp_path: Path):
+    small = tmp_path / "a" / "b"
+    small.mkdir(parents=True)
+    small_files(small)
+    (tmp_path / "z").mkdir()
+    one_file(tmp_path / "z")
+    walk = _walk.Walk([str(tmp_path)], 1 << 50, list, lambda _: set())
+    walk.go_on(until=0.0)
+    small.rename(tmp_path / "elsewhere")
+    walk.go_on(until=0.0)
+    subprocess.run(["rm", "-rf", str(tmp_path / "elsewhere")], check=True)
+    walk.go_on(until=time.monotonic() + 30)
+    assert walk.is_done
+    assert walk.used_bytes >= 4 * MIB  # the folder beside the moved one was not lost
+
+
+def as_another(code: str, folder: Path) -> bytes:
+    """What Python code prints that runs with `_walk` loaded, as an ordinary user, in a folder of that user's."""
+    before = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import _walk\n"
+        "os.chdir(sys.argv[2]); os.chown('.', 54321, 54321); os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
+        "walk = _walk.Walk(['.'], 1 << 50, lambda: [], lambda _: set())\n"
+    )
+    argv = [sys.executable, "-I", "-S", "-c", before + code, str(Path(_walk.__file__).parent), str(folder)]
+    return subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout
+
+
+@as_root
+def test_what_its_owner_forbade_to_itself_is_counted_all_the_same(tmp_path: Path):
+    modes = {tmp_path / "hidden": 0, tmp_path / "listed": 0o400, tmp_path / "passed": 0o100}
+    for folder in modes:
+        folder.mkdir()
+        one_file(folder)
+        os.chown(folder, 54321, 54321)
+    for folder, mode in modes.items():
+        folder.chmod(mode)
+    assert int(as_another("walk.go_on(1e18); print(walk.used_bytes)", tmp_path)) >= 12 * MIB
+    assert {folder: folder.stat().st_mode & 0o777 for folder in modes} == modes
+
+
+@as_root
+def test_a_ladder_of_forbidden_folders_is_an_attack(tmp_path: Path):
+    """Each would have to stay open: they would eat the warden's descriptors."""
+    code = (
+        "top, ways = os.open('.', os.O_RDONLY), []\n"
+        "for _ in range(600):\n"
+        "  os.mkdir('d'); ways.append(os.open('d', os.O_RDONLY)); os.chdir('d')\n"
+        "for way in reversed(ways): os.fchmod(way, 0); os.close(way)\n"
+        "os.fchdir(top); walk.go_on(1e18); print(walk.is_over, len(os.listdir('/proc/self/fd')) < 10)"
+    )
+    assert as_another(code, tmp_path).split() == [b"True", b"True"]
+    subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
+
+
+# --- cgroups and the machine --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cgroups() -> Generator[Cgroups, None, None]:
+    found = Cgroups.find(f"test-{uuid.uuid4().hex[:8]}")
+    if found is None:
+        pytest.skip("this machine lets us make no control group")
+    yield found
+    found.sweep()
+    found.close()
+
+
+ENTER = "for path in sys.argv[1].split(','): open(path, 'w').write('0')\n"
+
+
+async def test_an_oom_kill_in_its_cgroup_is_told(
+    told: Told, warden: Warden, keeper: Callable[..., int], cgroups: Cgroups
+):
+    group = cgroups.make("sbx_1", 32 * MIB, None, None)
+    warden.watch("a", pid=keeper(""), event_files=group.event_files)
+    keeper("pid = os.fork()\nif pid == 0:\n  " + ENTER + "  " + HEAP + "\nos.waitpid(pid, 0)", at=group.procs_files[0])
+    async with asyncio.timeout(20):
+        assert await told.ooms.get() == ("a", 1)
+    os.kill(warden.pid or 0, signal.SIGKILL)
+    await is_silent(told, warden, keeper)
+    assert told.ooms.empty()  # the new warden told it again: that is no second kill
+
+
+async def test_a_group_that_stays_at_its_limit_of_processes_is_told(
+    told: Told, warden: Warden, keeper: Callable[..., int], cgroups: Cgroups
+):
+    group = cgroups.make("sbx_1", None, 6, None)
+    code = ENTER + "\nfor _ in range(5):\n  if os.fork() == 0: sys.stdin.read(); os._exit(0)"
+    pid = keeper(code, at=group.procs_files[0])
+    warden.watch("a", pid=pid, processes=6, event_files=group.event_files)
+    assert await told.limit() == ("a", "processes")
+
+
+async def test_low_memory_of_the_machine_is_told(told: Told):
+    warden = told.warden(memory_reserve_bytes=1 << 60)
+    try:
+        async with asyncio.timeout(20):
+            is_low, available, _ = await told.pressure.get()
+        assert is_low
+        assert 0 < available < 1 << 60
+    finally:
+        await warden.close()
+
+
+@as_root
+async def test_a_full_disk_of_the_machine_is_told_and_its_recovery_too(told: Told, tmp_path: Path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "none", str(tmp_path)], check=True)
+    warden = told.warden(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
+    try:
+        one_file(tmp_path)  # 12 MB are left: no trouble yet
+        (tmp_path / "more").write_bytes(b"x" * (8 * MIB))
+        async with asyncio.timeout(20):
+            is_low, _, free = await told.pressure.get()
+            assert is_low and free < 8 * MIB
+            (tmp_path / "more").unlink()
+            assert (await told.pressure.get())[0] is False
+    finally:
+        await warden.close()
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# --- the program --------------------------------------------------------------------------------------
+
+
+async def test_a_killed_warden_is_replaced_and_knows_what_was_watched(
+    told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+):
+    warden.watch("a", pid=keeper(""), disk_bytes=4 * MIB, disk_folders=[tmp_path])
+    await is_silent(told, warden, keeper)
+    first = warden.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    small_files(tmp_path)
+    one_file(tmp_path)
+    assert await told.limit() == ("a", "disk")
+    assert warden.pid not in (None, first)
+
+
+async def test_a_forgotten_sandbox_is_not_told(told: Told, warden: Warden, keeper: Callable[..., int]):
+    warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
+    warden.forget("a")
+    warden.forget("a")
+    await is_silent(told, warden, keeper)
+
+
+async def test_a_watch_of_the_same_name_begins_anew(told: Told, warden: Warden, keeper: Callable[..., int]):
+    warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
+    assert await told.limit() == ("a", "memory")
+    warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
+    assert await told.limit() == ("a", "memory")
+
+
+async def test_close_leaves_no_process(told: Told, keeper: Callable[..., int]):
+    warden = told.warden()
+    warden.watch("a", pid=keeper(""), memory_bytes=16 * MIB)
+    pid = warden.pid
+    await warden.close()
+    await warden.close()
+    assert warden.pid is None
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_warden_ends_with_its_service():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        argv = [sys.executable, "-I", "-S", _warden.__file__, str(theirs.fileno())]
+        process = subprocess.Popen(argv, pass_fds=(theirs.fileno(),))
+    ours.close()
+    assert process.wait(20) == 0
