@@ -28,7 +28,7 @@ from rollyard.sandbox import (
     Sandbox,
     SandboxLimits,
     SandboxSpec,
-    _launcher,
+    _files,
 )
 from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, marked, started
 from rollyard.tools.shell import Shell
@@ -113,7 +113,7 @@ async def test_what_bwrap_says_is_in_the_error(tmp_path: Path) -> None:
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     program.chmod(0o755)
-    async with BubblewrapRuntime(root=tmp_path / "root", program=str(program)) as runtime:
+    async with BubblewrapRuntime(root=tmp_path / "root", program=str(program), uids=None) as runtime:
         with pytest.raises(SandboxStartFailed, match=r"No permissions.*apparmor_restrict_unprivileged_userns"):
             await runtime.start(SPEC, lease_s=60.0)
         assert not left_below(tmp_path / "root")
@@ -124,7 +124,7 @@ async def test_a_start_that_hangs_is_given_up_and_cleaned_up(tmp_path: Path) -> 
     program = tmp_path / "bwrap"
     program.write_text(f"#!/bin/sh\nexec sleep {mark}\n")
     program.chmod(0o755)
-    async with BubblewrapRuntime(root=tmp_path / "root", program=str(program), start_s=0.5) as runtime:
+    async with BubblewrapRuntime(root=tmp_path / "root", program=str(program), uids=None, start_s=0.5) as runtime:
         with pytest.raises(SandboxStartFailed, match=re.escape("0.5 s")):
             await runtime.start(SPEC, lease_s=60.0)
         assert not alive(mark)
@@ -233,67 +233,21 @@ async def test_local_refuses_what_it_cannot_do(local: LocalRuntime, tmp_path: Pa
             await local.start(spec, lease_s=60.0)
 
 
-async def test_limits_are_in_force_or_said_not_to_be(bubblewrap: BubblewrapRuntime) -> None:
+async def test_limits_are_in_force_and_by_what_means_is_said(bubblewrap: BubblewrapRuntime) -> None:
     limits = SandboxLimits(memory_bytes=1 << 30, open_files=64)
     async with started(bubblewrap, SandboxSpec(limits=limits)) as sandbox:
-        assert sandbox.limits_in_force["memory"] == "none"
+        assert sandbox.limits_in_force["memory"] in ("cgroup v1", "cgroup v2", "systemd", "watchdog")
+        assert sandbox.limits_in_force["processes"] in ("cgroup v1", "cgroup v2", "systemd", "rlimit")
         assert sandbox.limits_in_force["open_files"] == "rlimit"
         assert (await sandbox.exec("ulimit -n; ulimit -Hn; ulimit -c", timeout_s=5.0)).stdout == b"64\n64\n0\n"
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64
 
 
-async def test_tmp_is_bounded(tmp_path: Path) -> None:
-    async with BubblewrapRuntime(root=tmp_path, tmp_bytes=1 << 20) as runtime, started(runtime) as sandbox:
-        result = await sandbox.exec("head -c 2000000 /dev/zero > /tmp/fill", timeout_s=5.0)
-        assert result.status != 0 and b"No space left" in result.stderr
-        with pytest.raises(OSError, match="No space left"):
-            await sandbox.write("/tmp/fill", bytes(2_000_000))
-
-
 async def test_the_probe_says_ok_where_it_works(bubblewrap: BubblewrapRuntime, local: LocalRuntime) -> None:
-    assert await bubblewrap.probe() == {"bubblewrap": "ok", "start": "ok", "overlay": "ok"}
+    found = dict(await bubblewrap.probe())
+    assert {found[name] for name in ("bubblewrap", "start", "overlay")} == {"ok"}
     assert await local.probe() == {"start": "ok"}
 
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="this whole suite runs as an ordinary user already")
-def test_an_ordinary_user_can_do_it_too(tmp_path: Path) -> None:
-    """Root becomes nobody in a process of its own. That Python must be one that nobody may run."""
-    python = shutil.which("python3", path="/usr/bin")
-    assert python is not None, "this test needs the system's Python"
-    source = Path(__file__).parents[2] / "src"
-    shutil.copytree(source / "rollyard" / "sandbox", tmp_path / "src" / "rollyard" / "sandbox")
-    shutil.copytree(source / "rollyard" / "core", tmp_path / "src" / "rollyard" / "core")
-    shutil.copy(source / "rollyard" / "__init__.py", tmp_path / "src" / "rollyard")
-    program = tmp_path / "program.py"
-    program.write_text(_AS_NOBODY)
-    for folder in [tmp_path, *tmp_path.parents[:-2]]:
-        folder.chmod(folder.stat().st_mode | 0o055)
-    root = tmp_path / "root"
-    root.mkdir()
-    os.chown(root, 65534, 65534)
-    argv = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", python, str(program), str(root)]
-    env = {"PYTHONPATH": str(tmp_path / "src"), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=50, check=False)
-    assert (done.returncode, done.stdout) == (0, "rlimit ok 100 refused\n"), done.stderr
-
-
-_AS_NOBODY = """
-import asyncio, sys
-from pathlib import Path
-from rollyard.sandbox import BubblewrapRuntime, SandboxLimits, SandboxSpec
-async def main():
-    async with BubblewrapRuntime(root=Path(sys.argv[1])) as runtime:
-        sandbox = await runtime.start(SandboxSpec(limits=SandboxLimits(processes=20)), lease_s=60)
-        await sandbox.write("f", b"x" * 100)
-        size = len(await sandbox.read("f", limit_bytes=1000))
-        ok = await sandbox.exec("chmod 0 . ; echo ok", timeout_s=5)
-        bomb = await sandbox.exec("for i in $(seq 40); do sleep 100 & done; echo survived", timeout_s=5, cwd="/tmp")
-        word = "refused" if b"survived" not in bomb.stdout or b"fork" in bomb.stderr.lower() else bomb
-        print(sandbox.limits_in_force["processes"], ok.stdout.decode().strip(), size, word)
-        await sandbox.kill()
-        assert not list(Path(sys.argv[1]).glob("sbx_*"))
-asyncio.run(main())
-"""
 
 # --- no descriptors left ------------------------------------------------------------------------------
 
@@ -381,8 +335,8 @@ def test_a_full_disk_of_the_host_is_not_taken_for_the_agents_doing(tmp_path: Pat
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         for path in (tmp_path / "folder", tmp_path / "folder" / "f"):
-            with pytest.raises(_launcher.Unwritten):
-                _launcher.do_download({"path": str(path), "limit": 1 << 30}, [full])
+            with pytest.raises(_files.Unwritten):
+                _files.do_download({"path": str(path), "limit": 1 << 30}, [full])
     finally:
         os.close(full)
 

@@ -12,14 +12,15 @@
     │   │   └── EngineBroken  TokenizerMismatch
     │   ├── SandboxFailure
     │   │   ├── SandboxStartFailed  SandboxLost  SandboxStuck
-    │   ├── VerifierCrashed  JudgeUnreachable  ArtifactLost
+    │   ├── VerifierCrashed  JudgeUnreachable  ToolUnreachable  ArtifactLost
     │   ├── Stalled  LostToRestarts
     │   └── TraceInvalid  InternalError
     ├── TaskFailure                    the task as given cannot be done: no reward, no retry
     │   ├── SetupFailed  SetupDeadline  PromptTooLong  TaskInvalid  EnvironmentBroken
     ├── Cancelled                      the client asked for it
     └── RequestError                   an HTTP answer only; never in a record
-        ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool  RuntimeNotAllowed
+        ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool
+        ├── RuntimeNotAllowed  ImageMissing
         ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  EngineExists
         └── BodyTooLarge  QueueFull  Draining
 
@@ -213,6 +214,10 @@ class JudgeUnreachable(InfraFailure):
     remedy = "Add an engine of role judge, or mend the one there is."
 
 
+class ToolUnreachable(InfraFailure):
+    remedy = "A server that the setting `mcp_servers` names does not answer; look at it, its URL and its headers."
+
+
 class ArtifactLost(InfraFailure):
     remedy = "What RUN left could not be saved or read back; look at the disk below data_dir."
 
@@ -308,6 +313,11 @@ class UnknownTool(RequestError):
 class RuntimeNotAllowed(RequestError):
     status = 403
     remedy = "The operator names what is allowed in the settings `runtimes` and `images`."
+
+
+class ImageMissing(RequestError):
+    status = 422
+    remedy = "Fetch it first: rollyard images pull REFERENCE; `rollyard images list` shows what is here."
 
 
 class Unauthorized(RequestError):

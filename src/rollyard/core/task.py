@@ -51,6 +51,7 @@ class SandboxOptions:
     processes: int | None = None
     disk_bytes: int | None = None
     open_files: int | None = None
+    cpus: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

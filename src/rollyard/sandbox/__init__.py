@@ -1,5 +1,6 @@
 """Isolated places to run commands in, and what makes them."""
 
+from rollyard.sandbox.apptainer import ApptainerRuntime
 from rollyard.sandbox.base import (
     CONTROL_DIR,
     WORKDIR,
@@ -14,14 +15,17 @@ from rollyard.sandbox.base import (
 )
 from rollyard.sandbox.bubblewrap import BubblewrapRuntime
 from rollyard.sandbox.local import LocalRuntime
+from rollyard.sandbox.oci import OciRuntime
 
 __all__ = [
     "CONTROL_DIR",
     "WORKDIR",
+    "ApptainerRuntime",
     "Bind",
     "BubblewrapRuntime",
     "ExecResult",
     "LocalRuntime",
+    "OciRuntime",
     "Process",
     "Runtime",
     "Sandbox",

@@ -16,7 +16,15 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollyard.core.failure import RollyardError, SandboxEndedByPolicy, SandboxLost, SandboxStartFailed
+from rollyard.core.failure import (
+    DiskLimit,
+    MemoryLimit,
+    ProcessLimit,
+    RollyardError,
+    SandboxEndedByPolicy,
+    SandboxLost,
+    SandboxStartFailed,
+)
 from rollyard.sandbox._wire import Message, Wire, close_all
 from rollyard.sandbox.base import SandboxEnd
 
@@ -58,6 +66,8 @@ class Keeper:
         self._numbers = itertools.count(1)
         self._pidfd = -1
         self.pid = 0
+        self.doorway: socket.socket | None = None  # the runtime's, once it stands
+        self.env: Mapping[str, str] = {}  # what the image sets, where its runtime says
         self._end: SandboxEnd | None = None  # as we know it before the proof
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[SandboxEnd] = self._loop.create_future()
@@ -120,10 +130,15 @@ class Keeper:
             case "born" if not fds:  # the kernel drops descriptors that we have no room for
                 self._fail_start(SandboxStartFailed(NO_ROOM))
             case "born":
-                self.pid, self._pidfd = message["pid"], fds.pop()
+                self._pidfd = fds.pop()
+                self.pid = message["pid"] or pid_of(self._pidfd)
                 self._loop.add_reader(self._pidfd, self._on_gone)
                 if self._end is not None:
-                    self.finish(self._end, by_signal=True)
+                    self.finish(self._end, by_signal=bool(message["pid"]))
+            case "doorway" if fds:
+                self.doorway = socket.socket(fileno=fds.pop())
+            case "env":
+                self.env = image_env(message["env"])
             case "ready":
                 if not self.ready.done():
                     self.ready.set_result(None)
@@ -131,9 +146,10 @@ class Keeper:
                 self._fail_start(SandboxStartFailed(f"{message['step']}: {message['detail']}", step=message["step"]))
             case "ended":
                 status = message["status"]
-                # Nothing inside can reach bwrap's own process: a signal to it came from the host.
-                reason = "lost" if status < 0 else "ended_inside"
-                self._end = self._end or SandboxEnd(reason, f"its first process ended with status {status}")
+                # Nothing inside can reach bwrap's own process, or squashfuse: a signal to it came from the host.
+                reason = "lost" if status < 0 or message["which"] else "ended_inside"
+                what = "what holds its image" if message["which"] else "its first process"
+                self._end = self._end or SandboxEnd(reason, f"{what} ended with status {status}")
             case _:
                 self._on_answer(message, fds)
         close_all(fds)
@@ -185,7 +201,31 @@ class Keeper:
         self._jobs.clear()
 
 
+def image_env(found: Mapping[str, str]) -> dict[str, str]:
+    """What the image sets, without what its runtime added for itself and what only that one process had."""
+    own = {"PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "_", "LD_LIBRARY_PATH", "HOSTNAME", "container"}
+    return {
+        key: value
+        for key, value in found.items()
+        if key not in own and not key.startswith(("APPTAINER_", "SINGULARITY_"))
+    }
+
+
+def pid_of(pidfd: int) -> int:
+    """Its number as *we* see it; the keeper knows another one."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as info:
+        return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
+
+
+_POLICYS: dict[str, type[RollyardError]] = {
+    "ended_inside": SandboxEndedByPolicy,
+    "memory": MemoryLimit,
+    "processes": ProcessLimit,
+    "disk": DiskLimit,
+}
+
+
 def error_of(end: SandboxEnd) -> RollyardError:
-    if end.reason == "ended_inside":
-        return SandboxEndedByPolicy(end.detail)
+    if kind := _POLICYS.get(end.reason):
+        return kind(end.detail)
     return SandboxLost(f"the sandbox is gone ({end.reason}) {end.detail}".strip(), reason=end.reason)

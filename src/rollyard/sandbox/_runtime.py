@@ -1,4 +1,4 @@
-"""What bubblewrap and local have in common: opening, starting, leases, ending, and sweeping up after a dead process.
+"""What all runtimes have in common: opening, starting, leases, ending, freezing, sweeping up after a dead process.
 
 Invariants. A folder below `root` belongs to the one process that holds `root/.lock`. A start that fails, times out
 or is cancelled is cleaned up before it returns. One timer serves all leases. What cannot be proven gone is
@@ -16,19 +16,20 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from rollyard.core.failure import RollyardError, SandboxStartFailed, SandboxStuck
+from rollyard.core.failure import RollyardError, SandboxLost, SandboxStartFailed, SandboxStuck
 from rollyard.core.ids import new_id
+from rollyard.sandbox._freeze import covering, settle
 from rollyard.sandbox._keeper import Keeper
-from rollyard.sandbox._sandbox import LaunchedSandbox, Place
-from rollyard.sandbox._wire import Message, readable
+from rollyard.sandbox._sandbox import Frozen, LaunchedSandbox, Place
+from rollyard.sandbox._wire import Message, close_all, readable
 from rollyard.sandbox._zygote import Zygote
-from rollyard.sandbox.base import SandboxEnd, SandboxSpec
+from rollyard.sandbox.base import ImageKind, SandboxEnd, SandboxSpec
 
 log = logging.getLogger("rollyard.sandbox")
 
@@ -43,6 +44,8 @@ REMOVE_S = 120.0
 class LaunchedRuntime(ABC):
     name: ClassVar[str]
     is_isolated: ClassVar[bool]
+    image_kinds: ClassVar[tuple[ImageKind, ...]] = ()
+    is_killed_by_signal: ClassVar[bool] = True  # its namespace dies with the keeper, which we may signal
 
     def __init__(
         self,
@@ -79,6 +82,28 @@ class LaunchedRuntime(ABC):
         """The same error with what can be done about it."""
         return error
 
+    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
+        """Preparations, off the loop. Descriptors for the launcher to enter a cgroup by, ours to close."""
+        return ()
+
+    async def _launch(self, config: Message, fds: Sequence[int]) -> None:
+        """Hands the descriptors (socket, lifeline, cgroups) to a keeper to be. They may be closed after it."""
+        self._zygote.post(config, fds)
+
+    def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:  # noqa: B027
+        """It stands: nobody has it yet."""
+
+    async def _on_gone(self, sandbox_id: str, place: Place) -> None:  # noqa: B027
+        """It is proven gone, its files are not."""
+
+    def _gate(self, spec: SandboxSpec) -> asyncio.Semaphore:
+        """What a start waits for."""
+        return self._starting
+
+    @property
+    def layer_root(self) -> Path:
+        return self._root / "layers"
+
     @abstractmethod
     async def probe(self) -> Mapping[str, str]: ...
 
@@ -86,7 +111,7 @@ class LaunchedRuntime(ABC):
 
     async def __aenter__(self) -> Self:
         self._root = self._root.absolute()
-        self._root.mkdir(parents=True, exist_ok=True)
+        self.layer_root.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,7 +166,7 @@ class LaunchedRuntime(ABC):
     # --- starting ---
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
-        async with self._starting:
+        async with self._gate(spec):
             try:
                 return await self._start(spec, lease_s)
             except SandboxStartFailed as error:
@@ -159,12 +184,17 @@ class LaunchedRuntime(ABC):
             sandbox_id, spec, keeper, place, on_kill=self._kill, on_renew=lambda sandbox: self._arm(sandbox.expires_at)
         )
         self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, keeper, place
+        keeper.ended.add_done_callback(lambda _: sandbox.close_doorway())
+        groups: Sequence[int] = ()
         try:
             try:
+                groups = await self._ready_to_start(place, spec)
                 config = {**config, "op": "start", "record": str(place.folder / "record.json")}
-                self._zygote.post(config, keeper.remote_fds)
+                async with asyncio.timeout(self._start_s):
+                    await self._launch(config, [*keeper.remote_fds, *groups])
             finally:
                 keeper.sent()
+                close_all(groups)
             async with asyncio.timeout(self._start_s):
                 await asyncio.shield(keeper.ready)
         except BaseException as error:
@@ -173,20 +203,24 @@ class LaunchedRuntime(ABC):
             if isinstance(error, TimeoutError):
                 raise SandboxStartFailed(f"it did not stand within {self._start_s} s") from None
             raise
+        self._on_started(sandbox, place)
+        sandbox.open_doorway()
         sandbox.renew(lease_s)
         log.debug("sandbox started", extra={"sandbox": sandbox_id, "owner": spec.owner, "runtime": self.name})
         return sandbox
 
     # --- ending ---
 
-    async def _kill(self, sandbox: LaunchedSandbox) -> None:
-        await asyncio.shield(self._end(sandbox, SandboxEnd("killed")))
+    async def _kill(self, sandbox: LaunchedSandbox, frozen: Frozen | None) -> None:
+        if frozen is not None and sandbox.ending is not None:
+            raise SandboxLost("it ended before it could be frozen")
+        await asyncio.shield(self._end(sandbox, SandboxEnd("killed"), frozen))
 
-    def _end(self, sandbox: LaunchedSandbox, end: SandboxEnd) -> asyncio.Task[None]:
+    def _end(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: Frozen | None = None) -> asyncio.Task[None]:
         """The one task that ends this sandbox; the first reason stands."""
         task = sandbox.ending
         if task is None:
-            task = sandbox.ending = self._own(sandbox.id, self._finish(sandbox, end))
+            task = sandbox.ending = self._own(sandbox.id, self._finish(sandbox, end, frozen))
         return task
 
     def _own(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -200,9 +234,10 @@ class LaunchedRuntime(ABC):
         task.add_done_callback(done)
         return task
 
-    async def _finish(self, sandbox: LaunchedSandbox, end: SandboxEnd) -> None:
+    async def _finish(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: Frozen | None) -> None:
         keeper, place = self._keepers[sandbox.id], self._places[sandbox.id]
-        keeper.finish(end, by_signal=self.is_isolated)
+        sandbox.close_doorway()
+        keeper.finish(end, by_signal=self.is_killed_by_signal)
         try:
             async with asyncio.timeout(self._kill_s):
                 await asyncio.shield(keeper.ended)
@@ -213,7 +248,25 @@ class LaunchedRuntime(ABC):
         finally:
             for table in (self._live, self._keepers, self._places):
                 table.pop(sandbox.id, None)
-        await self._remove([str(place.folder), str(place.control)])
+        try:
+            if frozen is not None:
+                if not frozen.target.parent.is_relative_to(self.layer_root):
+                    raise ValueError(f"a layer lies below {self.layer_root}")
+                await self._keep(sandbox.id, place.upper, frozen)
+        finally:
+            await self._on_gone(sandbox.id, place)
+            await self._remove([str(place.folder), str(place.control)])
+
+    async def _keep(self, sandbox_id: str, upper: Path, frozen: Frozen) -> None:
+        """What a dead sandbox wrote, less what it wrote where it must not count, becomes a layer."""
+        hidden = await asyncio.to_thread(covering, upper, frozen.without)
+        if hidden and not await self._zygote.remove([str(path) for path in hidden]):
+            raise SandboxLost("what it wrote could not be cleared of the paths that must not count")
+        await asyncio.to_thread(settle, upper, frozen.target)
+
+    async def remove(self, paths: Sequence[Path]) -> bool:
+        """Deletes folders of ours (layers), whatever is in them. False: something is left."""
+        return await self._zygote.remove([str(path) for path in paths])
 
     async def _remove(self, paths: list[str]) -> None:
         is_gone = False

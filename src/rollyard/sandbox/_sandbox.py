@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from rollyard.core.failure import SandboxLost
-from rollyard.sandbox._keeper import Job, Keeper
+from rollyard.sandbox._keeper import Job, Keeper, pid_of
 from rollyard.sandbox._wire import Collector, Feeder, Message
 from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ExecResult, SandboxEnd, SandboxSpec
+from rollyard.sandbox.doorway import Doorway
 
 END_S = 10.0
 """How long a timed-out command may take to die. It is SIGKILLed: only one stuck in the kernel takes longer."""
@@ -29,12 +30,17 @@ class Place:
     """Where a sandbox's things are, and how its paths are spelled for the launcher."""
 
     folder: Path  # the host's, all of it ours to delete
-    work: Path
+    upper: Path  # what the sandbox writes, from its root on
     control: Path
     env: Mapping[str, str]
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     limits_in_force: Mapping[str, str] = field(default_factory=dict[str, str])
     is_mapped: bool = True  # False: WORKDIR and CONTROL_DIR exist only as names for host folders
+    uid: int | None = None  # the host's, where it is not ours
+
+    @property
+    def work(self) -> Path:
+        return self.upper / WORKDIR.strip("/")
 
     def path(self, path: str) -> str:
         path = posixpath.join(WORKDIR, path)
@@ -43,6 +49,14 @@ class Place:
                 if path == name or path.startswith(f"{name}/"):
                     return f"{host}{path[len(name) :]}"
         return path
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """What is to be kept of a sandbox when it ends."""
+
+    target: Path
+    without: tuple[str, ...]
 
 
 class SpawnedProcess:
@@ -73,13 +87,16 @@ class LaunchedSandbox:
         keeper: Keeper,
         place: Place,
         *,
-        on_kill: Callable[[LaunchedSandbox], Awaitable[None]],
+        on_kill: Callable[[LaunchedSandbox, Frozen | None], Awaitable[None]],
         on_renew: Callable[[LaunchedSandbox], None],
     ) -> None:
         self._id, self._spec, self._keeper, self._place = sandbox_id, spec, keeper, place
         self._on_kill, self._on_renew = on_kill, on_renew
         self.expires_at = float("inf")
         self.ending: asyncio.Task[None] | None = None  # the runtime's
+        self._doorway: Doorway | None = None
+        self._oom_seen = 0
+        self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
 
     def __repr__(self) -> str:
         return f"<sandbox {self._id}>"
@@ -105,9 +122,29 @@ class LaunchedSandbox:
         return self._place.limits_in_force
 
     @property
+    def doorway(self) -> Doorway | None:
+        return self._doorway
+
+    def open_doorway(self) -> None:
+        if self._keeper.doorway is not None:
+            port = self._keeper.doorway.getsockname()[1]
+            self._doorway = Doorway(self._keeper.doorway, port=port, owner=self._spec.owner)
+
+    def close_doorway(self) -> None:
+        """Before all else when it ends: an open connection would keep its network namespace."""
+        if self._doorway is not None:
+            self._doorway.close()
+        elif self._keeper.doorway is not None:
+            self._keeper.doorway.close()
+
+    @property
     def pid(self) -> int:
         """The keeper's, as the host sees it; for /proc only."""
         return self._keeper.pid
+
+    @property
+    def oom_kills(self) -> int:
+        return self.count_oom_kills()
 
     @property
     def end(self) -> SandboxEnd | None:
@@ -121,7 +158,10 @@ class LaunchedSandbox:
         self._on_renew(self)
 
     async def kill(self) -> None:
-        await self._on_kill(self)
+        await self._on_kill(self, None)
+
+    async def freeze(self, target: Path, *, without: Sequence[str] = ()) -> None:
+        await self._on_kill(self, Frozen(target, tuple(without)))
 
     # --- commands ---
 
@@ -139,7 +179,7 @@ class LaunchedSandbox:
             "op": "run",
             "argv": list(argv),
             "cwd": self._place.path(cwd),
-            "env": {**self._place.env, **(env or {})},
+            "env": {**self._keeper.env, **self._place.env, **(env or {})},
             "limits": self._place.limits,
             "slots": list(fds),
             "tty": tty is not None,
@@ -186,12 +226,19 @@ class LaunchedSandbox:
             out.finish()
             err.finish()
             dropped = out.dropped_bytes + err.dropped_bytes
-            return ExecResult(status, bytes(out.data), bytes(err.data), loop.time() - began, is_timed_out, dropped)
+            duration_s, is_oom = loop.time() - began, self._is_out_of_memory(status)
+            return ExecResult(status, bytes(out.data), bytes(err.data), duration_s, is_timed_out, dropped, is_oom)
         finally:
             if job is not None:
                 self._keeper.end_job(job)  # nothing if it is done: only for a caller who was cancelled
             for pipe in pipes:
                 pipe.close()
+
+    def _is_out_of_memory(self, status: int) -> bool:
+        if status not in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            return False
+        before, self._oom_seen = self._oom_seen, self.oom_kills
+        return self._oom_seen > before
 
     async def spawn(
         self,
@@ -212,7 +259,7 @@ class LaunchedSandbox:
             self._keeper.end_job(job)
             raise
         try:
-            pid = _pid_of(pidfd)
+            pid = pid_of(pidfd)
         finally:
             os.close(pidfd)
         return SpawnedProcess(self._keeper, job, pid)
@@ -284,9 +331,3 @@ class LaunchedSandbox:
         finally:
             os.close(fd)
             partial.unlink(missing_ok=True)
-
-
-def _pid_of(pidfd: int) -> int:
-    """Its number as *we* see it; the keeper knows another one."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as info:
-        return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))

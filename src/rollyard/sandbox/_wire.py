@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollyard.sandbox import _launcher
+from rollyard.sandbox._kernel import receive, send
 
 Message = dict[str, Any]
 
@@ -44,7 +44,7 @@ class Wire:
             return
         if not self._waiting:
             try:
-                _launcher.send(self._sock, message, fds)
+                send(self._sock, message, fds)
                 return
             except (BrokenPipeError, ConnectionResetError):
                 return  # the reader learns of it
@@ -58,7 +58,7 @@ class Wire:
         while self._waiting:
             message, fds = self._waiting[0]
             try:
-                _launcher.send(self._sock, message, fds)
+                send(self._sock, message, fds)
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
@@ -71,7 +71,7 @@ class Wire:
         """Hands over all that has arrived."""
         while self._is_open:
             try:
-                message, fds = _launcher.receive(self._sock)
+                message, fds = receive(self._sock)
             except BlockingIOError:
                 return
             except ConnectionResetError:

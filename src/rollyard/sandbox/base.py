@@ -7,6 +7,9 @@ Invariants, proven for every runtime by `rollyard.testing.sandbox_conformance`:
   within a bound it raises `SandboxStuck`. It is idempotent.
 - Server gone, sandbox gone: PID 1 holds a lifeline pipe whose only write end is ours.
 - A sandbox lives while its lease is renewed. Nothing in it ends it by a timer.
+- A limit is enforced by the means that `limits_in_force` names. One that ends the sandbox is its `SandboxEnd`.
+- The doorway, where one was asked for, listens before anything inside runs.
+- `freeze` ends a sandbox as `kill` does and keeps what it wrote; that is a layer below any number of others.
 - Paths are the sandbox's own. File calls never follow a link out of it.
 """
 
@@ -17,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+from rollyard.sandbox.doorway import Doorway
 
 WORKDIR = "/workspace"
 """Where an agent's files are, in every sandbox."""
@@ -42,15 +47,22 @@ class SandboxLimits:
     processes: int | None = None
     disk_bytes: int | None = None
     open_files: int | None = None
+    cpus: float | None = None
+
+
+ImageKind = Literal["folder", "sif", "oci"]
+"""An unpacked root folder, a SIF file, or a reference that a container engine knows by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What is wanted. `image` is a root folder for bubblewrap; None is the host's /usr, read-only."""
+    """What is wanted. `image` is of a kind that the runtime reads; None is the host's /usr, read-only."""
 
     image: str | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     binds: tuple[Bind, ...] = ()
+    layers: tuple[Path, ...] = ()  # what `freeze` kept, the topmost first: below this sandbox's own, read-only
+    has_doorway: bool = False
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     owner: str = ""  # rollout id, for logs and for the sweep
 
@@ -65,13 +77,14 @@ class ExecResult:
     duration_s: float
     is_timed_out: bool = False  # it and its children were killed at the deadline
     dropped_bytes: int = 0  # output beyond the cap
+    is_out_of_memory: bool = False  # the kernel killed it, or what it ran, at the sandbox's memory limit
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxEnd:
     """Why a sandbox is no more."""
 
-    reason: Literal["killed", "ended_inside", "lost", "lease", "memory"]
+    reason: Literal["killed", "ended_inside", "lost", "lease", "memory", "processes", "disk"]
     detail: str = ""
 
 
@@ -111,6 +124,16 @@ class Sandbox(Protocol):
     @property
     def limits_in_force(self) -> Mapping[str, str]:
         """Per limit the means that enforces it, or "none". E.g. {"memory": "none", "open_files": "rlimit"}."""
+        ...
+
+    @property
+    def oom_kills(self) -> int:
+        """Processes in it that the kernel has killed at the memory limit so far; 0 where nobody counts."""
+        ...
+
+    @property
+    def doorway(self) -> Doorway | None:
+        """Its listening socket, if the spec asked for one and the runtime has them."""
         ...
 
     @property
@@ -179,15 +202,32 @@ class Sandbox(Protocol):
         """Ends it. See the invariants."""
         ...
 
+    async def freeze(self, target: Path, *, without: Sequence[str] = ()) -> None:
+        """Ends it, proven as by `kill`, and keeps what it wrote as the new folder `target`, below the runtime's
+        `layer_root`: a layer for `SandboxSpec.layers`. What it changed below the paths `without` (absolute, its own
+        names) is left out: there, the layers below show through again. Processes and tmpfs are not kept.
+        """
+        ...
+
 
 class Runtime(Protocol):
     """Makes sandboxes of one kind. `async with` opens it (and sweeps what an earlier process left) and closes it."""
 
     name: ClassVar[str]
     is_isolated: ClassVar[bool]
+    image_kinds: ClassVar[tuple[ImageKind, ...]]  # those that it reads, the best first; empty: it has no images
+
+    @property
+    def layer_root(self) -> Path:
+        """Where its layers lie; the caller's to fill and prune."""
+        ...
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> Sandbox:
         """A running sandbox, or SandboxStartFailed. Cancelling it leaves nothing behind."""
+        ...
+
+    async def remove(self, paths: Sequence[Path]) -> bool:
+        """Deletes folders below `layer_root`, whatever is in them and whoever owns it. False: something is left."""
         ...
 
     async def probe(self) -> Mapping[str, str]:

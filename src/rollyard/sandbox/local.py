@@ -8,14 +8,19 @@ but `open_files`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox._runtime import PATH, LaunchedRuntime
-from rollyard.sandbox._sandbox import Place
+from rollyard.sandbox._sandbox import LaunchedSandbox, Place
 from rollyard.sandbox._wire import Message
-from rollyard.sandbox.base import SandboxSpec
+from rollyard.sandbox.base import WORKDIR, SandboxSpec
+from rollyard.sandbox.doorway import BACKLOG
 
 
 class LocalRuntime(LaunchedRuntime):
@@ -26,6 +31,7 @@ class LocalRuntime(LaunchedRuntime):
 
     name: ClassVar[str] = "local"
     is_isolated: ClassVar[bool] = False
+    is_killed_by_signal: ClassVar[bool] = False
 
     def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[Place, Message]:
         if spec.image is not None:
@@ -33,17 +39,36 @@ class LocalRuntime(LaunchedRuntime):
         if spec.binds:
             raise SandboxStartFailed("the local runtime cannot bind host paths; use bubblewrap")
         folder, control = self._root / sandbox_id, self._control / sandbox_id
-        work, tmp = folder / "work", folder / "tmp"
+        upper = folder / "upper"
+        work, tmp = upper / WORKDIR.strip("/"), upper / "tmp"
         env = {"PATH": PATH, "HOME": str(work), "TMPDIR": str(tmp), "USER": "agent", "LANG": "C.UTF-8", **spec.env}
         limits = {"RLIMIT_CORE": 0}
         in_force = {"memory": "none", "processes": "none", "disk": "none", "open_files": "none"}
         if spec.limits.open_files is not None:
             limits["RLIMIT_NOFILE"] = spec.limits.open_files
             in_force["open_files"] = "rlimit"
-        place = Place(folder, work, control, env, limits, in_force, is_mapped=False)
-        return place, {"folders": [str(folder), str(work), str(tmp), str(control)]}
+        place = Place(folder, upper, control, env, limits, in_force, is_mapped=False)
+        folders = [control] if spec.layers else [folder, control, upper, work, tmp]
+        return place, {"folders": [(str(path), 0o700) for path in folders]}
+
+    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
+        """Without mounts a layer can only be copied."""
+        if spec.layers:
+            await asyncio.to_thread(place.folder.mkdir, mode=0o700)
+        for layer in reversed(spec.layers):
+            await asyncio.to_thread(copy_tree, layer / "upper", place.upper)
+        return ()
+
+    def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
+        """A doorway here is a port of the host's loopback, which everyone on this machine can reach."""
+        if sandbox.spec.has_doorway:
+            self._keepers[sandbox.id].doorway = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
     async def probe(self) -> Mapping[str, str]:
         results: dict[str, str] = {}
         await self._probe_start(results, "start", SandboxSpec(owner="probe"))
         return results
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)

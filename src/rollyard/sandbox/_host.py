@@ -1,0 +1,72 @@
+"""A root made of the host's programs without the host's files: /usr read-only, and an /etc of our own.
+
+For sandboxes that name no image. /etc is a copy, made once: one mount per sandbox instead of forty (bwrap alone: 3.0 ms
+instead of 6.6), and only of what normal programs read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+UID = 1000  # inside
+HOME = "/home/agent"
+
+_ETC = (
+    # What normal programs read, and nothing that could hold a secret: a service run as root owns /etc/ssl/private.
+    "ca-certificates ca-certificates.conf debian_version gai.conf host.conf inputrc java-*"
+    " ld.so.cache ld.so.conf ld.so.conf.d locale.alias localtime magic magic.mime mime.types networks os-release perl"
+    " pki/ca-trust pki/tls/certs protocols python3* rpc services shells ssl/openssl.cnf terminfo timezone vim"
+)
+BOUND_ETC = ("alternatives", "ssl/certs")  # hundreds of links each: shown, not copied
+_OWN_ETC = {
+    "passwd": f"root:x:0:0:root:/root:/bin/sh\nagent:x:{UID}:{UID}:agent:{HOME}:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": f"root:x:0:\nagent:x:{UID}:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\nservices: files\nprotocols: files\n",
+}
+
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+
+
+def make_etc(etc: Path) -> None:
+    """Readable for whatever user the sandboxes have."""
+    shutil.rmtree(etc, ignore_errors=True)
+    etc.mkdir()
+    for pattern in _ETC.split():
+        for path in Path("/etc").glob(pattern):
+            target = etc / path.relative_to("/etc")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True)
+                else:
+                    shutil.copy2(path, target, follow_symlinks=False)
+            except (OSError, shutil.Error):  # what this user may not read, the sandbox does without
+                continue
+    for name in BOUND_ETC:
+        (etc / name).mkdir(parents=True, exist_ok=True)
+    for name, text in _OWN_ETC.items():
+        (etc / name).unlink(missing_ok=True)
+        (etc / name).write_text(text)
+    for path in [etc, *etc.rglob("*")]:
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def make_skeleton(folder: Path) -> None:
+    """The same as a folder that can be an image: links and mount points, and no file of the host's but /etc."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("usr", "run", "var", "dev", "proc", "tmp"):
+        (folder / name).mkdir(parents=True)
+    make_etc(folder / "etc")
+    (folder / "var" / "tmp").symlink_to("/tmp")
+    for name in SYSTEM:
+        host = Path("/", name)
+        if host.is_symlink():
+            (folder / name).symlink_to(host.readlink())
+        elif host.is_dir():
+            (folder / name).mkdir()
+    folder.chmod(0o755)

@@ -1,0 +1,339 @@
+"""Sandboxes by a container engine: podman or docker, by their common command line. For laptops, and where one is there.
+
+The container's PID 1 is our own keeper (`_launcher.py`), run by a Python of ours that is bound into it, so that any
+image will do. It fetches its socket and its lifeline over a Unix socket in the control folder, and from then on is
+what the other runtimes' keepers are: commands, files, the doorway and the proof of its end work in the same way,
+without the engine in between. It leaves when its lifeline ends, and the kernel ends the container with it.
+
+An image is a folder, which is imported into the engine once, or a name that the engine knows. A layer is an image
+that the engine made of a container (`commit`): it cannot leave out paths, so EVAL `same` is not for this runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import tarfile
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import ClassVar, Self
+
+from rollyard.core.failure import SandboxLost, SandboxStartFailed
+from rollyard.sandbox import _launcher, _seccomp
+from rollyard.sandbox._kernel import send
+from rollyard.sandbox._namespaced import UIDS
+from rollyard.sandbox._runtime import LaunchedRuntime
+from rollyard.sandbox._sandbox import Frozen, Place
+from rollyard.sandbox._wire import Message
+from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ImageKind, SandboxLimits, SandboxSpec
+from rollyard.sandbox.doorway import DOORWAY_PORT
+from rollyard.sandbox.limits import DEFAULTS, Limiter, mark_of
+from rollyard.sandbox.python import INSIDE, PortablePython, PythonShelf
+
+INSTALL = "install podman or docker (apt-get install podman runc), and set oci_command if it needs options"
+LAUNCHER = "/.rollyard-launcher"
+CALL_S = 120.0
+IMPORT_S = 1800.0
+HOME = "/home/agent"
+
+
+class OciRuntime(LaunchedRuntime):
+    name: ClassVar[str] = "oci"
+    is_isolated: ClassVar[bool] = True
+    is_killed_by_signal: ClassVar[bool] = False  # the engine may have given it a uid that is not ours to signal
+    image_kinds: ClassVar[tuple[ImageKind, ...]] = ("folder",)
+
+    def __init__(
+        self,
+        *,
+        root: Path,
+        control_root: Path | None = None,
+        command: str = "",
+        image: str | None = None,
+        defaults: SandboxLimits = DEFAULTS,
+        pythons: PythonShelf | None = None,
+        start_s: float = 60.0,
+        kill_s: float = 20.0,
+        max_starting: int | None = None,
+    ) -> None:
+        """`command` is the engine with its global options ("podman --runtime runc"); empty: podman, else docker.
+        `image` is for sandboxes that name none: a container has no root of the host's."""
+        super().__init__(
+            root=root, control_root=control_root, start_s=start_s, kill_s=kill_s, max_starting=max_starting or 4
+        )
+        self._words = shlex.split(command)
+        self._image = image
+        self._limiter = Limiter(defaults, has_cgroups=False)
+        self._pythons = pythons or PythonShelf(root / "python")
+        self._launching: dict[str, asyncio.Future[None]] = {}
+        self._importing = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        try:
+            if self._engine_or_none() is not None:
+                await self._sweep_containers()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    # --- the engine ---
+
+    def _engine_or_none(self) -> list[str] | None:
+        words = self._words or next(([name] for name in ("podman", "docker") if shutil.which(name)), None)
+        return words if words and shutil.which(words[0]) else None
+
+    def _engine(self) -> list[str]:
+        words = self._engine_or_none()
+        if words is None:
+            raise SandboxStartFailed(
+                f"{self._words[0] if self._words else 'podman'} was not found; {INSTALL}", step="program"
+            )
+        return words
+
+    @property
+    def _has_uids(self) -> bool:
+        """podman's container gets uids of its own; with docker that is a setting of its daemon (userns-remap)."""
+        return os.geteuid() == 0 and "podman" in Path(self._engine()[0]).name
+
+    async def _call(self, *words: str, bound_s: float = CALL_S) -> subprocess.CompletedProcess[str]:
+        argv = [*self._engine(), *words]
+        try:
+            return await asyncio.to_thread(
+                subprocess.run,
+                argv,
+                capture_output=True,
+                text=True,
+                timeout=bound_s,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SandboxStartFailed(f"{words[0]} was not done in {bound_s:g} s", step="engine") from error
+
+    @property
+    def _label(self) -> str:
+        return f"rollyard={mark_of(self._root)}"
+
+    async def _sweep_containers(self) -> None:
+        """Those of an earlier process: ours by their label. They end by themselves when their lifeline does; mostly
+        there is none."""
+        found = await self._call("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={self._label}")
+        if names := found.stdout.split():
+            await self._call("rm", "--force", *names)
+
+    # --- a start ---
+
+    def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[Place, Message]:
+        if spec.image is None and self._image is None and not spec.layers:
+            raise SandboxStartFailed("a container needs an image: name one in the task, or set oci_image", step="image")
+        folder, control = self._root / sandbox_id, self._control / sandbox_id
+        wanted = self._limiter.wanted(spec.limits)
+        limits = {"RLIMIT_CORE": 0}
+        in_force: dict[str, str] = dict.fromkeys(("memory", "processes", "cpus", "disk"), "none")
+        if wanted.open_files:
+            limits["RLIMIT_NOFILE"] = wanted.open_files
+        for name, flag in _FLAGS.items():
+            if getattr(wanted, name) is not None and flag:
+                in_force[name.removesuffix("_bytes")] = "container engine"
+        in_force |= {
+            "open_files": "rlimit",
+            "calls": "seccomp",
+            "user": "own" if os.geteuid() == 0 else "the service's",
+        }
+        config: Message = {
+            "id": sandbox_id,
+            "spec": spec,
+            "control": control,
+            "folders": [folder, control],
+            "message": {
+                "doorway": DOORWAY_PORT if spec.has_doorway else 0,
+                "make": [(WORKDIR, 0o755), ("/tmp", 0o1777), (HOME, 0o700)],
+                "seccomp": base64.b64encode(_seccomp.program(refuse_memfd=False)).decode(),
+            },
+        }
+        env = {"HOME": HOME, "LANG": "C.UTF-8", **spec.env}
+        return Place(folder, folder / "upper", control, env, limits, in_force), config
+
+    async def _launch(self, config: Message, fds: Sequence[int]) -> None:
+        spec: SandboxSpec = config["spec"]
+        control: Path = config["control"]
+        for folder, mode in zip(config["folders"], (0o700, 0o755), strict=True):
+            folder.mkdir()
+            folder.chmod(mode)
+        image = await self._image_of(spec)
+        python = await self._pythons.get()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(control / "socket"))
+            (control / "socket").chmod(0o666)
+            listener.listen(1)
+            listener.setblocking(False)
+            argv = self._argv(config["id"], spec, image, control, python)
+            running = asyncio.ensure_future(self._call(*argv))
+            accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(listener))
+            try:
+                await asyncio.wait([running, accepting], return_when=asyncio.FIRST_COMPLETED)
+                if not accepting.done():
+                    done = running.result()
+                    if done.returncode != 0:
+                        raise SandboxStartFailed(f"engine: {done.stderr.strip()[-500:]}", step="engine")
+                connection, _ = await accepting
+            finally:
+                accepting.cancel()
+                self._launching[config["id"]] = asyncio.ensure_future(_settled(running))
+            with connection:
+                send(connection, config["message"], fds)
+        (control / "socket").unlink()
+
+    def _argv(self, name: str, spec: SandboxSpec, image: str, control: Path, python: PortablePython) -> list[str]:
+        wanted = self._limiter.wanted(spec.limits)
+        argv = ["run", "--detach", "--name", f"rollyard-{name}", "--label", self._label, "--network", "none"]
+        argv += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--hostname", "sandbox", "--user", "0"]
+        argv += ["--ulimit", f"nofile={wanted.open_files or 4096}", "--ulimit", "nproc=32768", "--workdir", "/"]
+        if self._has_uids:
+            argv += ["--uidmap", f"0:{UIDS.start}:65536", "--gidmap", f"0:{UIDS.start}:65536"]
+        for field, flag in _FLAGS.items():
+            value = getattr(wanted, field)
+            if value is not None and flag:
+                argv += [flag, str(value)]
+        binds = [(control, CONTROL_DIR, True), (python.folder, INSIDE, True)]
+        binds.append((Path(_launcher.__file__).parent, LAUNCHER, True))
+        # A tool may want our Python as well: it is there.
+        more = [bind for bind in spec.binds if bind.inside != INSIDE]
+        binds += [(bind.host.absolute(), bind.inside, bind.is_read_only) for bind in more]
+        for host, inside, is_read_only in binds:
+            argv += ["--volume", f"{host}:{inside}{':ro' if is_read_only else ''}"]
+        program, *words = python.argv
+        argv += ["--entrypoint", program, image, *words, "-I", "-S", f"{LAUNCHER}/_launcher.py"]
+        return [*argv, f"{CONTROL_DIR}/socket", "container"]
+
+    async def _image_of(self, spec: SandboxSpec) -> str:
+        """The engine's name of what the sandbox starts from; a folder is imported the first time."""
+        if spec.layers:
+            text = await asyncio.to_thread((spec.layers[0] / "image.json").read_text)
+            return json.loads(text)["image"]
+        image = spec.image or self._image or ""
+        if not image.startswith("/"):
+            return image
+        found = await asyncio.to_thread(os.stat, image)
+        digest = blake2b(f"{image}\0{found.st_ino}\0{found.st_mtime_ns}".encode(), digest_size=12).hexdigest()
+        name = f"localhost/rollyard:{digest}"
+        async with self._importing:
+            if (await self._call("image", "inspect", name)).returncode != 0:
+                await asyncio.to_thread(_import, self._engine(), image, name)
+        return name
+
+    # --- an end ---
+
+    async def _keep(self, sandbox_id: str, upper: Path, frozen: Frozen) -> None:
+        if frozen.without:
+            raise SandboxLost("a container engine cannot leave paths out of a layer: EVAL `same` needs another runtime")
+        name = f"localhost/rollyard-layer:{sandbox_id.lower()}"
+        if self._has_uids:
+            await asyncio.to_thread(_export, self._engine(), f"rollyard-{sandbox_id}", name)
+        else:
+            done = await self._call("commit", "--quiet", f"rollyard-{sandbox_id}", name, bound_s=IMPORT_S)
+            if done.returncode != 0:
+                raise SandboxLost(f"commit: {done.stderr.strip()[-500:]}")
+        frozen.target.mkdir(mode=0o700, parents=True)
+        (frozen.target / "image.json").write_text(json.dumps({"image": name}))
+
+    async def _on_gone(self, sandbox_id: str, place: Place) -> None:
+        launching = self._launching.pop(sandbox_id, None)
+        if launching is not None:  # PID 1 is gone; the engine may still be telling us that it runs
+            await asyncio.wait([launching])
+            await self._call("rm", "--force", f"rollyard-{sandbox_id}")
+
+    async def remove(self, paths: Sequence[Path]) -> bool:
+        for path in paths:
+            if (found := path / "image.json").is_file():
+                await self._call("rmi", "--force", json.loads(found.read_text())["image"])
+        return await super().remove(paths)
+
+    # --- trying it ---
+
+    def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
+        detail = error.detail
+        if "hybrid mode" in detail or "setrlimit" in detail:
+            detail += '; use another low-level runtime: oci_command = "podman --runtime runc" (apt-get install runc)'
+        return SandboxStartFailed(detail, **error.data)
+
+    async def probe(self) -> Mapping[str, str]:
+        try:
+            version = await self._call("--version")
+        except SandboxStartFailed as error:
+            return {"engine": error.detail}
+        results = {"engine": "ok" if version.returncode == 0 else version.stderr.strip()}
+        image = self._image or probe_image(self._root / "probe-image")
+        if image is not None:
+            spec = SandboxSpec(image=str(image), owner="probe")
+            await self._probe_start(results, "start", spec)
+            if self._image is None:
+                await self._call("rmi", await self._image_of(spec))
+        return results
+
+
+_FLAGS = {"memory_bytes": "--memory", "processes": "--pids-limit", "cpus": "--cpus"}
+
+
+async def _settled(running: asyncio.Future[subprocess.CompletedProcess[str]]) -> None:
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()
+
+
+def _import(engine: list[str], folder: str, name: str) -> None:
+    """`tar | import`: what both engines can do. Everything becomes root's, as in an image."""
+    packing = ["tar", "--create", "--numeric-owner", "--owner=0", "--group=0", "--directory", folder, "."]
+    with subprocess.Popen(packing, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tar:
+        done = subprocess.run(
+            [*engine, "import", "-", name],
+            stdin=tar.stdout,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_S,
+            check=False,
+        )
+    if done.returncode != 0 or tar.returncode != 0:
+        raise SandboxStartFailed(f"import of {folder}: {done.stderr.strip()[-500:] or 'tar failed'}", step="image")
+
+
+def _export(engine: list[str], container: str, name: str) -> None:
+    """`commit` would keep the uids that the container had on the host (podman 4.3), and nobody could write to it."""
+    with (
+        subprocess.Popen([*engine, "export", container], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as source,
+        subprocess.Popen(
+            [*engine, "import", "-", name], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as target,
+        tarfile.open(fileobj=source.stdout, mode="r|") as packed,
+        tarfile.open(fileobj=target.stdin, mode="w|", format=tarfile.PAX_FORMAT) as repacked,
+    ):
+        for member in packed:
+            member.uid, member.gid = max(0, member.uid - UIDS.start), max(0, member.gid - UIDS.start)
+            repacked.addfile(member, packed.extractfile(member) if member.isreg() else None)
+        repacked.close()
+        assert target.stdin is not None
+        target.stdin.close()
+    if source.returncode != 0 or target.returncode != 0:
+        raise SandboxLost("what the container wrote could not be kept by the container engine")
+
+
+def probe_image(folder: Path) -> Path | None:
+    """The smallest image: busybox, where this machine has a static one."""
+    program = shutil.which("busybox")
+    if program is None:
+        return None
+    if not (folder / "bin").is_dir():
+        (folder / "bin").mkdir(parents=True)
+        shutil.copy(program, folder / "bin" / "busybox")
+        for name in ("sh", "cat", "echo"):
+            (folder / "bin" / name).symlink_to("busybox")
+    return folder

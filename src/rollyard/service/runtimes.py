@@ -1,0 +1,32 @@
+"""A runtime by its name, as the operator's settings want it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime
+from rollyard.sandbox.limits import Limiter
+from rollyard.sandbox.python import PythonShelf
+from rollyard.service.settings import Settings, SettingsError
+
+AnyRuntime = BubblewrapRuntime | ApptainerRuntime | OciRuntime | LocalRuntime
+
+NAMES = ("bubblewrap", "apptainer", "oci", "local")
+
+
+def make_runtime(name: str, settings: Settings, root: Path | None = None) -> AnyRuntime:
+    """Not open yet. `root` is where its sandboxes' files go, if not in data_dir."""
+    root = root or settings.data_dir / "sandboxes" / name
+    limits = settings.sandbox_limits
+    match name:
+        case "bubblewrap":
+            return BubblewrapRuntime(root=root, uids=settings.uid_range, limiter=Limiter(limits))
+        case "apptainer":
+            return ApptainerRuntime(root=root, uids=settings.uid_range, limiter=Limiter(limits))
+        case "oci":
+            image = settings.oci_image or None
+            pythons = PythonShelf(settings.data_dir / "python")
+            return OciRuntime(root=root, command=settings.oci_command, image=image, defaults=limits, pythons=pythons)
+        case "local":
+            return LocalRuntime(root=root)
+    raise SettingsError(f"runtimes: there is no runtime {name!r}; there are: {', '.join(NAMES)}")

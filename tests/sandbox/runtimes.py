@@ -1,0 +1,74 @@
+"""The runtimes under test, by name: another one is one more line of `RUNTIMES`.
+
+The suites start sandboxes that name no image. A runtime that has none of its own, or is to be tried with one, is a
+subclass here that fills it in. The image is made of this machine's packages by scripts/make-test-image, in seconds,
+by whoever runs the tests: an overlay in a user namespace needs an image that belongs to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime, SandboxSpec
+from rollyard.sandbox._sandbox import LaunchedSandbox
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make-test-image"
+
+
+@functools.cache
+def image(*, is_sif: bool) -> str:
+    """The folder, or the SIF file of it; made when first asked for."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "rollyard" / "images-for-tests" / "debian"
+    wanted = folder.with_suffix(".sif") if is_sif else folder
+    done = subprocess.run([str(SCRIPT), str(folder), *([str(wanted)] if is_sif else [])], stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr.decode()
+    return str(wanted)
+
+
+class BubblewrapOnFolder(BubblewrapRuntime):
+    async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
+        return await super().start(replace(spec, image=spec.image or image(is_sif=False)), lease_s=lease_s)
+
+
+class ApptainerOnFolder(ApptainerRuntime):
+    async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
+        return await super().start(replace(spec, image=spec.image or image(is_sif=False)), lease_s=lease_s)
+
+
+class ApptainerOnSif(ApptainerRuntime):
+    async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
+        return await super().start(replace(spec, image=spec.image or image(is_sif=True)), lease_s=lease_s)
+
+
+class OciByPodman(OciRuntime):
+    """runc, because crun takes no machine that has cgroups of both kinds."""
+
+    def __init__(self, *, root: Path, control_root: Path | None = None) -> None:
+        command = f"podman --runtime {shutil.which('runc') or 'crun'}"
+        super().__init__(root=root, control_root=control_root, command=command)
+
+    async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
+        return await super().start(replace(spec, image=spec.image or image(is_sif=False)), lease_s=lease_s)
+
+
+Kind = type[BubblewrapRuntime] | type[ApptainerRuntime] | type[LocalRuntime] | type[OciByPodman]
+
+RUNTIMES: dict[str, Kind] = {
+    "bubblewrap": BubblewrapRuntime,
+    "bubblewrap-folder": BubblewrapOnFolder,
+    "apptainer": ApptainerRuntime,
+    "apptainer-folder": ApptainerOnFolder,
+    "apptainer-sif": ApptainerOnSif,
+    "oci": OciByPodman,
+    "local": LocalRuntime,
+}
+ISOLATED: dict[str, Kind] = {name: kind for name, kind in RUNTIMES.items() if kind.is_isolated}
+
+ATTACKED = ("bubblewrap", "bubblewrap-folder", "apptainer-folder")
+"""By the hostile suite, which takes a minute each. The others differ from these only in where the root comes from."""

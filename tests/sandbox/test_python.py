@@ -1,0 +1,140 @@
+"""Our own Python as a folder: it runs where there is nothing at all, and it is built once."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import rollyard
+from rollyard.core.failure import SandboxStartFailed
+from rollyard.sandbox import python as module
+from rollyard.sandbox.python import INSIDE, PortablePython, PythonShelf, portable_python
+
+EVERYTHING = (
+    "json, ctypes, socket, tarfile, resource, termios, fcntl, select, struct, ssl, sqlite3, hashlib, lzma, bz2, zlib,"
+    " uuid, decimal, zoneinfo, multiprocessing, subprocess, asyncio, pwd, unittest, venv, xml.etree.ElementTree"
+)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Generator[PortablePython, None, None]:
+    """Built by two at once, over what a dead builder left, by somebody who lets nobody read his files."""
+    cache = tmp_path_factory.mktemp("python")
+    (cache / ".building-dead").mkdir()
+    before = os.umask(0o077)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(portable_python, [cache, cache])
+    finally:
+        os.umask(before)
+    assert first == second
+    yield first
+    shutil.rmtree(cache)
+
+
+def in_nothing(python: PortablePython, *arguments: str) -> str:
+    """What it prints in a sandbox whose root is empty."""
+    bare = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--clearenv"]
+    bare += ["--tmpfs", "/", "--ro-bind", str(python.folder), INSIDE, "--proc", "/proc", "--dev", "/dev"]
+    for name, value in python.env.items():
+        bare += ["--setenv", name, value]
+    done = subprocess.run([*bare, "--", *python.argv, *arguments], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_runs_where_there_is_nothing(python: PortablePython) -> None:
+    found = in_nothing(python, "-c", f"import {EVERYTHING}, os, sys; print(sys.version, sys.prefix, os.listdir('/'))")
+    assert found.startswith(sys.version) and INSIDE in found
+    assert "usr" not in found.rpartition("[")[2] and "lib" not in found.rpartition("[")[2]
+
+
+def test_nothing_of_it_comes_from_the_image(python: PortablePython) -> None:
+    code = f"import {EVERYTHING}; print(*{{line.split()[5] for line in open('/proc/self/maps') if '.so' in line}})"
+    assert all(path.startswith(INSIDE) for path in in_nothing(python, "-c", code).split())
+
+
+def test_it_has_ipython(python: PortablePython) -> None:
+    code = "from IPython.core.interactiveshell import InteractiveShell as S; S.instance().run_cell('6 * 7')"
+    assert "42" in in_nothing(python, "-c", code)
+
+
+def test_the_launcher_finds_all_that_it_imports(python: PortablePython) -> None:
+    names: set[str] = set()
+    for file in (Path(rollyard.__file__).parent / "sandbox").glob("_*.py"):  # its parts, and others that need no more
+        for node in ast.parse(file.read_text()).body:
+            names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+    names = {name for name in names if name.partition(".")[0] in sys.stdlib_module_names}
+    assert {"ctypes", "json", "tarfile"} <= names
+    code = f"import {', '.join(sorted(names))}; import ctypes; print(ctypes.PyDLL(None).getpid() > 0)"
+    assert in_nothing(python, "-I", "-S", "-c", code) == "True\n"
+
+
+def test_what_a_task_set_for_its_own_python_does_not_reach_ours(python: PortablePython) -> None:
+    on_host = python.on_host()
+    env = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere", **on_host.env}
+    done = subprocess.run(
+        [*on_host.argv, "-c", "import sys; print(sys.path, sys.prefix)"], env=env, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(python.folder).encode() in done.stdout and b"nowhere" not in done.stdout
+
+
+def test_everybody_may_read_it(python: PortablePython) -> None:
+    for above, _, names in os.walk(python.folder):
+        assert stat.S_IMODE(Path(above).stat().st_mode) == 0o755
+        for name in names:
+            assert stat.S_IMODE(Path(above, name).stat().st_mode) in (0o644, 0o755), name
+
+
+def test_it_is_whole_and_alone(python: PortablePython) -> None:
+    assert sorted(path.name for path in python.folder.parent.iterdir()) == [".lock", python.folder.name]
+
+
+async def test_it_is_built_once_however_many_ask(python: PortablePython, caplog: pytest.LogCaptureFixture) -> None:
+    shelf = PythonShelf(python.folder.parent)
+    with caplog.at_level(logging.INFO, "rollyard.sandbox"):
+        assert await asyncio.gather(*[shelf.get() for _ in range(4)]) == [python] * 4
+    assert not caplog.records
+
+
+def test_one_that_does_not_run_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TRIAL", "raise SystemExit('this machine is odd')")
+    with pytest.raises(SandboxStartFailed, match="this machine is odd"):
+        portable_python(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_another_python_is_another_folder(python: PortablePython, tmp_path: Path) -> None:
+    """The distribution's own, which calls its folders differently, and has no IPython."""
+    other = shutil.which("python3", path="/usr/bin") or ""
+    is_new = "import sys; sys.exit(sys.version_info < (3, 11))"
+    if not other or Path(other).samefile(sys.executable) or subprocess.run([other, "-c", is_new]).returncode:
+        pytest.skip("no second Python of 3.11 or newer in /usr/bin")
+    source = Path(rollyard.__file__).parent
+    code = f"""
+import sys, types
+from pathlib import Path
+sys.path.insert(0, {str(source.parent)!r})
+package = sys.modules["rollyard.sandbox"] = types.ModuleType("rollyard.sandbox")  # not all that it imports is here
+package.__path__ = [{str(source / "sandbox")!r}]
+from rollyard.sandbox.python import portable_python
+print(portable_python(Path({str(tmp_path)!r})).folder)
+"""
+    done = subprocess.run([other, "-B", "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    theirs = PortablePython(Path(done.stdout.strip()), python.argv, python.env)
+    assert theirs.folder.name != python.folder.name
+    assert in_nothing(theirs, "-c", f"import {EVERYTHING}, sys; print(sys.prefix)") == f"{INSIDE}\n"
+    shutil.rmtree(tmp_path)
