@@ -1,0 +1,235 @@
+"""`rollyard images`: what tasks may name as `sandbox.image`, brought to this machine once and kept by digest.
+
+Works on the settings' data folder, with or without a running service: both see the same store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, print_lines, run, seconds, show, table
+from rollyard.cli._progress import Progress, size
+
+if TYPE_CHECKING:
+    from rollyard.sandbox.images import Image, ImageStore, KeptKind
+    from rollyard.service.settings import Settings
+
+T = TypeVar("T")
+
+images = typer.Typer(help="Sandbox images on this machine: pull, build, list, prune, remove.", no_args_is_help=True)
+
+File = Annotated[
+    Path | None, typer.Option("--config", help="The TOML file; else $ROLLYARD_CONFIG, else ./rollyard.toml.")
+]
+DataDir = Annotated[Path | None, typer.Option(help="The service's data folder; else as the settings say.")]
+As = Annotated[
+    list[str] | None,
+    typer.Option("--as", metavar="FORM", help="folder or sif, may be repeated; else what the allowed runtimes read."),
+]
+Name = Annotated[str | None, typer.Option(help="What tasks call it; else its own name.")]
+
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@images.command("pull", epilog="Example: rollyard images pull docker://ubuntu:24.04 --as sif")
+def pull(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="docker://NAME:TAG or NAME:TAG; oci:DIR, oci-archive:FILE, docker-archive:FILE; a .sif file or a"
+            " folder by path.",
+        ),
+    ],
+    forms: As = None,
+    name: Name = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plain HTTP to the registry.")] = False,
+    file: File = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring an image here, verified, in the form that the runtimes read.
+
+    What is here already is not fetched again. Logins are those of `podman login` and `docker login`.
+    """
+    settings = _settings(file, data_dir)
+    kinds = _kinds(forms, settings)
+    with Progress() as progress:
+        image = _run(_store(settings).pull(source, kinds, name=name, is_insecure=insecure, tell=progress.tell))
+    _show_one(image, as_json)
+
+
+@images.command("build", epilog="Example: rollyard images build tasks/fix-the-parser --name fix-the-parser:1")
+def build(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="An Apptainer .def file, a Dockerfile, or a folder with one.")
+    ],
+    forms: As = None,
+    name: Name = None,
+    context: Annotated[Path | None, typer.Option(help="What a Dockerfile copies from; else its own folder.")] = None,
+    file: File = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build an image and keep it here.
+
+    A .def file is built by Apptainer, a Dockerfile by podman, docker or buildah: the first that works here.
+    """
+    from rollyard.sandbox.images import build_image
+
+    settings = _settings(file, data_dir)
+    kinds = _kinds(forms, settings)
+    with Progress() as progress:
+        image = _run(build_image(_store(settings), recipe, kinds, name=name, context=context, tell=progress.tell))
+    _show_one(image, as_json)
+
+
+@images.command("list", epilog="Example: rollyard images list --json")
+def list_images(file: File = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List the images that tasks may name."""
+    import time
+
+    found = _guard(_store(_settings(file, data_dir)).list)
+    if as_json:
+        print_lines(as_body(image) for image in found)
+    elif not found:
+        note("there is no image here; fetch one: rollyard images pull NAME:TAG")
+    else:
+        made = table("name", "digest", "kept as", "size", "last used", right=("size", "last used"))
+        for image in found:
+            names = "\n".join(image.references) or "–"
+            ago = seconds(max(1.0, time.time() - image.used_at)) + " ago"
+            kinds = ", ".join(image.kinds)
+            made.add_row(plain(names), image.digest.removeprefix("sha256:")[:12], kinds, size(image.size_bytes), ago)
+        show(made)
+
+
+@images.command("prune", epilog="Example: rollyard images prune --older-than 30d --max-size 200G --dry-run")
+def prune(
+    older_than: Annotated[str | None, typer.Option(metavar="AGE", help="Not used for so long: 12h, 30d, 4w.")] = None,
+    max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The longest unused ones, until the rest fits: 500M, 200G.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    file: File = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove images that nobody uses, and what crashed pulls left. An image in use always stays."""
+    older_than_s = None if older_than is None else _amount(older_than, _UNITS_S, "--older-than")
+    max_bytes = None if max_size is None else _amount(max_size, _UNITS_BYTES, "--max-size")
+    store = _store(_settings(file, data_dir))
+    done = _guard(lambda: store.prune(older_than_s=older_than_s, max_bytes=max_bytes, is_dry_run=dry_run))
+    if as_json:
+        print_json(
+            {
+                "removed": [as_body(image) for image in done.images],
+                "in_use": [as_body(image) for image in done.in_use],
+                "leftovers": done.leftovers,
+                "freed_bytes": done.freed_bytes,
+                "dry_run": dry_run,
+            }
+        )
+        return
+    would = "would be " if dry_run else ""
+    for image in done.images:
+        note(f"{image.reference} {would}removed ({size(image.size_bytes)})")
+    for image in done.in_use:
+        note(f"{image.reference} is in use and stays")
+    note(f"{size(done.freed_bytes)} {would}freed, {done.leftovers} leftovers {would}removed")
+
+
+@images.command("remove", epilog="Example: rollyard images remove ubuntu:24.04")
+def remove(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Names or digests.")],
+    file: File = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take away names of images; with its last name, or by its digest, an image goes."""
+    store = _store(_settings(file, data_dir))
+    for name in names:
+        image = _guard(lambda name=name: store.remove(name))
+        if as_json:
+            print_json({"name": name, "digest": image.digest, "removed": True})
+        else:
+            note(f"{name} is removed")
+
+
+def as_body(image: Image) -> dict[str, Any]:
+    """An image as JSON shows it."""
+    return {**asdict(image), "env": dict(image.env)}
+
+
+def _show_one(image: Image, as_json: bool) -> None:
+    if as_json:
+        print_json(as_body(image))
+        return
+    if image.skipped:
+        note(f"{image.skipped} devices or FIFOs in it were left out")
+    note(f"{image.reference} is here as {' and '.join(image.kinds)} ({size(image.size_bytes)}, {image.digest})")
+
+
+def _settings(file: Path | None, data_dir: Path | None) -> Settings:
+    from rollyard.service.settings import load_settings
+
+    return load_settings({"data_dir": data_dir}, os.environ, file).settings
+
+
+def _store(settings: Settings) -> ImageStore:
+    from rollyard.sandbox.images import ImageStore
+    from rollyard.service.build import IMAGES, open_data_dir
+
+    open_data_dir(settings.data_dir)
+    return ImageStore(settings.data_dir / IMAGES)
+
+
+def _kinds(forms: list[str] | None, settings: Settings) -> list[KeptKind]:
+    """The forms that were asked for; else the best of each allowed runtime that we can make."""
+    from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime
+
+    there = {kind.name: kind.image_kinds for kind in (BubblewrapRuntime, ApptainerRuntime, OciRuntime, LocalRuntime)}
+    makable: tuple[Literal["folder"], Literal["sif"]] = ("folder", "sif")
+    if forms:
+        for form in forms:
+            if form not in makable:
+                raise Trouble(f"--as {form}: there are folder and sif", "see `rollyard images pull --help`", 2)
+        return [kind for kind in makable if kind in forms]
+    wanted: list[KeptKind] = []
+    for name in settings.runtimes:
+        best: KeptKind | None = next((kind for kind in there.get(name, ()) if kind != "oci"), None)
+        if best is not None and best not in wanted:
+            wanted.append(best)
+    if not wanted:
+        allowed = ", ".join(settings.runtimes)
+        raise Trouble(f"no allowed runtime has images ({allowed})", "allow bubblewrap or apptainer, or give --as")
+    return wanted
+
+
+def _amount(text: str, units: dict[str, int], option: str) -> int:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]?)(?:i?b)?", text.strip().lower())
+    if found is None or found[2] not in units:
+        examples = ", ".join(f"5{unit}" for unit in units if unit)
+        raise Trouble(f"{option} {text}: a number with a unit was expected", f"like {examples}", 2)
+    return int(float(found[1]) * units[found[2]])
+
+
+def _run(work: Coroutine[object, object, T]) -> T:
+    return _guard(lambda: run(work))
+
+
+def _guard(work: Callable[[], T]) -> T:
+    from rollyard.sandbox.images import ImageError
+
+    try:
+        return work()
+    except ImageError as error:
+        raise Trouble(error.what, error.remedy) from error

@@ -1,0 +1,95 @@
+"""Who we are to a registry: the files that `docker login` and `podman login` write, and the answer to a challenge.
+
+Not read: credential helpers (`credsStore`, `credHelpers`). Where one is named and a registry refuses us, the error
+says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.sandbox.images.errors import ImageError
+from rollyard.sandbox.images.reference import HUB
+
+HUB_KEYS = ("https://index.docker.io/v1/", "index.docker.io", HUB)
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    user: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"Login({self.user!r})"
+
+    @property
+    def header(self) -> str:
+        return "Basic " + base64.b64encode(f"{self.user}:{self.secret}".encode()).decode()
+
+
+def auth_files(environ: Mapping[str, str]) -> list[Path]:
+    """Where logins are looked for, the first that knows the registry wins."""
+    home = Path(environ.get("HOME") or "~").expanduser()
+    named = environ.get("REGISTRY_AUTH_FILE")
+    places = [Path(named)] if named else []
+    if environ.get("XDG_RUNTIME_DIR"):
+        places.append(Path(environ["XDG_RUNTIME_DIR"], "containers", "auth.json"))
+    places.append(Path(environ.get("DOCKER_CONFIG") or home / ".docker") / "config.json")
+    return places
+
+
+def find_login(host: str, environ: Mapping[str, str] | None = None) -> Login | None:
+    """None: nobody logged in there. `ImageError` for a file that cannot be read."""
+    for file in auth_files(os.environ if environ is None else environ):
+        for key in HUB_KEYS if host == HUB else (host, f"https://{host}", f"https://{host}/v2/"):
+            entry = _auths(file).get(key)
+            if isinstance(entry, dict) and entry.get("auth"):
+                return _decode(str(entry["auth"]), file)
+    return None
+
+
+def has_helper(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether logins may lie in a credential helper, which we do not ask."""
+    return any(
+        "credsStore" in _read(file) or "credHelpers" in _read(file)
+        for file in auth_files(os.environ if environ is None else environ)
+    )
+
+
+def parse_challenge(header: str) -> tuple[str, dict[str, str]]:
+    """The scheme of a WWW-Authenticate header, in lower case, and its parameters."""
+    scheme, _, rest = header.strip().partition(" ")
+    found = re.findall(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s,]+))', rest)
+    return scheme.lower(), {name.lower(): quoted or plain for name, quoted, plain in found}
+
+
+def _auths(file: Path) -> dict[str, object]:
+    found = _read(file).get("auths")
+    return found if isinstance(found, dict) else {}
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ImageError(f"{file} cannot be read: {error}", "mend it, or log in again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _decode(text: str, file: Path) -> Login:
+    try:
+        user, colon, secret = base64.b64decode(text, validate=True).decode().partition(":")
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ImageError(f"{file} has an `auth` that is not base64", "log in again") from error
+    if not colon:
+        raise ImageError(f"{file} has an `auth` without a user and a password", "log in again")
+    return Login(user, secret)

@@ -1,0 +1,140 @@
+"""Images from recipes: an Apptainer definition file, or a Dockerfile by whichever container engine works here.
+
+The engine builds in its own store under a name that only this build uses, saves an archive, and forgets the name again;
+from there on it is a pull like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+from rollyard.sandbox.images.errors import ImageError
+from rollyard.sandbox.images.image import Image, KeptKind
+from rollyard.sandbox.images.index import building_folder
+from rollyard.sandbox.images.programs import ProgramFailed, apptainer, run_program
+from rollyard.sandbox.images.reference import own_name
+from rollyard.sandbox.images.sources import Step, Tell
+from rollyard.sandbox.images.store import ImageStore
+
+ENGINES = ("podman", "docker", "buildah")
+RECIPES = ("Dockerfile", "Containerfile")
+
+
+async def build_image(
+    store: ImageStore,
+    recipe: Path,
+    kinds: Sequence[KeptKind],
+    *,
+    name: str | None = None,
+    context: Path | None = None,
+    tell: Tell = lambda _: None,
+) -> Image:
+    """Builds and takes in an image. `recipe` is a .def file, a Dockerfile, or a folder with one."""
+    recipe, named = _known(recipe)
+    name = own_name(name or named)
+    with building_folder(store.root) as (work, lock):
+        if recipe.suffix == ".def":
+            await _by_apptainer(recipe, work, lock, tell)
+            source = str(work / "image.sif")
+        else:
+            await _by_engine(recipe, context, work, tell)
+            source = f"oci-archive:{work / 'image.tar'}"
+        return await store.pull(source, kinds, name=name, tell=tell)
+
+
+def _known(recipe: Path) -> tuple[Path, str]:
+    """The recipe by its whole path, and a name for what it makes: of its folder, if it is a Dockerfile."""
+    recipe = recipe.expanduser().resolve()
+    if not recipe.exists():
+        raise ImageError(f"there is no {recipe}")
+    named = recipe.stem if recipe.suffix == ".def" else recipe.name if recipe.is_dir() else recipe.parent.name
+    return recipe, named.lower()
+
+
+async def _by_apptainer(recipe: Path, work: Path, lock: int, tell: Tell) -> None:
+    """As root plainly, and if the kernel does not let it, in a user namespace; else with fakeroot."""
+    program = apptainer()
+    env = {f"{tool}_TMPDIR": str(work) for tool in ("APPTAINER", "SINGULARITY")}
+    ways: list[list[str]] = [[], ["--userns"]] if os.geteuid() == 0 else [["--fakeroot"], []]
+    for last, way in enumerate(ways, 1 - len(ways)):
+        argv = [program, "build", "--force", *way, str(work / "image.sif"), str(recipe)]
+        try:
+            said = lambda line: tell(Step("note", line))  # noqa: E731
+            await run_program(argv, env=env, cwd=recipe.parent, keeping=(lock,), said=said)
+            return
+        except ProgramFailed as error:
+            if last == 0:
+                raise ImageError(
+                    f"{recipe} cannot be built here: {error.tail}",
+                    "fakeroot needs a line for this user in /etc/subuid and /etc/subgid (usermod --add-subuids"
+                    " 100000-165535 --add-subgids 100000-165535 USER); or build it elsewhere and pull the .sif file",
+                ) from error
+            tell(Step("note", f"`{' '.join(argv[:3])}` did not work; trying another way"))
+
+
+async def _by_engine(recipe: Path, context: Path | None, work: Path, tell: Tell) -> None:
+    file = _recipe_file(recipe)
+    context = context or file.parent
+    engine = await _engine()
+    tag = f"localhost/rollyard-build-{uuid4().hex}:latest"
+    words = ["--file", str(file), "--tag", tag, str(context.resolve())]
+    said = lambda line: tell(Step("note", line))  # noqa: E731
+    kind = Path(engine).name
+    try:
+        try:
+            await run_program([engine, "build", *words], said=said)
+        except ProgramFailed as error:
+            if kind == "docker" or not _lacks_container(error.tail):
+                raise
+            said(f"{kind} cannot start containers here; building with --isolation chroot")
+            await run_program([engine, "build", "--isolation", "chroot", *words], said=said)
+        save = {
+            "podman": ["save", "--format", "oci-archive", "--output", str(work / "image.tar"), tag],
+            "docker": ["save", "--output", str(work / "image.tar"), tag],
+            "buildah": ["push", tag, f"oci-archive:{work / 'image.tar'}"],
+        }
+        await run_program([engine, *save[kind]], said=said)
+    except ProgramFailed as error:
+        remedy = f"mend the recipe, or try it by hand: {kind} build --file {file} {context}"
+        raise ImageError(f"{file} cannot be built by {kind}: {error.tail}", remedy) from error
+    finally:
+        with suppress(ProgramFailed):
+            await run_program([engine, "rmi", "--force", tag])
+
+
+def _recipe_file(recipe: Path) -> Path:
+    if not recipe.is_dir():
+        return recipe
+    for name in RECIPES:
+        if (recipe / name).is_file():
+            return recipe / name
+    raise ImageError(
+        f"{recipe} has no {' or '.join(RECIPES)}", f"if it is a root folder, take it in: rollyard images pull {recipe}/"
+    )
+
+
+def _lacks_container(tail: str) -> bool:
+    """Whether the engine could not start a container for RUN, rather than the recipe being wrong."""
+    return any(word in tail.lower() for word in ("running runtime", "cgroup", "namespace", "crun", "runc", "conmon"))
+
+
+async def _engine() -> str:
+    """The first container engine that answers: a docker command without its daemon is of no use."""
+    said: list[str] = []
+    for name in ENGINES:
+        program = shutil.which(name)
+        if program is None:
+            continue
+        try:
+            await run_program([program, "version" if name == "buildah" else "info"])
+            return program
+        except ProgramFailed as error:
+            said.append(f"{name}: {error.tail.splitlines()[-1] if error.tail else error.status}")
+    if said:
+        raise ImageError(f"no container engine works here ({'; '.join(said)})", "start its daemon, or install podman")
+    raise ImageError(f"a Dockerfile needs one of {', '.join(ENGINES)}, and none was found", "apt-get install podman")

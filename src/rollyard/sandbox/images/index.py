@@ -1,0 +1,203 @@
+"""What a store of images knows, on disk: names, one record per image, and the locks.
+
+    index.json                 name → digest; replaced whole, under index.lock
+    sha256-HEX/image.json      one image; it is here if and only if this file is
+    sha256-HEX/folder          its root folder       sha256-HEX/image.sif   its SIF file
+    sha256-HEX/.partial        a pull at work, or what a crash left of one
+    locks/HEX.build            held by who makes or removes it       locks/HEX.use   shared by who uses it
+
+Invariants. What is named in `image.json` is whole: it was renamed into place before. Lock files are never deleted: two
+could then hold "the" lock. A reader takes no lock: files are replaced, not changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollyard.sandbox.images.errors import ImageError
+
+LOOK_S = 0.2  # between two tries for a lock: flock has no event to wait for
+
+BUILDING = ".building-"
+"""Begins the names of folders that builds work in, each locked by its process."""
+
+Stamp = tuple[int, int, int]
+
+
+class Index:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._cache: dict[Path, tuple[Stamp, Mapping[str, Any]]] = {}
+
+    def folder(self, digest: str) -> Path:
+        return self.root / digest.replace(":", "-")
+
+    def digests(self) -> list[str]:
+        """Those with a record."""
+        return sorted(file.parent.name.replace("-", ":", 1) for file in self.root.glob("sha256-*/image.json"))
+
+    def names(self) -> Mapping[str, str]:
+        return self._read(self.root / "index.json") or {}
+
+    def record(self, digest: str) -> Mapping[str, Any] | None:
+        return self._read(self.folder(digest) / "image.json")
+
+    def put_record(self, digest: str, record: Mapping[str, Any]) -> None:
+        self._write(self.folder(digest) / "image.json", record)
+
+    def change_names(self, change: Callable[[Mapping[str, str]], Mapping[str, str]]) -> None:
+        """Changes the names, alone among all processes. Blocking, for a moment."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.root / "index.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            self._write(self.root / "index.json", change(self.names()))
+        finally:
+            os.close(fd)
+
+    # --- locks ---
+
+    @asynccontextmanager
+    async def building(self, digest: str, waiting: Callable[[str], None]) -> AsyncGenerator[int, None]:
+        """Alone at work on an image, among all processes; says once whom it waits for."""
+        fd = self._open_lock(digest, "build")
+        try:
+            has_told = False
+            while not _try_lock(fd, fcntl.LOCK_EX):
+                if not has_told:
+                    waiting(os.pread(fd, 100, 0).decode(errors="replace").strip() or "another process")
+                    has_told = True
+                await asyncio.sleep(LOOK_S)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()}".encode(), 0)
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def claimed(self, digest: str, *, may_be_used: bool = False) -> Generator[bool, None, None]:
+        """Whether nobody makes or uses it, and nobody will before this ends."""
+        build = self._open_lock(digest, "build")
+        use = -1 if may_be_used else self._open_lock(digest, "use")
+        try:
+            yield _try_lock(build, fcntl.LOCK_EX) and (may_be_used or _try_lock(use, fcntl.LOCK_EX))
+        finally:
+            os.close(build)
+            if not may_be_used:
+                os.close(use)
+
+    def share(self, digest: str) -> int | None:
+        """A descriptor that keeps the image; None if it is just being removed, or is gone. Marks its use."""
+        fd = self._open_lock(digest, "use")
+        if not _try_lock(fd, fcntl.LOCK_SH) or self.record(digest) is None:
+            os.close(fd)
+            return None
+        os.utime(fd)
+        return fd
+
+    def mark_used(self, digest: str) -> None:
+        fd = self._open_lock(digest, "use")
+        os.utime(fd)
+        os.close(fd)
+
+    def used_at(self, digest: str) -> float | None:
+        try:
+            return self._lock_path(digest, "use").stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def _lock_path(self, digest: str, use: str) -> Path:
+        return self.root / "locks" / f"{digest.removeprefix('sha256:')}.{use}"
+
+    def _open_lock(self, digest: str, use: str) -> int:
+        path = self._lock_path(digest, use)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    # --- files ---
+
+    def _read(self, path: Path) -> Mapping[str, Any] | None:
+        """A JSON object, from memory as long as the file is the same one."""
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            self._cache.pop(path, None)
+            return None
+        stamp = (found.st_mtime_ns, found.st_ino, found.st_size)
+        cached = self._cache.get(path)
+        if cached is not None and cached[0] == stamp:
+            return cached[1]
+        try:
+            body = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ImageError(f"{path} cannot be read: {error}", "remove it and pull its images again") from error
+        if not isinstance(body, dict):
+            raise ImageError(f"{path} is not a JSON object", "remove it and pull its images again")
+        self._cache[path] = (stamp, body)
+        return body
+
+    @staticmethod
+    def _write(path: Path, body: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+        with open(new, "w") as file:
+            json.dump(body, file, indent=1, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def building_folder(root: Path) -> Generator[tuple[Path, int], None, None]:
+    """A folder to build in, and the descriptor that says whose it is."""
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=root) as folder:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield Path(folder), fd
+        finally:
+            os.close(fd)
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether the process that built in it is gone, and has been for a while: a new one is not locked at once."""
+    try:
+        if time.time() - folder.stat().st_mtime < 60.0:
+            return False
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return _try_lock(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)
+
+
+def sync(folder: Path) -> None:
+    """Everything on that file system is on the disk. Blocking. (Python has no syncfs; os.sync is for all disks.)"""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        ctypes.CDLL(None).syncfs(fd)
+    finally:
+        os.close(fd)

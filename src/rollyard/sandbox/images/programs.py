@@ -1,0 +1,116 @@
+"""Other people's programs that make images: Apptainer and container engines.
+
+Invariants. Each runs in a process group of its own, with no stdin; cancelling ends the whole group. Descriptors given
+as `keeping` are inherited: the lock on what a program writes is held until that program too is gone, however we end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rollyard.sandbox.images.errors import ImageError
+
+APPTAINER = ("apptainer", "singularity")
+TAIL_LINES = 12
+INSTALL = "install Apptainer (apptainer.org/docs), or keep the image as a folder: --as folder"
+
+
+class ProgramFailed(ImageError):
+    """A program ended with a status; `tail` is the last that it said."""
+
+    def __init__(self, argv: Sequence[str], status: int, tail: str, remedy: str = "") -> None:
+        super().__init__(f"`{' '.join(argv[:2])}` ended with {status}: {tail.strip() or 'no word'}", remedy)
+        self.status = status
+        self.tail = tail
+
+
+def apptainer() -> str:
+    for name in APPTAINER:
+        if found := shutil.which(name):
+            return found
+    raise ImageError("neither apptainer nor singularity was found", INSTALL)
+
+
+async def run_program(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    keeping: Sequence[int] = (),
+    cwd: Path | None = None,
+    said: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Runs it to its end; returns the last lines of what it said. `ProgramFailed` unless its status is 0."""
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **(env or {})},
+        pass_fds=tuple(keeping),
+        start_new_session=True,
+        cwd=cwd,
+    )
+    assert process.stdout is not None
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    try:
+        while data := await process.stdout.read(1 << 16):
+            for line in data.decode(errors="replace").splitlines():
+                if line.strip():
+                    tail.append(line.strip()[:500])
+                    said(tail[-1])
+        status = await process.wait()
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        raise
+    text = "\n".join(tail)
+    if status:
+        raise ProgramFailed(argv, status, text)
+    return text
+
+
+async def build_sif(source: Path, target: Path, *, work: Path, keeping: Sequence[int], said: Callable[[str], None]):
+    """A SIF file from a root folder. `work` is for what Apptainer needs meanwhile."""
+    await _build(["--force", str(target), str(source)], work, keeping, said)
+
+
+async def open_sif(source: Path, target: Path, *, work: Path, keeping: Sequence[int], said: Callable[[str], None]):
+    """A root folder from a SIF file: by unsquashfs where there is one (it needs no container), else by Apptainer."""
+    unsquashfs = shutil.which("unsquashfs")
+    if unsquashfs is not None:
+        with suppress(ProgramFailed):
+            listed = await run_program([apptainer(), "sif", "list", str(source)], keeping=keeping)
+            if found := re.search(r"\|\s*(\d+)-\d+\s*\|FS \(Squashfs/\*System", listed):
+                words = ["-no-progress", "-no-xattrs", "-offset", found[1], "-dest", str(target), str(source)]
+                await run_program([unsquashfs, *words], keeping=keeping, said=said)
+                return
+        remove_tree(target)
+    await _build(["--force", "--sandbox", str(target), str(source)], work, keeping, said)
+
+
+async def _build(words: list[str], work: Path, keeping: Sequence[int], said: Callable[[str], None]) -> None:
+    program = apptainer()
+    places = {f"{name}_{use}": str(work) for name in ("APPTAINER", "SINGULARITY") for use in ("TMPDIR", "CACHEDIR")}
+    await run_program([program, "build", *words], env=places, keeping=keeping, said=said)
+
+
+def remove_tree(path: Path) -> None:
+    """Whatever is in it. By `rm`: an image may have folders that nobody may enter, or very many files. Blocking."""
+    if path.is_symlink() or not path.exists():
+        path.unlink(missing_ok=True)
+        return
+    if os.geteuid() != 0:  # what a program left may be closed to its own owner
+        subprocess.run(["chmod", "-R", "u+rwX", "--", str(path)], check=False, capture_output=True)
+    done = subprocess.run(["rm", "-rf", "--", str(path)], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise ImageError(f"{path} cannot be removed: {done.stderr.strip()[:300]}")

@@ -1,0 +1,141 @@
+"""Names of images and of the places they come from, read once into plain data. No I/O but `exists`.
+
+    ubuntu:24.04, docker://ghcr.io/org/name:tag, host:5000/name@sha256:…     a registry
+    oci:DIR[:TAG]   oci-archive:FILE[:TAG]   docker-archive:FILE[:TAG]       files that other tools wrote
+    ./image.sif   /images/root   ~/root                                      a SIF file or a root folder, by path
+
+A path begins with `/`, `.` or `~`, or ends with `.sif`: a folder `ubuntu` in the working directory never changes what
+`ubuntu` means.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollyard.sandbox.images.errors import ImageError
+
+HUB = "docker.io"
+"""The registry of a name without one, as everywhere."""
+
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_NAME = re.compile(rf"{_PART}(?:/{_PART})*")
+_TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
+_HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?")
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """An image in a registry. With a digest the tag is only for people."""
+
+    host: str
+    name: str
+    tag: str = "latest"
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.name}@{self.digest}" if self.digest else f"{self.host}/{self.name}:{self.tag}"
+
+    @property
+    def version(self) -> str:
+        """What a registry is asked for."""
+        return self.digest or self.tag
+
+    @property
+    def is_loopback(self) -> bool:
+        host = self.host.rpartition(":")[0] if re.search(r":[0-9]+$", self.host) else self.host
+        try:
+            return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an image is to be taken from, and the name it has unless another is given."""
+
+    kind: Literal["registry", "oci", "oci-archive", "docker-archive", "sif", "folder"]
+    name: str
+    reference: Reference | None = None
+    path: Path = Path()
+    tag: str = ""
+
+
+def parse_reference(text: str) -> Reference:
+    """`ImageError` for what cannot be a name in a registry."""
+    rest, _, digest = text.removeprefix("docker://").partition("@")
+    if digest and not DIGEST.fullmatch(digest):
+        raise ImageError(f"{text!r}: {digest!r} is not a digest", "a digest is sha256: and 64 of 0-9a-f")
+    first, slash, after = rest.partition("/")
+    if slash and ("." in first or ":" in first or first == "localhost"):
+        host, rest = first, after
+    else:
+        host = HUB
+    name, colon, tag = rest.partition(":")
+    if host == HUB and "/" not in name:
+        name = f"library/{name}"
+    if not _HOST.fullmatch(host) or not _NAME.fullmatch(name) or len(name) > 255:
+        raise ImageError(f"{text!r} is not the name of an image", "names are like ubuntu:24.04 or host/org/name:tag")
+    if colon and not _TAG.fullmatch(tag):
+        raise ImageError(f"{text!r}: {tag!r} is not a tag")
+    return Reference(host, name, tag or "latest", digest)
+
+
+def parse_origin(text: str) -> Origin:
+    """Where to take an image from. A path must be there."""
+    scheme, _, rest = text.partition(":")
+    if scheme in ("oci", "oci-archive", "docker-archive"):
+        path, tag = _path_and_tag(rest)
+        return Origin(scheme, _own_name(path, tag), path=path, tag=tag)
+    if text.startswith(("/", ".", "~")) or text.endswith(".sif"):
+        path = _there(Path(text).expanduser())
+        return Origin("folder" if path.is_dir() else "sif", _own_name(path, ""), path=path)
+    reference = parse_reference(text)
+    return Origin("registry", str(reference), reference)
+
+
+def own_name(text: str) -> str:
+    """A name that the operator gives to an image; `:latest` unless it has a tag."""
+    name, colon, tag = text.rpartition(":") if re.search(r":[^/]*$", text) else (text, "", "")
+    host, slash, rest = name.partition("/")
+    is_good = _NAME.fullmatch(name) or (slash and _HOST.fullmatch(host) and _NAME.fullmatch(rest))
+    if not is_good or (colon and not _TAG.fullmatch(tag)):
+        raise ImageError(f"{text!r} cannot be the name of an image", "use lower-case letters, digits and . _ - / :tag")
+    return f"{name}:{tag or 'latest'}"
+
+
+def spellings(name: str) -> Iterator[str]:
+    """What a name may be known as here: the operator's own name first, then a registry's."""
+    for spell in (own_name, lambda text: str(parse_reference(text))):
+        with suppress(ImageError):
+            yield spell(name)
+
+
+def _own_name(path: Path, tag: str) -> str:
+    """The file's name as an image's; empty where it cannot be one, and `--name` must say."""
+    stem = re.sub(r"[^a-z0-9]+", "-", path.resolve().name.lower().removesuffix(".sif").removesuffix(".tar")).strip("-")
+    tag = tag.rpartition(":")[2] if ":" in tag else tag  # `docker save` writes whole names
+    return f"{stem}:{tag if _TAG.fullmatch(tag) else 'latest'}" if stem else ""
+
+
+def _path_and_tag(text: str) -> tuple[Path, str]:
+    whole = Path(text).expanduser()
+    if whole.exists():
+        return whole, ""
+    for place in (match.start() for match in re.finditer(":", text)):
+        path = Path(text[:place]).expanduser()
+        if path.exists():
+            return path, text[place + 1 :]
+    return _there(whole), ""
+
+
+def _there(path: Path) -> Path:
+    if not path.exists():
+        raise ImageError(f"there is no {path}")
+    return path

@@ -1,0 +1,270 @@
+"""A registry (the Docker v2 / OCI distribution protocol), read only.
+
+HTTPS, but for loopback or where it was said that plain HTTP is fine; a redirect never leads from one to the other, and
+a login never to another host. A download that breaks goes on where it broke (Range), also after a crash: the file so
+far is kept as `.part`. A blob gets its name only when its sha256 and size are right.
+"""
+
+# One file is looked at and opened now and then; what takes time (writing, hashing) is done in threads.
+# ruff: noqa: ASYNC230, ASYNC240
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from yarl import URL
+
+from rollyard.sandbox.images.auth import find_login, has_helper, parse_challenge
+from rollyard.sandbox.images.errors import HostileImage, ImageError
+from rollyard.sandbox.images.oci import (
+    CHUNK,
+    INDEXES,
+    MANIFESTS,
+    MOST_JSON_BYTES,
+    Blob,
+    Found,
+    Told,
+    read_image,
+    sha256,
+    verify,
+    verify_file,
+)
+from rollyard.sandbox.images.reference import HUB, Reference
+
+log = logging.getLogger("rollyard.sandbox")
+
+HUB_API = "registry-1.docker.io"  # the hub's API answers under another name
+MOST_REDIRECTS = 5
+MOST_BREAKS = 100  # of one download, even if each brings it a little further
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """With a registry. `tries` in a row without a byte, and it is given up."""
+
+    tries: int = 5
+    wait_s: float = 0.5  # doubled each time
+    connect_s: float = 30.0
+    silence_s: float = 60.0
+
+
+class _Passing(Exception):
+    """A failure that may be gone next time."""
+
+
+class Registry:
+    """One image's registry; `async with`. See the module."""
+
+    def __init__(self, reference: Reference, *, is_insecure: bool = False, patience: Patience | None = None) -> None:
+        self._reference = reference
+        self._patience = patience or Patience()
+        host = HUB_API if reference.host == HUB else reference.host
+        self._is_plain = is_insecure or reference.is_loopback
+        self._base = URL(f"{'http' if self._is_plain else 'https'}://{host}/v2/{reference.name}/")
+        self._authorization = ""
+        self._asking = asyncio.Lock()
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        patience = self._patience
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=patience.connect_s, sock_read=patience.silence_s)
+        # Proxies of the environment are for what lies outside.
+        is_outside = not self._reference.is_loopback
+        self._http = aiohttp.ClientSession(timeout=timeout, trust_env=is_outside, auto_decompress=False)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def resolve(self) -> Found:
+        wanted = self._reference.version
+        raw = await self._small(f"manifests/{wanted}", (*INDEXES, *MANIFESTS))
+        if self._reference.digest and sha256(raw) != self._reference.digest:
+            raise ImageError(f"the registry answered {self._reference} with {sha256(raw)}")
+        return await read_image(raw, self._read)
+
+    async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
+        target = folder / blob.digest.removeprefix("sha256:")
+        part = target.with_name(target.name + ".part")
+        if target.is_file():
+            told(blob.size)
+            return target
+        part.touch()
+        failures = broken = 0
+        while True:
+            have = part.stat().st_size
+            try:
+                await self._go_on(blob, part, told)
+                if not await asyncio.to_thread(verify_file, part, blob):
+                    part.write_bytes(b"")
+                    raise _Passing("its sha256 is another one than the manifest's")
+                part.rename(target)
+                return target
+            except (aiohttp.ClientError, TimeoutError, _Passing) as error:
+                broken += 1
+                failures = 1 if part.stat().st_size > have else failures + 1
+                why = str(error) or type(error).__name__
+                if failures >= self._patience.tries or broken >= MOST_BREAKS:
+                    raise ImageError(f"{blob.digest} cannot be downloaded: {why}", "try again later") from error
+                log.info("a download broke off", extra={"blob": blob.digest, "at": part.stat().st_size, "why": why})
+                await asyncio.sleep(self._patience.wait_s * 2 ** (failures - 1))
+
+    async def _go_on(self, blob: Blob, part: Path, told: Told) -> None:
+        """Appends to the file until it is as long as the blob."""
+        have = part.stat().st_size
+        if have > blob.size:
+            part.write_bytes(b"")
+            have = 0
+        if have == blob.size:
+            told(have)
+            return
+        headers = {"Range": f"bytes={have}-"} if have else {}
+        async with await self._open(f"blobs/{blob.digest}", headers) as reply:
+            is_rest = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+            if reply.status == 416 or (reply.status == 206 and not is_rest):
+                part.write_bytes(b"")
+                raise _Passing("the registry cannot go on where it broke off")
+            await self._check(reply, f"blob {blob.digest}")
+            with open(part, "ab" if is_rest else "wb") as file:
+                told(file.tell())
+                async for data in reply.content.iter_chunked(CHUNK):
+                    if file.tell() + len(data) > blob.size:
+                        raise HostileImage(
+                            f"{blob.digest} is longer than the {blob.size:,} bytes that its manifest says"
+                        )
+                    await asyncio.to_thread(file.write, data)
+                    told(file.tell())
+        if part.stat().st_size < blob.size:
+            raise _Passing(f"it ended at {part.stat().st_size:,} of {blob.size:,} bytes")
+
+    async def _read(self, blob: Blob) -> bytes:
+        if blob.size > MOST_JSON_BYTES:
+            raise HostileImage(f"a manifest of {blob.size:,} bytes")
+        for path in (f"manifests/{blob.digest}", f"blobs/{blob.digest}"):
+            with suppress(_NotThere):
+                return verify(await self._small(path, MANIFESTS), blob)
+        raise ImageError(f"{self._base.host} does not have {blob.digest}")
+
+    async def _small(self, path: str, accept: tuple[str, ...]) -> bytes:
+        failures = 0
+        while True:
+            try:
+                async with await self._open(path, {"Accept": ", ".join(accept)}) as reply:
+                    await self._check(reply, path)
+                    return await _whole(reply, path)
+            except (aiohttp.ClientError, TimeoutError, _Passing) as error:
+                failures += 1
+                if failures >= self._patience.tries:
+                    why = str(error) or type(error).__name__
+                    hint = "is it the right name? A registry without HTTPS needs --insecure"
+                    raise ImageError(f"{self._base.host} cannot be asked for {path}: {why}", hint) from error
+                await asyncio.sleep(self._patience.wait_s * 2 ** (failures - 1))
+
+    async def _check(self, reply: aiohttp.ClientResponse, what: str) -> None:
+        if reply.status in (200, 206):
+            return
+        if reply.status in _AGAIN:
+            raise _Passing(f"the registry answered {reply.status}")
+        if reply.status == 404:
+            raise _NotThere(
+                f"there is no {self._reference} ({what})", "check its name and tag; a private one may need a login"
+            )
+        if reply.status in (401, 403):
+            hint = "log in first: podman login or docker login"
+            if has_helper():
+                hint += " (logins in a credential helper are not read; set REGISTRY_AUTH_FILE to a file with `auths`)"
+            raise ImageError(f"{self._base.host} does not let us read {self._reference} ({reply.status})", hint)
+        raise ImageError(f"{self._base.host} answered {reply.status} for {what}")
+
+    # --- one request: redirects, and the challenge ---
+
+    async def _open(self, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
+        used = self._authorization
+        reply = await self._follow(self._base / path, headers, used)
+        if reply.status == 401 and "WWW-Authenticate" in reply.headers:
+            challenge = reply.headers["WWW-Authenticate"]
+            reply.release()
+            async with self._asking:
+                if self._authorization == used:  # else another download has asked meanwhile
+                    self._authorization = await self._answer(challenge)
+            reply = await self._follow(self._base / path, headers, self._authorization)
+        return reply
+
+    async def _follow(self, url: URL, headers: dict[str, str], authorization: str) -> aiohttp.ClientResponse:
+        assert self._http is not None
+        origin = url.origin()
+        for _ in range(MOST_REDIRECTS + 1):
+            ours = {"Authorization": authorization} if authorization and url.origin() == origin else {}
+            reply = await self._http.get(url, headers={**headers, **ours}, allow_redirects=False)
+            if reply.status not in (301, 302, 303, 307, 308) or "Location" not in reply.headers:
+                return reply
+            reply.release()
+            url = self._private(reply.headers["Location"], url)
+        raise ImageError(f"{origin.host} redirects without end")
+
+    def _private(self, text: str, base: URL | None = None) -> URL:
+        """An address that the registry sends us to, if we may go there."""
+        try:
+            url = base.join(URL(text)) if base is not None else URL(text)
+        except ValueError:
+            url = URL()
+        if not url.host or url.scheme not in ("http", "https") or (url.scheme == "http" and not self._is_plain):
+            place = f"{url.scheme}://{url.host}" if url.host else "nowhere"
+            raise ImageError(f"{self._base.host} leads to {place}, which is not HTTPS", "allow it: --insecure")
+        return url
+
+    async def _answer(self, challenge: str) -> str:
+        """An Authorization header for the registry's challenge; empty if there is none to be had."""
+        assert self._http is not None
+        login = find_login(self._reference.host)
+        scheme, given = parse_challenge(challenge)
+        if scheme == "basic":
+            return login.header if login else ""
+        if scheme != "bearer" or not given.get("realm"):
+            raise ImageError(f"{self._base.host} asks for a login of kind {scheme!r}, which is not known here")
+        realm = self._private(given["realm"])
+        asked = {"scope": given.get("scope") or f"repository:{self._reference.name}:pull"}
+        if given.get("service"):
+            asked["service"] = given["service"]
+        headers = {"Authorization": login.header} if login else {}
+        async with self._http.get(realm.update_query(asked), headers=headers, allow_redirects=False) as reply:
+            if reply.status in _AGAIN:
+                raise _Passing(f"{realm.host} answered {reply.status}")
+            if reply.status != 200:
+                return ""  # the registry's own refusal says what to do
+            raw = await _whole(reply, "a token")
+        return f"Bearer {_token(raw, str(realm.host))}"
+
+
+class _NotThere(ImageError):
+    """404."""
+
+
+async def _whole(reply: aiohttp.ClientResponse, what: str) -> bytes:
+    raw = bytearray()
+    async for data in reply.content.iter_chunked(CHUNK):
+        raw += data
+        if len(raw) > MOST_JSON_BYTES:
+            raise HostileImage(f"{what} is larger than {MOST_JSON_BYTES:,} bytes")
+    return bytes(raw)
+
+
+def _token(raw: bytes, host: str) -> str:
+    with suppress(ValueError):
+        body = json.loads(raw)
+        token = isinstance(body, dict) and (body.get("token") or body.get("access_token"))
+        if isinstance(token, str) and token:
+            return token
+    raise ImageError(f"{host} answered with no token")

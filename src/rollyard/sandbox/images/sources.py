@@ -1,0 +1,203 @@
+"""From a source to an unpacked root folder: layers of a registry or an archive, a SIF file, a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import stat
+import subprocess
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rollyard.sandbox.images.archives import Archive, Layout
+from rollyard.sandbox.images.errors import HostileImage, ImageError
+from rollyard.sandbox.images.oci import Blob, BlobSource, Found
+from rollyard.sandbox.images.programs import open_sif
+from rollyard.sandbox.images.reference import Origin
+from rollyard.sandbox.images.registry import Patience, Registry
+from rollyard.sandbox.images.unpack import Unpacker
+
+DOWNLOADS = 3  # layers at once
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something to show to the person who waits. `item` is a layer or a file; no `total_bytes`: not known."""
+
+    phase: Literal["waiting", "download", "unpack", "sif", "note"]
+    item: str = ""
+    done_bytes: int = 0
+    total_bytes: int | None = None
+
+
+Tell = Callable[[Step], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a build happens. `keeping` holds its lock; programs inherit it."""
+
+    work: Path
+    keeping: Sequence[int]
+    tell: Tell
+
+
+class Source(Protocol):
+    async def resolve(self) -> Found: ...
+
+    async def unpack(self, found: Found, unpacker: Unpacker, site: Site) -> None: ...
+
+
+@asynccontextmanager
+async def open_source(
+    origin: Origin, *, is_insecure: bool, patience: Patience | None = None
+) -> AsyncGenerator[Source, None]:
+    if origin.reference is not None:
+        async with Registry(origin.reference, is_insecure=is_insecure, patience=patience) as registry:
+            yield Layers(registry)
+    elif origin.kind == "oci":
+        yield Layers(Layout(origin.path, origin.tag))
+    elif origin.kind in ("oci-archive", "docker-archive"):
+        yield Layers(Archive(origin.path, origin.tag))
+    elif origin.kind == "sif":
+        yield SifFile(origin.path)
+    else:
+        yield Folder(origin.path)
+
+
+class Layers:
+    """An image of layers: all are fetched, a few at once, then applied in order and thrown away."""
+
+    def __init__(self, blobs: BlobSource) -> None:
+        self._blobs = blobs
+
+    async def resolve(self) -> Found:
+        return await self._blobs.resolve()
+
+    async def unpack(self, found: Found, unpacker: Unpacker, site: Site) -> None:
+        total = sum(blob.size for blob in found.layers)
+        if total > unpacker.bounds.total_bytes:
+            raise HostileImage(f"its layers have {total:,} bytes")
+        folder = site.work / "blobs"
+        folder.mkdir(exist_ok=True)
+        gate = asyncio.Semaphore(DOWNLOADS)
+        by_digest = {blob.digest: blob for blob in found.layers}
+
+        async def fetch(blob: Blob) -> Path:
+            async with gate:
+                return await self._blobs.fetch(
+                    blob, folder, lambda done: site.tell(Step("download", blob.digest, done, blob.size))
+                )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                # By digest: an image may have one layer twice.
+                fetching = {digest: group.create_task(fetch(blob)) for digest, blob in by_digest.items()}
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        for place, blob in enumerate(found.layers):
+            path = fetching[blob.digest].result()
+            site.tell(Step("unpack", blob.digest, 0, blob.size))
+            await in_thread(unpacker, unpacker.layer, path)
+            site.tell(Step("unpack", blob.digest, blob.size, blob.size))
+            is_needed_again = blob.digest in {later.digest for later in found.layers[place + 1 :]}
+            if path.is_relative_to(folder) and not is_needed_again:
+                path.unlink()
+
+
+class Folder:
+    """A root folder by path: copied as one layer, so what is in it is ours and harmless like any other."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def resolve(self) -> Found:
+        return Found(await asyncio.to_thread(tree_digest, self._path))
+
+    async def unpack(self, found: Found, unpacker: Unpacker, site: Site) -> None:
+        site.tell(Step("unpack", str(self._path)))
+        await in_thread(unpacker, copy_tree, unpacker, self._path)
+
+
+class SifFile:
+    """A SIF file by path. Its environment stays in it: Apptainer sets it by itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def resolve(self) -> Found:
+        try:
+            with open(self.path, "rb") as file:  # noqa: ASYNC230
+                if b"SIF_MAGIC" not in file.read(64):
+                    raise ImageError(f"{self.path} is not a SIF file")
+                file.seek(0)
+                digest = (await asyncio.to_thread(hashlib.file_digest, file, "sha256")).hexdigest()
+        except OSError as error:
+            raise ImageError(f"{self.path} cannot be read: {error.strerror}") from error
+        return Found(f"sha256:{digest}")
+
+    async def unpack(self, found: Found, unpacker: Unpacker, site: Site) -> None:
+        opened = site.work / "opened"
+        site.tell(Step("unpack", self.path.name))
+        await open_sif(
+            self.path, opened, work=site.work, keeping=site.keeping, said=lambda line: site.tell(Step("note", line))
+        )
+        await in_thread(unpacker, copy_tree, unpacker, opened)
+
+
+async def in_thread(unpacker: Unpacker, work: Callable[..., None], *args: object) -> None:
+    """Runs it in a thread. A cancelled one is stopped, and waited for: nothing writes behind our back."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        unpacker.stop.set()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # it is the stop
+        raise
+
+
+def copy_tree(unpacker: Unpacker, source: Path) -> None:
+    """A folder through a pipe of tar into the unpacker. Other file systems mounted in it are left out."""
+    argv = ["tar", "--create", "--format=pax", "--one-file-system", "--file=-", f"--directory={source}", "."]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tar:
+        assert tar.stdout is not None and tar.stderr is not None
+        try:
+            unpacker.stream(tar.stdout, str(source))
+            while tar.stdout.read(1 << 16):
+                pass
+        except BaseException:
+            tar.kill()
+            raise
+        said = tar.stderr.read(4096).decode(errors="replace").strip()
+    if tar.returncode:
+        raise ImageError(f"{source} cannot be read whole: {said}", "it must be readable to who runs this command")
+
+
+def tree_digest(folder: Path) -> str:
+    """A name for what is in a folder: paths, modes, links and contents. Blocking."""
+    whole = hashlib.sha256()
+    try:
+        for place, folders, files in os.walk(folder, onerror=_raise):
+            folders.sort()
+            for name in sorted([*files, *folders]):
+                path = Path(place, name)
+                found = path.lstat()
+                whole.update(f"{path.relative_to(folder)}\0{found.st_mode:o}\0".encode(errors="surrogateescape"))
+                if stat.S_ISLNK(found.st_mode):
+                    whole.update(os.fsencode(path.readlink()))
+                elif stat.S_ISREG(found.st_mode):
+                    with open(path, "rb") as file:
+                        whole.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise ImageError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return f"sha256:{whole.hexdigest()}"
+
+
+def _raise(error: OSError) -> None:
+    raise error

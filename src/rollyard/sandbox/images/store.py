@@ -1,0 +1,284 @@
+"""Images on this machine, kept by digest in the forms that runtimes read. The idea and the invariants: `images`.
+
+Reading (`find`, `path`, `list`, `hold`) is quick and needs no network; `pull` is for a person's command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollyard.core.failure import ImageMissing
+from rollyard.sandbox.base import ImageKind
+from rollyard.sandbox.images.errors import ImageError, ImageInUse
+from rollyard.sandbox.images.image import Image, KeptKind, Pruned
+from rollyard.sandbox.images.index import BUILDING, Index, is_abandoned, sync
+from rollyard.sandbox.images.oci import Found
+from rollyard.sandbox.images.programs import apptainer, build_sif, remove_tree
+from rollyard.sandbox.images.reference import DIGEST, Origin, own_name, parse_origin, spellings
+from rollyard.sandbox.images.registry import Patience
+from rollyard.sandbox.images.sources import SifFile, Site, Source, Step, Tell, open_source
+from rollyard.sandbox.images.unpack import Bounds, Unpacker
+
+log = logging.getLogger("rollyard.sandbox")
+
+_FILES: dict[str, str] = {"folder": "folder", "sif": "image.sif"}
+
+
+class ImageStore:
+    """See the package. Nothing is opened or made before it is needed."""
+
+    def __init__(self, root: Path, *, bounds: Bounds | None = None, patience: Patience | None = None) -> None:
+        self.root = root
+        self._index = Index(root)
+        self._bounds, self._patience = bounds, patience
+
+    # --- reading ---
+
+    def find(self, name: str) -> Image | None:
+        """The image of that name or digest, if it is here. No network; three `stat`s once it was read."""
+        names = self._index.names()
+        digest = next((names[text] for text in spellings(name) if text in names), None)
+        if digest is None and DIGEST.fullmatch(name):
+            digest = name
+        return self._image(digest, name, names) if digest else None
+
+    def list(self) -> list[Image]:
+        """All, by name."""
+        names = self._index.names()
+        found = [self._image(digest, "", names) for digest in self._index.digests()]
+        return sorted((image for image in found if image), key=lambda image: (image.reference, image.digest))
+
+    def path(self, image: Image, kind: ImageKind) -> Path:
+        """Where it lies in that form."""
+        if kind not in image.kinds:
+            raise ImageMissing(f"image {image.reference!r} is kept as {' and '.join(image.kinds)}, not as {kind}")
+        return self._index.folder(image.digest).absolute() / _FILES[kind]
+
+    @contextmanager
+    def hold(self, image: Image) -> Generator[None, None, None]:
+        """While held, nobody removes it, in whatever process. `ImageMissing` if it is gone by now."""
+        fd = self._index.share(image.digest)
+        if fd is None:
+            raise ImageMissing(f"image {image.reference!r} was removed")
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def _image(self, digest: str, asked: str, names: Mapping[str, str]) -> Image | None:
+        record = self._index.record(digest)
+        if record is None:
+            return None
+        tagged = tuple(sorted(name for name, named in names.items() if named == digest and "@" not in name))
+        kinds: Mapping[KeptKind, int] = record["kinds"]
+        created_at = float(record["created_at"])
+        return Image(
+            reference=asked or (tagged[0] if tagged else digest),
+            digest=digest,
+            size_bytes=sum(kinds.values()),
+            kinds=tuple(sorted(kinds)),
+            env=record["env"],
+            workdir=record["workdir"],
+            user=record["user"],
+            created_at=created_at,
+            used_at=self._index.used_at(digest) or created_at,
+            references=tagged,
+            skipped=int(record.get("skipped", 0)),
+        )
+
+    # --- pulling ---
+
+    async def pull(
+        self,
+        source: str,
+        kinds: Sequence[KeptKind] = ("folder",),
+        *,
+        name: str | None = None,
+        is_insecure: bool = False,
+        tell: Tell = lambda _: None,
+    ) -> Image:
+        """Brings an image here in those forms, or finds it here already; then it has its name.
+
+        Two that pull one image: one works, the other waits and says so. `ImageError` says what was wrong.
+        """
+        origin = parse_origin(source)
+        known = own_name(name) if name else origin.name
+        if not known:
+            raise ImageError(f"{source} gives the image no name", "give it one: --name NAME")
+        if "sif" in kinds and origin.kind != "sif":
+            apptainer()  # before anything is downloaded
+        try:
+            async with open_source(origin, is_insecure=is_insecure, patience=self._patience) as opened:
+                await self._pull(origin, known, opened, kinds, tell)
+        except OSError as error:
+            remedy = "make room: rollyard images prune" if error.errno == errno.ENOSPC else ""
+            raise ImageError(f"{source} cannot be kept below {self.root}: {error.strerror or error}", remedy) from error
+        image = self.find(known)
+        if image is None:
+            raise ImageError(f"{known} was removed while it was pulled", "pull it again")
+        return image
+
+    async def _pull(self, origin: Origin, known: str, source: Source, kinds: Sequence[KeptKind], tell: Tell) -> None:
+        found = await source.resolve()
+        names = {known}
+        if origin.reference is not None:
+            names |= {str(replace(origin.reference, digest=digest)) for digest in (found.digest, *found.also)}
+        waiting = lambda who: tell(Step("waiting", f"{who} is making this image; waiting for it"))  # noqa: E731
+        async with self._index.building(found.digest, waiting) as lock:
+            await self._make(found, source, kinds, lock, tell)
+            self._index.change_names(lambda table: {**table, **dict.fromkeys(names, found.digest)})
+
+    async def _make(self, found: Found, source: Source, kinds: Sequence[KeptKind], lock: int, tell: Tell) -> None:
+        """Makes the forms that are missing. The lock is ours."""
+        place = self._index.folder(found.digest)
+        work = place / ".partial"
+        record = dict(self._index.record(found.digest) or _record(found))
+        wanted = [kind for kind in dict.fromkeys(kinds) if kind not in record["kinds"]]
+        self._index.mark_used(found.digest)
+        if not wanted:
+            await asyncio.to_thread(remove_tree, work)
+            return
+        await asyncio.to_thread(_clean, work)
+        site = Site(work, (lock,), tell)
+        made: dict[str, tuple[Path, int]] = {}
+        needs_root = "sif" in wanted and not isinstance(source, SifFile) and "folder" not in record["kinds"]
+        if "folder" in wanted or needs_root:
+            made["folder"] = await self._unpack(found, source, site, record)
+        if "sif" in wanted:
+            root = made["folder"][0] if "folder" in made else place / _FILES["folder"]
+            made["sif"] = await _make_sif(source, root, site)
+        await asyncio.to_thread(sync, work)
+        for kind in wanted:
+            target = place / _FILES[kind]
+            await asyncio.to_thread(remove_tree, target)  # a crash between rename and record
+            made[kind][0].rename(target)
+            record["kinds"] = {**record["kinds"], kind: made[kind][1]}
+        self._index.put_record(found.digest, record)
+        await asyncio.to_thread(remove_tree, work)
+        log.info("an image was made", extra={"digest": found.digest, "kinds": wanted, "skipped": record["skipped"]})
+
+    async def _unpack(self, found: Found, source: Source, site: Site, record: dict[str, Any]) -> tuple[Path, int]:
+        folder = site.work / "folder"
+        folder.mkdir(mode=0o755)
+        with Unpacker(folder, self._bounds) as unpacker:
+            await source.unpack(found, unpacker, site)
+            record["skipped"] = unpacker.skipped
+            return folder, unpacker.written_bytes
+
+    # --- removing ---
+
+    def remove(self, name: str) -> Image:
+        """Takes away a name; with its last one (or by digest) the image itself. `ImageInUse`, `ImageMissing`."""
+        image = self.find(name)
+        if image is None:
+            raise ImageMissing(f"there is no image {name!r} here")
+        names = self._index.names()
+        mine = next((text for text in spellings(name) if text in names and "@" not in text), "")
+        if mine and len(image.references) > 1:
+            self._index.change_names(lambda table: {name: to for name, to in table.items() if name != mine})
+        elif not self._remove(image):
+            raise ImageInUse(f"image {name!r} is in use", "stop the sandboxes that use it, or the service")
+        return image
+
+    def prune(
+        self, *, older_than_s: float | None = None, max_bytes: int | None = None, is_dry_run: bool = False
+    ) -> Pruned:
+        """Removes images that were not used for so long; then, the longest unused first, until the rest fits.
+
+        Never one in use. What crashed pulls left goes in any case.
+        """
+        images = sorted(self.list(), key=lambda image: image.used_at)
+        total = sum(image.size_bytes for image in images)
+        gone: list[Image] = []
+        in_use: list[Image] = []
+        now = time.time()
+        for image in images:
+            is_old = older_than_s is not None and now - image.used_at > older_than_s
+            is_too_much = max_bytes is not None and total > max_bytes
+            if not is_old and not is_too_much:
+                continue
+            if self._remove(image, is_dry_run=is_dry_run):
+                gone.append(image)
+                total -= image.size_bytes
+            else:
+                in_use.append(image)
+        return Pruned(tuple(gone), tuple(in_use), self._sweep(is_dry_run=is_dry_run))
+
+    def _remove(self, image: Image, *, is_dry_run: bool = False) -> bool:
+        """False: somebody has it."""
+        with self._index.claimed(image.digest) as is_ours:
+            if not is_ours or is_dry_run:
+                return is_ours
+            place = self._index.folder(image.digest)
+            (place / "image.json").unlink(missing_ok=True)  # from now on it is not here; what is left is a leftover
+            self._index.change_names(
+                lambda table: {name: digest for name, digest in table.items() if digest != image.digest}
+            )
+            remove_tree(place)
+        log.info("an image was removed", extra={"digest": image.digest, "bytes": image.size_bytes})
+        return True
+
+    def _sweep(self, *, is_dry_run: bool) -> int:
+        """What crashes left: `.partial` folders and images without a record that nobody works on."""
+        count = 0
+        for place in sorted(self.root.glob("sha256-*")):
+            digest = place.name.replace("-", ":", 1)
+            is_whole = (place / "image.json").exists()
+            left = place / ".partial" if is_whole else place
+            if not left.exists():
+                continue
+            with self._index.claimed(digest, may_be_used=True) as is_ours:
+                if is_ours and (is_whole or not (place / "image.json").exists()):
+                    count += 1
+                    if not is_dry_run:
+                        remove_tree(left)
+        for place in self.root.glob(f"{BUILDING}*"):
+            if is_abandoned(place):
+                count += 1
+                if not is_dry_run:
+                    remove_tree(place)
+        return count
+
+
+def _record(found: Found) -> dict[str, Any]:
+    config = found.config
+    return {
+        "digest": found.digest,
+        "kinds": {},
+        "env": dict(config.env),
+        "workdir": config.workdir,
+        "user": config.user,
+        "created_at": time.time(),
+        "skipped": 0,
+    }
+
+
+def _clean(work: Path) -> None:
+    """An empty place to work in, but for what was downloaded already: it is verified before it is used."""
+    blobs = work / "blobs"
+    for path in work.iterdir() if work.is_dir() else ():
+        if path != blobs:
+            remove_tree(path)
+    work.mkdir(parents=True, exist_ok=True)
+
+
+async def _make_sif(source: Source, root: Path, site: Site) -> tuple[Path, int]:
+    target = site.work / "image.sif"
+    site.tell(Step("sif", target.name))
+    if isinstance(source, SifFile):
+        await asyncio.to_thread(shutil.copyfile, source.path, target)
+    else:
+        said = lambda line: site.tell(Step("note", line))  # noqa: E731
+        await build_sif(root, target, work=site.work, keeping=site.keeping, said=said)
+    target.chmod(0o644)
+    return target, target.stat().st_size
