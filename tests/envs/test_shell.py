@@ -96,7 +96,8 @@ def test_the_plan_takes_the_workspace_and_nothing_else():
         ({"checks": [{"command": "x", "wieght": 2}]}, r"data.checks\[0\].wieght: unknown field"),
         ({"checks": [{"command": "x", "name": "check_1"}, "y"]}, "a name that no other check has"),
         ({"system_prompt": 1}, "data.system_prompt: a text"),
-        ({"instructions": "x"}, "data.instructions: unknown field; there are checks, files, instruction"),
+        ({"eval": "elsewhere"}, 'data.eval: "fresh" or "same"'),
+        ({"instructions": "x"}, "data.instructions: unknown field; there are checks, eval, files, instruction"),
     ],
 )
 def test_data_that_can_never_work_is_refused_with_the_field(change, wrong):

@@ -18,6 +18,7 @@ class Timings:
 
     queued_s: float = 0.0
     init_s: float = 0.0
+    prepare_s: float = 0.0  # of init_s: the set-up, where this rollout made it for its group
     ready_s: float = 0.0
     run_s: float = 0.0
     model_s: float = 0.0  # of run_s
@@ -49,6 +50,7 @@ class Summary:
     ended_by: str = ""
     engine: str = ""
     node: str = ""
+    layer: str = ""  # its set-up was "made" by it, "found" as another had left it, or (empty) shared with nobody
     limits_in_force: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()  # forks, retried stages, limits that could not be enforced
 

@@ -3,18 +3,28 @@
 `prepare` leaves files only, once per task (they can be forked n times); `init` starts what a fork cannot copy;
 `eval` scores, in a sandbox that no process of RUN ever lived in. One instance serves all rollouts and holds no state
 of any: after a restart, `eval` may run in another process than `init`.
+
+What EVAL's sandbox holds is the plan's `eval_mode`. `fresh`: the image and the declared artifacts, nothing else of
+RUN's. `same`: all the files that RUN left, but for those that decide *what is executed* (`protected`): programs,
+libraries and start-up files are the image's again, and `eval_binds` lay the verifier's own over it. RUN's files outlive
+neither the rollout nor a restart, so such an EVAL is not repeated later.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from functools import cache
+from typing import ClassVar, Literal, Protocol
 
-from rollyard.core import Artifact, Message, Score, Task, Trajectory
+from rollyard.core import Artifact, Json, Message, Score, Task, Trajectory
 from rollyard.engines.base import ChatReply
-from rollyard.sandbox.base import ExecResult, Sandbox
-from rollyard.tools.base import ToolKind
+from rollyard.envs.protected import PROTECTED
+from rollyard.sandbox.base import Bind, ExecResult, Sandbox
+from rollyard.tools.base import ToolKind, ToolSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,9 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     artifacts: tuple[ArtifactRule, ...] = ()
     is_reevaluable: bool = True  # EVAL needs nothing but what was saved: after a restart it is done again, not RUN
+    eval_mode: Literal["fresh", "same"] = "fresh"
+    protected: tuple[str, ...] = PROTECTED  # with `same`: what RUN changed below these is not there in EVAL
+    eval_binds: tuple[Bind, ...] = ()  # in EVAL only: the verifier's tests and programs, from outside
     failing_score: Score = field(default_factory=lambda: Score(0.0))
 
 
@@ -46,7 +59,7 @@ class Start:
     """What `init` hands to the agent."""
 
     messages: tuple[Message, ...]
-    tools: tuple[ToolKind, ...] = ()  # those that the environment brings, beside the agent's own
+    tools: tuple[ToolKind | ToolSource, ...] = ()  # those that the environment brings, beside the agent's own
 
 
 class Judge(Protocol):
@@ -103,6 +116,23 @@ class Environment:
     def plan(self, task: Task) -> Plan:
         return Plan()
 
+    def layer_key(self, task: Task) -> str | None:
+        """What the files that `prepare` leaves depend on: tasks of one key share one set-up, on one machine and image.
+
+        By default this environment's source, the task's data and the plan's `env`. None: `prepare` runs for each
+        rollout, in its own sandbox; return it if `prepare` leaves processes. Where several tasks share a set-up, return
+        `key_of` what it depends on.
+        """
+        return self.key_of(task.data, self.plan(task).env)
+
+    def key_of(self, *parts: Json | Mapping[str, str]) -> str | None:
+        """A layer key of these and of this environment's source. None if there is no `prepare`, or no source."""
+        source = _source_digest(type(self))
+        if type(self).prepare is Environment.prepare or source is None:
+            return None
+        text = json.dumps([self.name, source, *parts], sort_keys=True, default=_plain)
+        return hashlib.sha256(text.encode()).hexdigest()
+
     async def prepare(self, context: EnvContext) -> None:
         """Files only; once per task. Raise SetupFailed if the task cannot be set up."""
 
@@ -114,3 +144,29 @@ class Environment:
 
     async def close(self) -> None:
         """Ends what the instance shared between rollouts. Called once, when the service stops."""
+
+
+@cache
+def _source_digest(kind: type[Environment]) -> str | None:
+    """Of all the modules that the class is made of. None: there is no source to tell one version from the next."""
+    digest = hashlib.sha256()
+    for base in kind.__mro__:
+        if base in (object, Environment):
+            continue
+        try:
+            module = inspect.getmodule(base)
+            if module is None:
+                return None
+            digest.update(inspect.getsource(module).encode())
+        except (OSError, TypeError):
+            return None
+    return digest.hexdigest()
+
+
+def _plain(value: object) -> object:
+    """Task data may hold mappings and sequences that are no dict and no list."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

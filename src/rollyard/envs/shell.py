@@ -9,6 +9,10 @@ The reward is the weighted share of checks that exit with 0. They run in a fresh
 the workspace: no process, no PATH and no other file of RUN's reaches them. A workspace that could not be kept (beyond
 its limit, say) passes none: what must not be there would be missing from an empty one, too.
 
+With `"eval": "same"` the checks see the whole file system as RUN left it, for tasks that are done outside the
+workspace; but programs, libraries and start-up files are the image's (`envs.protected`), and no process is left.
+Such a rollout cannot be scored again later.
+
 What is *in* the workspace is the agent's, the given `files` included. A check that runs code from there (a test file,
 Python's imports, git's hooks) trusts it.
 """
@@ -52,6 +56,7 @@ class ShellData:
     files: Mapping[str, str]
     checks: tuple[Check, ...]
     system_prompt: str | None
+    is_same: bool = False
 
     @classmethod
     def read(cls, task: Task) -> ShellData:
@@ -63,6 +68,7 @@ class ShellData:
             files=_files(fields),
             checks=_checks(task, fields),
             system_prompt=fields.optional_text("system_prompt"),
+            is_same=_is_same(fields),
         )
         fields.done()
         return data
@@ -78,7 +84,16 @@ class ShellEnvironment(Environment):
         ShellData.read(task)
 
     def plan(self, task: Task) -> Plan:
+        if ShellData.read(task).is_same:
+            return Plan(eval_mode="same")
         return Plan(artifacts=(ArtifactRule(WORKSPACE, WORKDIR),))
+
+    def layer_key(self, task: Task) -> str | None:
+        """Tasks that differ only in what is told or checked share a set-up; without one there is nothing to share."""
+        data = ShellData.read(task)
+        if not data.setup and not data.files:
+            return None
+        return self.key_of(data.setup, dict(data.files))
 
     async def prepare(self, context: EnvContext) -> None:
         data = ShellData.read(context.task)
@@ -109,8 +124,9 @@ class ShellEnvironment(Environment):
         return Start(tuple(messages))
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
-        checks = ShellData.read(context.task).checks
-        if WORKSPACE not in evidence.artifacts:
+        data = ShellData.read(context.task)
+        checks = data.checks
+        if not data.is_same and WORKSPACE not in evidence.artifacts:
             return Score(0.0, components={check.name: 0.0 for check in checks}, metrics={"workspace_kept": 0.0})
         timeout_s = context.task.limits.eval_s + CHECK_GRACE_S
         passed: dict[str, float] = {}
@@ -133,6 +149,13 @@ def _files(fields: Fields) -> dict[str, str]:
             raise fields.wrong(f"files[{path!r}]", f"the path of a file, absolute or below {WORKDIR},")
         files[normal] = text
     return files
+
+
+def _is_same(fields: Fields) -> bool:
+    mode = fields.optional_text("eval")
+    if mode not in (None, "fresh", "same"):
+        raise fields.wrong("eval", '"fresh" or "same"')
+    return mode == "same"
 
 
 def _checks(task: Task, fields: Fields) -> tuple[Check, ...]:

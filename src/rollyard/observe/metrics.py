@@ -55,6 +55,8 @@ class Snapshot:
     pools: Mapping[str, PoolState] = field(default_factory=dict[str, PoolState])  # by stage
     engines: Mapping[str, EngineState] = field(default_factory=dict[str, EngineState])  # by id
     sandboxes: Mapping[str, int] = field(default_factory=dict[str, int])  # live, by runtime
+    layer_bytes: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
+    open_breakers: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
 
 
 class Metrics:
@@ -95,6 +97,7 @@ class Metrics:
         self._starts = counter("sandbox_starts", "Sandboxes that were started.", "runtime")
         self._start_failures = counter("sandbox_failures", "Sandboxes that failed, by code.", "runtime", "code")
         self._start_seconds = histogram("sandbox_start_seconds", "Time to start one.", SHORT_SECONDS, "runtime")
+        self._layers = counter("layers", "Set-ups that were made, found as kept, or failed.", "runtime", "result")
         self._tool_seconds = histogram("tool_call_seconds", "Time of a tool call.", SHORT_SECONDS, "tool")
         self._commit = histogram("store_commit_seconds", "Time of a commit, its statements included.", COMMIT_SECONDS)
         self._batch = histogram("store_commit_operations", "Operations in one commit.", BATCH)
@@ -163,6 +166,10 @@ class Metrics:
     def sandbox_failed(self, runtime: str, code: str) -> None:
         self._start_failures.labels(runtime, code).inc()
 
+    def layer_used(self, runtime: str, result: str) -> None:
+        """A set-up was made, found, or failed."""
+        self._layers.labels(runtime, result).inc()
+
     def tool_call(self, tool: str, seconds: float) -> None:
         self._tool_seconds.labels(tool).observe(seconds)
 
@@ -202,6 +209,8 @@ _GAUGES = {
     "engine_in_flight": ("rollyard_engine_in_flight", "engine", "Model calls that it is answering."),
     "engine_up": ("rollyard_engine_up", "engine", "1 if it takes calls, 0 if it is unhealthy or quarantined."),
     "sandboxes": ("rollyard_sandboxes", "runtime", "Live sandboxes."),
+    "layer_bytes": ("rollyard_layer_bytes", "runtime", "Disk that kept set-ups take."),
+    "open_breakers": ("rollyard_open_breakers", "runtime", "Images (or none) whose starts are being refused."),
 }
 
 
@@ -236,4 +245,8 @@ class _State(Collector):
                 families["engine_up"].add_metric([engine], load.is_up)
             for runtime, live in snapshot.sandboxes.items():
                 families["sandboxes"].add_metric([runtime], live)
+            for runtime, size_bytes in snapshot.layer_bytes.items():
+                families["layer_bytes"].add_metric([runtime], size_bytes)
+            for runtime, count in snapshot.open_breakers.items():
+                families["open_breakers"].add_metric([runtime], count)
         return families.values()

@@ -1,0 +1,133 @@
+"""A circuit breaker per runtime and image: what keeps failing to start is left alone for a while.
+
+    closed ── 5 failures in a row ──▶ open (5 s, then twice as long each time, at most 60 s)
+       ▲                                │ time is over
+       └── the probe starts ── half open: one start may try; if it fails, open again
+
+Invariants. While it is open a start fails at once, naming the last real error and when to come again. Only failures
+of infrastructure count: a task's own, and a start that was cancelled, say nothing about the machine. What works leaves
+no trace here; what fails is bounded by `MOST`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rollyard.core import Blame, Json, RollyardError
+from rollyard.core.failure import SandboxStartFailed
+
+log = logging.getLogger("rollyard.sandbox")
+
+FAILURES = 5
+FIRST_S = 5.0
+LONGEST_S = 60.0
+MOST = 1024
+"""Failing pairs that are remembered; beyond it the one that failed longest ago is forgotten."""
+
+
+@dataclass(slots=True)
+class _Circuit:
+    failures: int = 0  # in a row
+    last_error: str = ""
+    open_s: float = 0.0  # how long it was opened for; 0: it never was
+    until: float = 0.0
+    is_probing: bool = False
+
+
+class Breakers:
+    """All of a service's; see the module."""
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._circuits: OrderedDict[tuple[str, str], _Circuit] = OrderedDict()
+
+    @contextmanager
+    def guard(self, runtime: str, image: str | None) -> Generator[None, None, None]:
+        """Wraps one start. SandboxStartFailed at once while it is open."""
+        key = (runtime, image or "")
+        is_probe = self._admit(key)
+        try:
+            yield
+        except RollyardError as error:
+            if error.blame is Blame.INFRA:
+                self._failed(key, error.detail)
+            raise
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._failed(key, f"{type(error).__name__}: {error}")
+            raise
+        else:
+            self._circuits.pop(key, None)
+        finally:
+            if is_probe and key in self._circuits:
+                self._circuits[key].is_probing = False
+
+    def failed(self, runtime: str, image: str | None, detail: str) -> None:
+        """A start that was given up by its caller, who had waited long enough."""
+        self._failed((runtime, image or ""), detail)
+
+    def open_by_runtime(self) -> dict[str, int]:
+        """How many are not closed, for those runtimes that have some."""
+        counts: dict[str, int] = {}
+        for (runtime, _), circuit in self._circuits.items():
+            if circuit.open_s:
+                counts[runtime] = counts.get(runtime, 0) + 1
+        return counts
+
+    def status(self, runtime: str) -> list[Mapping[str, Json]]:
+        """Those of a runtime that have failed last, for people."""
+        return [
+            {
+                "image": image or None,
+                "state": self._state(circuit),
+                "failures": circuit.failures,
+                "retry_after_s": round(max(0.0, circuit.until - self._now()), 3),
+                "last_error": circuit.last_error,
+            }
+            for (name, image), circuit in self._circuits.items()
+            if name == runtime
+        ]
+
+    def _state(self, circuit: _Circuit) -> str:
+        if not circuit.open_s:
+            return "closed"
+        return "open" if self._now() < circuit.until else "half_open"
+
+    def _admit(self, key: tuple[str, str]) -> bool:
+        """Whether this start is the probe. Raises if it may not be tried."""
+        circuit = self._circuits.get(key)
+        if circuit is None or not circuit.open_s:
+            return False
+        wait_s = circuit.until - self._now()
+        if wait_s <= 0 and not circuit.is_probing:
+            circuit.is_probing = True
+            return True
+        what = f"runtime {key[0]}" + (f" with image {key[1]}" if key[1] else "")
+        raise SandboxStartFailed(
+            f"{what} failed to start {circuit.failures} times in a row and is left alone for"
+            f" {max(0.0, wait_s):.1f} s; the last error: {circuit.last_error}",
+            step="breaker",
+            retry_after_s=max(FIRST_S / 5, wait_s),
+        )
+
+    def _failed(self, key: tuple[str, str], detail: str) -> None:
+        circuit = self._circuits.setdefault(key, _Circuit())
+        self._circuits.move_to_end(key)
+        circuit.failures += 1
+        circuit.last_error = detail
+        if circuit.failures >= FAILURES and self._now() >= circuit.until:
+            circuit.open_s = min(LONGEST_S, 2 * circuit.open_s) if circuit.open_s else FIRST_S
+            circuit.until = self._now() + circuit.open_s
+            log.error(
+                "starts keep failing; the breaker is open",
+                extra={"runtime": key[0], "image": key[1], "open_s": circuit.open_s, "error": detail},
+            )
+        if len(self._circuits) > MOST:
+            self._circuits.popitem(last=False)

@@ -1,0 +1,307 @@
+"""Prepare once, fork n: what a set-up wrote, kept by a key and put below the sandboxes of all who need it.
+
+A layer is `root/KEY/`: the files (as `Sandbox.freeze` left them) and `layer.json`, which says what it is; it gets that
+name, by one rename, when it is whole. Its mtime is when it was used last. The key says everything that the files
+depend on, so a layer is never changed, only made or deleted, and outlives its group and its service.
+
+Invariants.
+- One making per key at a time: the first makes, the others wait. Who makes and is cancelled, or fails for
+  infrastructure's sake, hands over to the next who waits; so each caller makes at most once.
+- A set-up that fails with blame task is remembered for a while: n rollouts of it fail with one try.
+- A leased layer is not deleted. Others are, the least recently used first, while all together are beyond `max_bytes`.
+- Nothing is fsynced: a layer of before the machine's last boot is not believed, and dropped.
+
+Not here: what a set-up is, and what its key must cover; that is the pipeline's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import os
+import re
+import subprocess
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rollyard.core import Blame, RollyardError, new_id
+from rollyard.core.failure import SandboxStartFailed
+
+log = logging.getLogger("rollyard.sandbox")
+
+FILES = "files"
+LABEL = "layer.json"
+
+FAILED_S = 120.0
+"""How long a failed set-up is remembered: longer than a group needs to fail, shorter than it takes to mend a task."""
+
+MOST_FAILED = 1024
+
+REMOVE_S = 600.0
+"""Bounds one deletion. What is left then is swept when the service starts again."""
+
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Make = Callable[[Path], Awaitable[None]]
+Remove = Callable[[Sequence[Path]], Awaitable[bool]]
+
+
+@dataclass(slots=True)
+class _Kept:
+    size_bytes: int
+    used_at: float
+    leases: int = 0
+
+
+class Lease:
+    """The right to a layer until `release`; `path` goes into `SandboxSpec.layers`."""
+
+    def __init__(self, key: str, path: Path, kept: _Kept, *, made_s: float | None) -> None:
+        self.key, self.path = key, path
+        self.made_s = made_s  # what making it took; None: it was found
+        self._kept: _Kept | None = kept
+        kept.leases += 1
+
+    @property
+    def is_found(self) -> bool:
+        return self.made_s is None
+
+    def release(self) -> None:
+        """The layer may be pruned from now on. Idempotent."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.leases -= 1
+
+
+class Scratch:
+    """A layer of one rollout only: `path` is for `freeze`; `discard` deletes it. A crash's is swept at the opening."""
+
+    def __init__(self, layers: Layers, folder: Path) -> None:
+        self._layers, self._folder = layers, folder
+        self.path = folder / FILES
+
+    def discard(self) -> None:
+        """Deleted soon after; `Layers.close` waits for it. Idempotent."""
+        self._layers.drop(self._folder)
+
+
+class Layers:
+    """The layers of one runtime, below its `layer_root`. `async with` reads what is there, and waits for deletions."""
+
+    def __init__(self, root: Path, max_bytes: int, *, remove: Remove | None = None) -> None:
+        """`remove` deletes folders whose files may belong to other users and forbid it, and says whether it could."""
+        self.root, self.max_bytes = root, max_bytes
+        self.found = self.made = self.failed = self.pruned = 0  # since the opening
+        self._remove = remove or remove_folders
+        self._kept: dict[str, _Kept] = {}
+        self._making: dict[str, asyncio.Future[None]] = {}
+        self._failures: OrderedDict[tuple[str, str], tuple[float, RollyardError]] = OrderedDict()
+        self._removals: set[asyncio.Task[None]] = set()
+        self._boot_id = ""
+        self._is_open = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(kept.size_bytes for kept in self._kept.values())
+
+    async def __aenter__(self) -> Self:
+        self._boot_id = _boot_id()
+        self._kept, strays = await asyncio.to_thread(self._read)
+        self._is_open = True
+        for stray in strays:
+            self.drop(stray)
+        self._prune()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        self._is_open = False
+        while self._removals:
+            await asyncio.wait(self._removals)
+
+    # --- using ---
+
+    async def get(self, key: str, make: Make, *, terms: str = "") -> Lease:
+        """The layer of this key, made by `make(path)` if there is none. To be released.
+
+        `terms` are what decides whether `make` fails but not what it writes (its deadline, its limits): a failure is
+        remembered only for callers with the same.
+        """
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is no key of a layer")
+        while True:
+            if not self._is_open:
+                raise SandboxStartFailed("the layers are closed")
+            path = self.root / key / FILES
+            kept = self._kept.get(key)
+            if kept is not None and path.is_dir():
+                self.found += 1
+                self._use(key, kept)
+                return Lease(key, path, kept, made_s=None)
+            error = self._remembered(key, terms)
+            if error is not None:
+                raise copy.copy(error)  # each caller's own: an exception keeps the traceback of who raised it
+            making = self._making.get(key)
+            if making is None:
+                return await self._make(key, make, terms)
+            await asyncio.wait([making])
+
+    async def _make(self, key: str, make: Make, terms: str) -> Lease:
+        done = self._making[key] = asyncio.get_running_loop().create_future()
+        folder = self.root / f".making-{key}-{new_id('l')}"
+        began, begun = time.time(), time.monotonic()
+        try:
+            folder.mkdir(parents=True)
+            await make(folder / FILES)
+            size_bytes = await asyncio.to_thread(_size_bytes, folder)
+            label = {"key": key, "size_bytes": size_bytes, "made_at": began, "boot_id": self._boot_id}
+            (folder / LABEL).write_text(json.dumps(label))
+            if (self.root / key).exists():  # half of one: what was there was dropped, or its label never written
+                self.drop(self.root / key)
+            folder.rename(self.root / key)
+            kept = self._kept[key] = _Kept(size_bytes, time.time())
+        except BaseException as error:
+            if isinstance(error, RollyardError) and error.blame is Blame.TASK:
+                self._remember(key, terms, error)
+            self.failed += not isinstance(error, asyncio.CancelledError)
+            self.drop(folder)
+            raise
+        finally:
+            del self._making[key]
+            done.set_result(None)
+        self.made += 1
+        lease = Lease(key, self.root / key / FILES, kept, made_s=time.monotonic() - begun)
+        log.info("layer made", extra={"key": key, "size_bytes": size_bytes, "made_s": round(lease.made_s or 0.0, 3)})
+        self._prune()
+        return lease
+
+    def _use(self, key: str, kept: _Kept) -> None:
+        kept.used_at = time.time()
+        try:
+            os.utime(self.root / key / LABEL)
+        except OSError as error:  # it only decides the order of pruning after a restart
+            log.warning("a layer's label cannot be touched", extra={"key": key, "error": str(error)})
+
+    def scratch(self) -> Scratch:
+        """Room for what one rollout left."""
+        if not self._is_open:
+            raise SandboxStartFailed("the layers are closed")
+        folder = self.root / f".run-{new_id('l')}"
+        folder.mkdir(parents=True)
+        return Scratch(self, folder)
+
+    # --- set-ups that failed ---
+
+    def _remember(self, key: str, terms: str, error: RollyardError) -> None:
+        self._failures[key, terms] = (time.monotonic() + FAILED_S, error.with_traceback(None))
+        while len(self._failures) > MOST_FAILED:
+            self._failures.popitem(last=False)
+
+    def _remembered(self, key: str, terms: str) -> RollyardError | None:
+        until, error = self._failures.get((key, terms), (0.0, None))
+        if error is not None and until <= time.monotonic():
+            del self._failures[key, terms]
+            return None
+        return error
+
+    # --- deleting ---
+
+    def _prune(self) -> None:
+        excess = self.size_bytes - self.max_bytes
+        for key, kept in sorted(self._kept.items(), key=lambda item: item[1].used_at):
+            if excess <= 0:
+                return
+            if kept.leases == 0:
+                excess -= kept.size_bytes
+                del self._kept[key]
+                self.pruned += 1
+                log.info("layer pruned", extra={"key": key, "size_bytes": kept.size_bytes})
+                self.drop(self.root / key)
+
+    def drop(self, folder: Path) -> None:
+        """Takes the folder's name away at once, and deletes it in time."""
+        gone = folder.with_name(f".gone-{new_id('l')}")
+        try:
+            folder.rename(gone)
+        except FileNotFoundError:
+            return
+        task = asyncio.get_running_loop().create_task(self._delete(gone))
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
+
+    async def _delete(self, folder: Path) -> None:
+        is_gone = False
+        try:
+            async with asyncio.timeout(REMOVE_S):
+                is_gone = await self._remove([folder])
+        except (TimeoutError, OSError) as error:
+            log.warning("a layer's deletion broke", extra={"folder": folder.name, "error": str(error)})
+        if not is_gone:
+            log.warning("files of a layer could not be deleted", extra={"folder": folder.name})
+
+    # --- what is there at the opening ---
+
+    def _read(self) -> tuple[dict[str, _Kept], list[Path]]:
+        """The layers that can be believed, and everything else that lies in the root."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        kept: dict[str, _Kept] = {}
+        strays: list[Path] = []
+        for folder in self.root.iterdir():
+            try:
+                if not folder.is_dir() or folder.is_symlink() or not _KEY.fullmatch(folder.name):
+                    raise ValueError("no layer")
+                label = json.loads((folder / LABEL).read_bytes())
+                if label["key"] != folder.name or label["boot_id"] != self._boot_id or not (folder / FILES).is_dir():
+                    raise ValueError("of another boot, or not whole")
+                kept[folder.name] = _Kept(int(label["size_bytes"]), (folder / LABEL).stat().st_mtime)
+            except (OSError, ValueError, KeyError, TypeError):
+                strays.append(folder)
+        return kept, strays
+
+
+async def remove_folders(folders: Sequence[Path]) -> bool:
+    """`rm -rf` as a process: it copes with deep trees; with `chmod` first where one forbids it."""
+    return await asyncio.to_thread(_rm, [str(folder) for folder in folders])
+
+
+def _rm(paths: list[str]) -> bool:
+    for command in (("rm", "-rf"), ("chmod", "-R", "u+rwX"), ("rm", "-rf")):
+        paths = [path for path in paths if os.path.lexists(path)]
+        if paths:
+            # No preexec_fn and no cwd: the vfork path, which does not copy the service's page tables.
+            subprocess.run([*command, "--", *paths], capture_output=True, check=False)
+    return not any(os.path.lexists(path) for path in paths)
+
+
+def _size_bytes(folder: Path) -> int:
+    """What it takes on the disk. A sparse file counts as what it holds; a folder that we may not read, as nothing."""
+    size_bytes = 0
+    for base, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            try:
+                size_bytes += Path(base, name).lstat().st_blocks * 512
+            except OSError:
+                continue
+    return size_bytes
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # then nothing is believed that this process has not made
+        return new_id("boot")

@@ -1,0 +1,315 @@
+"""EVAL `same`: RUN's whole file system is judged, and nothing that RUN left is *executed* by the judging.
+
+Each hostile case plants something, sees in RUN that it works (`touch bit`), and is then met by a check that it would
+have fooled.
+"""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.core import Json, Limits, Outcome, Rollout, SandboxOptions, Score, State, Task
+from rollyard.core.failure import InvalidRequest, VerifierCrashed
+from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
+from rollyard.envs.protected import PROTECTED, search_paths
+from rollyard.sandbox import ApptainerRuntime, Bind, BubblewrapRuntime
+from tests.pipeline.site import SETTINGS, Site, finish, says, shell, shell_task, site
+from tests.sandbox.runtimes import image
+
+BIT = "test -f /workspace/bit"
+
+
+def same_task(*checks: str, **data: Json) -> Task:
+    """On a real image, in which the agent may change everything."""
+    task = shell_task(checks=list(checks), eval="same", **data)
+    limits = replace(task.limits, init_s=60, run_s=60, eval_s=60, tool_s=30)
+    return replace(task, limits=limits, sandbox=SandboxOptions(image=image(is_sif=False)))
+
+
+def frozen(yard: Site) -> list[str]:
+    return [path.name for path in yard.runtime.layer_root.glob(".run-*")]
+
+
+async def gone(yard: Site) -> None:
+    """Waits until what was left is deleted."""
+    (layers,) = yard.yard.shop.layers.values()
+    while layers._removals:
+        await asyncio.wait(layers._removals)
+    assert not [path.name for path in yard.runtime.layer_root.iterdir() if path.name.startswith(".")]
+
+
+def scored(rollout: Rollout) -> Score:
+    assert rollout.ending is not None
+    assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+    assert rollout.ending.score is not None
+    return rollout.ending.score
+
+
+async def test_without_an_image_the_checks_see_workspace_home_and_tmp(tmp_path: Path):
+    run = "echo x > /tmp/t && echo y > ~/note && echo 'exit 0' > ~/.profile && rm b && mkdir c && bash -lc 'exit 1'"
+    checks = ("grep -qx x /tmp/t && grep -qx y ~/note", "test ! -e b && test -d c && test -f a", "! bash -lc 'exit 1'")
+    task = replace(same_task(*checks, files={"a": "given", "b": "to be deleted"}), sandbox=SandboxOptions())
+    async with site(tmp_path, says(shell(run), finish())) as yard:
+        assert scored(await yard.rolled(task)).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
+        await gone(yard)
+
+
+@pytest.mark.parametrize("is_sif", [False, True], ids=["folder", "sif"])
+@pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime], ids=lambda kind: kind.name)
+async def test_the_checks_see_what_run_left_anywhere_and_what_the_set_up_left(tmp_path: Path, kind: Any, is_sif: bool):
+    run = "mkdir -p /srv/data && echo 42 > /srv/data/answer && echo x > /tmp/t && echo y > ~/note && rm /workspace/b"
+    task = same_task(
+        "grep -qx 42 /srv/data/answer",
+        "grep -qx x /tmp/t && grep -qx y ~/note",
+        "grep -qx given /workspace/a && test ! -e /workspace/b",
+        files={"a": "given\n", "b": "to be deleted"},
+    )
+    task = replace(task, sandbox=SandboxOptions(image=image(is_sif=is_sif)))
+    async with site(tmp_path, says(shell(run), finish()), kind=kind) as yard:
+        rollout = await yard.rolled(task)
+        assert scored(rollout).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
+        await gone(yard)
+
+
+PLANT = "printf '#!/bin/sh\\nexit 0\\n' > {0} && chmod +x {0}"
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "a python before the real one in PATH": (
+        f"mkdir -p /usr/local/bin && {PLANT.format('/usr/local/bin/python3')} && hash -r"
+        " && python3 -c 'raise SystemExit(1)' && touch bit",
+        ("! python3 -c 'raise SystemExit(1)'",),
+    ),
+    "git itself replaced, and a pytest that always passes": (
+        f"{PLANT.format('/usr/bin/git')} && {PLANT.format('/usr/bin/pytest')} && git no-such-command && pytest"
+        " && touch bit",
+        ("! git no-such-command", "! command -v pytest"),
+    ),
+    "an interpreter deleted": ("rm -r /usr/lib/python3* && ! python3 -c pass && touch bit", ("python3 -c pass",)),
+    "sitecustomize of the system and of the user": (
+        "user=$(python3 -m site --user-site) && mkdir -p $user /usr/lib/python3/dist-packages"
+        " && echo 'import os; os._exit(0)' | tee $user/usercustomize.py"
+        " /usr/lib/python3/dist-packages/sitecustomize.py > /dev/null"
+        " && python3 -c 'raise SystemExit(1)' && touch bit",
+        ("! python3 -c 'raise SystemExit(1)'",),
+    ),
+    "a module of the workspace in place of the library's": (
+        "echo 'raise SystemExit(0)' > json.py && python3 -c 'import json; raise SystemExit(1)' && touch bit",
+        ("! python3 -c 'import json; raise SystemExit(1)'",),
+    ),
+    "git's hooks, fsmonitor and the user's configuration": (
+        "git init -q . && printf '#!/bin/sh\\ntouch /workspace/hooked\\n' > .git/hooks/pre-commit"
+        " && chmod +x .git/hooks/pre-commit && git config core.fsmonitor /workspace/.git/hooks/pre-commit"
+        " && git config --global alias.st '!touch /workspace/hooked' && git status > /dev/null; test -e hooked"
+        " && rm hooked && touch bit",
+        (
+            "git status && git -c user.name=a -c user.email=b commit -q --allow-empty -m x && test ! -e hooked",
+            "! git st && test ! -e hooked",
+        ),
+    ),
+    "the shell's start-up files": (
+        "echo 'exit 0' | tee ~/.profile ~/.bashrc ~/.bash_profile /etc/profile /etc/bash.bashrc > /dev/null"
+        " && bash -lc 'exit 1' && touch bit",
+        ("! bash -lc 'exit 1'", "! bash -ic 'exit 1'"),
+    ),
+    "a home that is a link to a planted one": (
+        "mkdir evil && echo 'exit 0' > evil/.profile && cd / && mv /home/agent /home/old"
+        " && ln -s /workspace/evil /home/agent && bash -lc 'exit 1' && touch /workspace/bit",
+        ("! bash -lc 'exit 1'",),
+    ),
+    "a whole package in place of the real one": (
+        "cd /usr/lib/python3.11 && mv json /tmp && mkdir json && echo 'raise SystemExit(0)' > json/__init__.py"
+        " && python3 -c 'import json; raise SystemExit(1)' && touch /workspace/bit",
+        ("! python3 -c 'import json; raise SystemExit(1)'", "python3 -c 'import json.decoder'"),
+    ),
+    "a library for every program": (
+        "echo /workspace/evil.so > /etc/ld.so.preload; ls 2>&1 | grep -q preloaded && touch bit",
+        ("! ls 2>&1 | grep -q preloaded",),
+    ),
+    "variables of the session": (
+        "export LD_PRELOAD=/workspace/evil.so PYTHONPATH=/workspace BASH_ENV=/workspace/evil PATH=/workspace:$PATH;"
+        " touch bit",
+        ('test -z "$LD_PRELOAD$PYTHONPATH$BASH_ENV" && case "$PATH" in *workspace*) false;; esac',),
+    ),
+    "scripts that set an image's variables": (
+        "mkdir -p /.singularity.d/env && for name in 90-environment 91-environment 99-evil; do echo"
+        " 'export BASH_ENV=/workspace/evil EVIL=1' > /.singularity.d/env/$name.sh; done; touch bit",
+        ('test -z "$BASH_ENV$EVIL"',),
+    ),
+    "a daemon in a session of its own": (
+        "setsid -f sh -c 'while :; do date > /workspace/alive; sleep 0.02; done' && until test -e alive; do :; done"
+        " && touch bit",
+        ("rm -f alive && sleep 0.3 && test ! -e alive", "! grep -l 'a[l]ive' /proc/[0-9]*/cmdline"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("case", CASES)
+async def test_what_run_planted_does_not_fool_the_checks(tmp_path: Path, case: str, kind: Any):
+    attack, checks = CASES[case]
+    async with site(tmp_path, says(shell(attack), finish()), kind=kind) as yard:
+        score = scored(await yard.rolled(same_task(BIT, *checks), within_s=50))
+        assert score.components["check_0"] == 1.0, "the attack did not even work in RUN"
+        assert score.reward == 1.0, score.components
+        await gone(yard)
+
+
+class Verified(Environment):
+    """A verifier with tests of its own, bound from outside, that leaves its verdict in a file, as many do."""
+
+    name = "verified"
+    tools = ("shell", "finish")
+
+    def __init__(self, tests: Path, inside: str = "/tests") -> None:
+        self._bind = Bind(tests, inside)
+        self.tries = 0
+        self.crashes = 0
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(eval_mode="same", protected=(*PROTECTED, "/logs"), eval_binds=(self._bind,))
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(({"role": "user", "content": "do it"},))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        assert context.sandbox is not None
+        self.tries += 1
+        await context.run(f"mkdir -p /logs; sh {self._bind.inside}/run.sh", timeout_s=30)
+        if self.tries <= self.crashes:
+            await context.run("touch /workspace/by-the-verifier", timeout_s=10)
+            raise VerifierCrashed("not this time")
+        try:
+            return Score(float(await context.sandbox.read("/logs/reward", limit_bytes=100)))
+        except FileNotFoundError:
+            return Score(0.0)
+
+
+@pytest.fixture
+def tests_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "verifier"
+    folder.mkdir()
+    passes = "test ! -e /workspace/by-the-verifier && grep -qx right /srv/answer && echo 1 > /logs/reward"
+    (folder / "run.sh").write_text(f"{passes}\ntouch /tests/x 2>/dev/null && echo 0 > /logs/reward\n")
+    return folder
+
+
+def verified_task() -> Task:
+    limits = Limits(init_s=60, run_s=60, eval_s=60, tool_s=30, model_s=10, max_turns=8)
+    return Task("verified", limits=limits, sandbox=SandboxOptions(image=image(is_sif=False)))
+
+
+def verified_site(tmp_path: Path, environment: Environment, *turns: str, **options: Any) -> Any:
+    environments = Environments({"verified": environment})
+    return site(tmp_path / "site", says(*turns, finish()), environments=environments, **options)
+
+
+RIGHT = "mkdir -p /srv && echo right > /srv/answer"
+FORGED = "mkdir -p /logs && echo 1 > /logs/reward"
+
+
+@pytest.mark.parametrize(
+    ("attack", "reward"),
+    [
+        (RIGHT, 1.0),
+        (FORGED, 0.0),
+        (f"{FORGED}; mkdir evil; echo 'echo 1 > /logs/reward' > evil/run.sh; ln -s /workspace/evil /tests", 0.0),
+        (f"{RIGHT}; ln -s /workspace /tests", 1.0),
+        (f"{RIGHT}; ln -s /srv /logs", 1.0),
+        ("mkdir -p /tests; echo 'echo 1 > /logs/reward' > /tests/run.sh; chmod 0 /tests", 0.0),
+    ],
+    ids=["honest", "reward written before", "tests linked", "tests linked, right", "logs linked", "tests planted"],
+)
+async def test_the_verifiers_tests_and_verdict_are_its_own(
+    tmp_path: Path, tests_folder: Path, attack: str, reward: float
+):
+    async with verified_site(tmp_path, Verified(tests_folder), shell(attack)) as yard:
+        assert scored(await yard.rolled(verified_task(), within_s=50)).reward == reward
+        assert sorted(path.name for path in tests_folder.iterdir()) == ["run.sh"]
+        await gone(yard)
+
+
+async def test_tests_may_be_bound_into_the_workspace_over_the_agents(tmp_path: Path, tests_folder: Path):
+    attack = f"{RIGHT}; mkdir evil; echo 'echo 0 > /logs/reward' > evil/run.sh; ln -s evil /workspace/tests"
+    async with verified_site(tmp_path, Verified(tests_folder, "/workspace/tests"), shell(attack)) as yard:
+        assert scored(await yard.rolled(verified_task(), within_s=50)).reward == 1.0
+
+
+async def test_a_second_try_begins_from_the_same_files(tmp_path: Path, tests_folder: Path):
+    environment = Verified(tests_folder)
+    environment.crashes = 1
+    async with verified_site(tmp_path, environment, shell(RIGHT)) as yard:
+        rollout = await yard.rolled(verified_task(), within_s=50)
+        assert scored(rollout).reward == 1.0, "what the first try wrote was still there"
+        assert environment.tries == 2
+        await gone(yard)
+
+
+async def test_an_evaluation_that_keeps_crashing_leaves_nothing(tmp_path: Path, tests_folder: Path):
+    environment = Verified(tests_folder)
+    environment.crashes = 99
+    async with verified_site(tmp_path, environment, shell(RIGHT), settings=replace(SETTINGS, eval_attempts=2)) as yard:
+        rollout = await yard.rolled(verified_task(), within_s=50)
+        assert rollout.ending is not None
+        assert rollout.ending.failure is not None
+        assert rollout.ending.failure.code == "verifier_crashed"
+        await gone(yard)
+        yard.nothing_left()
+
+
+async def test_a_cancel_in_eval_deletes_what_run_left(tmp_path: Path):
+    async with site(tmp_path, says(shell("touch /made"), finish()), settings=replace(SETTINGS, eval_slots=0)) as yard:
+        rollout_id = await yard.submit(same_task("test -e /made"))
+        await yard.until(rollout_id, State.EVAL)
+        await yard.idle_run()
+        assert len(frozen(yard)) == 1
+        await yard.yard.cancel(rollout_id)
+        assert (await yard.ended(rollout_id)).ending is not None
+        await gone(yard)
+        yard.nothing_left()
+
+
+async def test_after_a_restart_it_is_run_again_because_runs_files_are_gone(tmp_path: Path):
+    script = says(shell("touch /made"), finish())
+    settings = replace(SETTINGS, max_attempts=1)
+    async with site(tmp_path, script, settings=replace(settings, eval_slots=0)) as yard:
+        rollout_id = await yard.submit(same_task("test -e /made"))
+        await yard.until(rollout_id, State.EVAL)
+        await yard.idle_run()
+    async with site(tmp_path, script, settings=settings) as yard:
+        rollout = await yard.ended(rollout_id)
+        assert scored(rollout).reward == 1.0
+        assert (rollout.attempt, rollout.excused) == (2, 1), "an orderly stop costs no attempt"
+        await gone(yard)
+
+
+async def test_what_a_crash_left_is_swept(tmp_path: Path):
+    left = tmp_path / "sandboxes" / "layers" / ".run-l_0" / "files"
+    left.mkdir(parents=True)
+    async with site(tmp_path, says(finish())) as yard:
+        await gone(yard)
+        assert not left.exists()
+
+
+async def test_it_cannot_be_scored_again(tmp_path: Path):
+    async with site(tmp_path, says(shell("touch /made"), finish())) as yard:
+        rollout = await yard.rolled(same_task("test -e /made"))
+        assert scored(rollout).reward == 1.0
+        with pytest.raises(InvalidRequest, match="same"):
+            await yard.yard.rescore(rollout.id)
+
+
+async def test_an_agent_that_ends_its_sandbox_gets_the_failing_score(tmp_path: Path):
+    async with site(tmp_path, says(shell("kill -9 -1"), finish())) as yard:
+        rollout = await yard.rolled(same_task("true"))
+        assert rollout.ending is not None
+        assert rollout.ending.failure is not None
+        assert rollout.ending.failure.code == "sandbox_ended_by_policy"
+        assert rollout.ending.score == Score(0.0)
+        await gone(yard)
+
+
+def test_where_the_plans_own_variables_point_is_protected_too():
+    env = {"PATH": "/opt/x/bin:/workspace/.venv/bin:/usr/bin/..:relative:", "PYTHONPATH": "/srv/lib", "LANG": "C"}
+    assert list(search_paths(env)) == ["/opt/x/bin", "/workspace/.venv/bin", "/usr", "/srv/lib"]

@@ -1,0 +1,50 @@
+"""A sandbox that ends by a limit: the policy's own end, with its own code and the failing score; in a set-up, the
+task's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rollyard.core import Blame, SandboxOptions, Score, Task
+from tests.pipeline.site import finish, says, shell, shell_task, site
+
+MIB = 1 << 20
+FILL = "head -c 200M /dev/zero > big; sleep 20"
+LIMITED = SandboxOptions(disk_bytes=20 * MIB)
+
+
+def limited(task: Task, options: SandboxOptions = LIMITED) -> Task:
+    return replace(task, sandbox=options)
+
+
+async def test_a_disk_filled_in_run_is_the_policys_end_with_the_failing_score(tmp_path: Path):
+    async with site(tmp_path, says(shell(FILL), finish())) as yard:
+        rollout = await yard.rolled(limited(shell_task(checks=["true"])))
+        assert rollout.ending is not None
+        assert rollout.ending.failure is not None
+        assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("disk_limit", Blame.POLICY)
+        assert rollout.ending.score == Score(0.0)
+        assert rollout.ending.is_trainable
+        assert rollout.attempt == 1
+        yard.nothing_left()
+
+
+async def test_a_disk_filled_by_what_is_judged_is_the_failing_score_after_a_second_try(tmp_path: Path):
+    async with site(tmp_path, says(shell("touch done"), finish())) as yard:
+        rollout = await yard.rolled(limited(shell_task(checks=[FILL])))
+        assert rollout.ending is not None
+        assert rollout.ending.failure is not None
+        assert (rollout.ending.failure.code, rollout.ending.failure.stage) == ("disk_limit", "eval")
+        assert rollout.ending.score == Score(0.0)
+        assert any("tried again" in note for note in rollout.ending.summary.notes)
+
+
+async def test_a_disk_filled_by_the_set_up_is_the_tasks_doing_and_tried_once(tmp_path: Path):
+    async with site(tmp_path, says(finish())) as yard:
+        task = limited(shell_task(setup=[FILL]))
+        for _ in range(3):
+            rollout = await yard.rolled(task)
+            assert rollout.ending is not None
+            failure = rollout.ending.failure
+            assert failure is not None
+            assert (failure.code, failure.blame, failure.data["code"]) == ("setup_failed", Blame.TASK, "disk_limit")
+        assert yard.yard.shop.layers["bubblewrap"].failed == 1
