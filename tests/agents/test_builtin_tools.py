@@ -16,5 +16,5 @@ async def test_finish_ends_with_the_answer_and_needs_no_sandbox():
 
 
 def test_an_unknown_tool_is_named_with_the_choices():
-    with pytest.raises(UnknownTool, match="'hammer'; there are: finish, shell"):
+    with pytest.raises(UnknownTool, match=r"'hammer'; there are: .*finish, .*shell"):
         tool_kind("hammer")

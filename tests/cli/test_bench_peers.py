@@ -35,7 +35,13 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("peer", "package"), [("mini_swe_agent", "mini-swe-agent"), ("verifiers", "verifiers"), ("swe_rex", "swe-rex")]
+    ("peer", "package"),
+    [
+        ("mini_swe_agent", "mini-swe-agent"),
+        ("verifiers", "verifiers"),
+        ("swe_rex", "swe-rex"),
+        ("jupyter", "ipykernel"),
+    ],
 )
 def test_a_driver_is_python_and_every_package_of_it_is_pinned(peer: str, package: str) -> None:
     compile((peers.DRIVERS / f"{peer}.py").read_text(), peer, "exec")

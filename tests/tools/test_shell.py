@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
-from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSpec
+from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Sandbox, SandboxLimits, SandboxSpec
 from rollyard.testing.sandbox_conformance import alive, eventually, marked
 from rollyard.tools._output import Output, plain
 from rollyard.tools._shell_process import DRAIN_BYTES, ShellProcess
@@ -204,7 +204,7 @@ async def test_what_a_command_does_to_the_shell_does_not_break_the_next(shell: S
 
 
 async def test_a_forged_status_is_not_taken(shell: Shell) -> None:
-    forge = "for fd in /proc/$$/fd/*; do printf '9999 0 /forged\\0' > $fd; done 2>/dev/null; (exit 7)"
+    forge = "for fd in /proc/$$/fd/*; do printf '9999 0 /forged\\0' >&${fd##*/}; done 2>/dev/null; (exit 7)"
     result = await shell.run(forge, 20.0)
     assert (result.status, result.cwd == "/forged") == (7, False)
     assert (await shell.run("(exit 8)", 20.0)).status == 8
@@ -262,9 +262,9 @@ async def test_a_background_flood_does_not_hold_the_event_loop() -> None:
 @pytest.mark.parametrize("what", ["/dev/zero", "/dev/urandom"])
 async def test_a_flooded_status_pipe_costs_the_shell_and_not_the_service(shell: Shell, what: str) -> None:
     found = "for fd in /proc/$$/fd/*; do case $(readlink $fd) in pipe:*) pipe=$fd; break;; esac; done"
-    result = await shell.run(f"{found}; cat {what} > $pipe", 20.0)
+    result = await shell.run(f"{found}; cat {what} >&${{pipe##*/}}", 20.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.SHELL_DIED, True)
-    result = await shell.run(f"{found}; cat {what} > $pipe & sleep 0.5", 20.0)
+    result = await shell.run(f"{found}; cat {what} >&${{pipe##*/}} & sleep 0.5", 20.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.SHELL_DIED, True)
     assert await said(shell, "echo on") == "on\n"
 
@@ -272,7 +272,7 @@ async def test_a_flooded_status_pipe_costs_the_shell_and_not_the_service(shell: 
 async def test_a_status_that_is_no_status_is_not_taken(shell: Shell) -> None:
     await said(shell, "n=1")  # 1 was the opening's, this is 2, the next is 3
     digits = "9" * 5000
-    forge = f"for fd in /proc/$$/fd/*; do printf '3 {digits} /forged\\0' > $fd; done 2>/dev/null; (exit 7)"
+    forge = f"for fd in /proc/$$/fd/*; do printf '3 {digits} /forged\\0' >&${{fd##*/}}; done 2>/dev/null; (exit 7)"
     assert (await shell.run(forge, 20.0)).status == 7
 
 
@@ -400,3 +400,22 @@ async def test_the_tool_tells_the_model_what_it_needs(sandbox: Sandbox) -> None:
         assert result.is_error
     await tool.close()
     assert SHELL.spec.schema()["type"] == "function"
+
+
+async def test_who_is_killed_at_the_memory_limit_is_told(tmp_path: Path) -> None:
+    hog = "python3 -c 'x = bytearray(1 << 30); x[::4096] = b\"x\" * len(x[::4096])'"
+    async with BubblewrapRuntime(root=tmp_path) as runtime:
+        limits = SandboxLimits(memory_bytes=128 << 20)
+        sandbox = await runtime.start(SandboxSpec(limits=limits), lease_s=60.0)
+        if sandbox.limits_in_force["memory"] == "watchdog":
+            pytest.skip("there is no memory cgroup to be had here: the watchdog would end the sandbox")
+        result = await sandbox.exec(hog, timeout_s=20.0)
+        assert result.is_out_of_memory and result.status in (-9, 137)
+        assert not (await sandbox.exec("kill -9 $$", timeout_s=5.0)).is_out_of_memory
+        tool = await SHELL.open(ToolContext(sandbox))
+        told = await tool.call({"command": hog}, timeout_s=20.0)
+        assert "memory limit" in told.content and told.info["limit"] == "memory"
+        told = await tool.call({"command": "sh -c 'kill -9 $$'"}, timeout_s=20.0)
+        assert "memory" not in told.content and "limit" not in told.info
+        await tool.close()
+        await sandbox.kill()

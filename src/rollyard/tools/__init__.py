@@ -1,6 +1,7 @@
 """What the native agent may call."""
 
 from rollyard.tools.base import Tool, ToolContext, ToolKind, ToolResult, ToolSpec
-from rollyard.tools.registry import tool_kind
+from rollyard.tools.function import tool
+from rollyard.tools.registry import tool_kind, tool_names
 
-__all__ = ["Tool", "ToolContext", "ToolKind", "ToolResult", "ToolSpec", "tool_kind"]
+__all__ = ["Tool", "ToolContext", "ToolKind", "ToolResult", "ToolSpec", "tool", "tool_kind", "tool_names"]

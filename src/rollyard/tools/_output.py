@@ -1,4 +1,4 @@
-"""What a terminal said, bounded, as text for a model.
+"""What a terminal, or a tool, said: bounded, as text for a model.
 
 Invariants. At most `limit_bytes` are held: the first half and the last half; what lay between is counted. A
 character that a cut or a chunk's border split never breaks anything.
@@ -47,8 +47,22 @@ class Output:
         head = bytes(self._head)
         head_end, tail_start = _whole_end(head), _whole_start(bytes(tail))
         omitted += len(head) - head_end + tail_start
-        marker = f"\n[… {omitted} bytes left out …]\n"
-        return plain(head[:head_end]) + marker + plain(bytes(tail[tail_start:])), omitted
+        return plain(head[:head_end]) + _marker(omitted) + plain(bytes(tail[tail_start:])), omitted
+
+
+def cut(text: str, limit_bytes: int) -> str:
+    """Text that is whole already: its first and last half where it is longer, otherwise as it is."""
+    data = text.encode("utf-8", "replace")  # half a surrogate pair is no character, and could not be sent
+    if len(data) <= limit_bytes:
+        return data.decode()
+    half = max(limit_bytes // 2, 1)
+    head, tail = data[:half], data[-half:]
+    head, tail = head[: _whole_end(head)], tail[_whole_start(tail) :]
+    return head.decode() + _marker(len(data) - len(head) - len(tail)) + tail.decode()
+
+
+def _marker(omitted: int) -> str:
+    return f"\n[… {omitted} bytes left out …]\n"
 
 
 def _whole_end(data: bytes) -> int:

@@ -36,6 +36,7 @@ class Dialect:
     argv: tuple[str, ...]
     status_fd: int
     line: str
+    go_fd: int | None = None  # where it waits, after its record, until we have put the terminal in order
 
     def typed(self, number: int, path: str) -> bytes:
         return self.line.format(n=number, path=path).encode() + b"\n"
@@ -47,23 +48,38 @@ BASH = Dialect(
     """PROMPT_COMMAND='builtin printf "%s %s %s\\0" {n} "$?" "$PWD" >&60; PS1= PS2='"""
     """; builtin eval "$(<'{path}')" 60>&- </dev/tty >/dev/tty 2>&1""",
 )
-SH = Dialect(  # dash and busybox have no PROMPT_COMMAND, but expand their prompt; their descriptors end at 9
+
+# dash and busybox have no PROMPT_COMMAND, but expand their prompt; their descriptors end at 9. The prompt is set twice:
+# before, for a command that is interrupted or cannot be parsed, since the rest of its line is then not run; and after,
+# with the status written into it, for one that changed the prompt (a virtual environment's `deactivate` does). It waits
+# for our word, since busybox edits, and echoes, the line that it reads if a command left the terminal raw.
+_PROMPT = """PS1='$(command printf "%s %s %s\\0" {{n}} {status} "$PWD" >&9; command read -r go <&8)' PS2="""
+SH = Dialect(
     ("sh", "-i"),
     9,
-    """PS1='$(printf "%s %s %s\\0" {n} "$?" "$PWD" >&9)'; eval "$(cat '{path}')" 9>&- </dev/tty >/dev/tty 2>&1""",
+    _PROMPT.format(status='"$?"')
+    + """; eval "$(PATH=/usr/bin:/bin command cat '{path}')" 8<&- 9>&- </dev/tty >/dev/tty 2>&1; """
+    + _PROMPT.format(status="'$?'"),
+    go_fd=8,
 )
 
 
 class ShellProcess:
     """One shell process with its terminal and its status pipe."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, dialect: Dialect = BASH) -> None:
         self._loop = asyncio.get_running_loop()
         self._output = output
+        self._dialect = dialect
+        self._status = self.status_writer = self._go = self._go_reader = -1
         self.terminal = Terminal()
         try:
             self._status, self.status_writer = os.pipe2(os.O_CLOEXEC)
+            if dialect.go_fd is not None:
+                self._go_reader, self._go = os.pipe2(os.O_CLOEXEC)
+                os.set_blocking(self._go, False)
         except OSError:
+            self._close_pipes()
             self.terminal.close()
             raise
         os.set_blocking(self._status, False)
@@ -77,11 +93,21 @@ class ShellProcess:
         self._loop.add_reader(self._status, self.read_status)
         self._loop.add_reader(self.terminal.master, self._read_output)
 
+    @property
+    def fds(self) -> dict[int, int]:
+        """What the shell is to have, for `Sandbox.spawn`."""
+        slave, go_fd = self.terminal.slave, self._dialect.go_fd
+        fds = {0: slave, 1: slave, 2: slave, self._dialect.status_fd: self.status_writer}
+        return fds if go_fd is None else {**fds, go_fd: self._go_reader}
+
     def started(self, process: Process) -> None:
         self.process = process
         self.terminal.started()
         os.close(self.status_writer)
         self.status_writer = -1
+        if self._go_reader >= 0:
+            os.close(self._go_reader)
+            self._go_reader = -1
 
     def ask(self, number: int, line: bytes) -> asyncio.Future[tuple[int, str] | None]:
         """Types the line; the future is the numbered answer (status, cwd), or None if the shell dies."""
@@ -111,6 +137,10 @@ class ShellProcess:
         if 0 not in data:
             return
         *records, self._records = self._records.split(b"\0")
+        if self._go >= 0:
+            with contextlib.suppress(OSError):  # full: somebody made up many records, and has many words to take
+                self.terminal.restore()
+                os.write(self._go, b"\n" * len(records))
         for record in records:
             number, _, rest = bytes(record).partition(b" ")
             if number == str(self._awaited).encode():  # any other is stale, or made up
@@ -159,12 +189,14 @@ class ShellProcess:
             self.process.kill()
         if self._status >= 0:
             self._loop.remove_reader(self._status)
-            os.close(self._status)
-            self._status = -1
         if self.terminal.master >= 0:
             self._loop.remove_reader(self.terminal.master)
         self.terminal.close()
-        if self.status_writer >= 0:
-            os.close(self.status_writer)
-            self.status_writer = -1
+        self._close_pipes()
         self.is_dead = True
+
+    def _close_pipes(self) -> None:
+        for fd in (self._status, self.status_writer, self._go, self._go_reader):
+            if fd >= 0:
+                os.close(fd)
+        self._status = self.status_writer = self._go = self._go_reader = -1

@@ -18,9 +18,11 @@ TIOCSIG = 0x40045436
 PIDFD_SIGNAL_PROCESS_GROUP = 4  # Linux 6.9
 ROWS, COLUMNS = 50, 120
 
-_READ, _SELECT = {"x86_64": ({0}, {23, 270}), "aarch64": ({63}, {72}), "riscv64": ({63}, {72})}.get(
-    platform.machine(), (set[int](), set[int]())
-)
+_READ, _SELECT, _POLL = {
+    "x86_64": ({0}, {23, 270}, {7, 271}),
+    "aarch64": ({63}, {72}, {73}),
+    "riscv64": ({63}, {72}, {73}),
+}.get(platform.machine(), (set[int](), set[int](), set[int]()))
 
 
 class Terminal:
@@ -104,9 +106,23 @@ def _reads_tty(pid: int) -> bool:
     number, first = int(words[0]), int(words[1], 16)
     if number in _SELECT and first == 1:  # select on descriptor 0 alone: how readline waits
         first = 0
+    elif number in _POLL and int(words[2], 16) == 1 and _waits_for_ever(number, words[3]):
+        first = _polled(pid, first)  # one descriptor alone: how busybox's `read` and `vi` wait
     elif number not in _READ:
         return False
     return str(Path(f"/proc/{pid}/fd/{first}").readlink()).startswith(("/dev/pts/", "/dev/tty"))
+
+
+def _waits_for_ever(number: int, timeout: str) -> bool:
+    """poll has −1 there, ppoll a null pointer."""
+    return int(timeout, 16) & 0xFFFFFFFF == 0xFFFFFFFF if number == 7 else int(timeout, 16) == 0
+
+
+def _polled(pid: int, address: int) -> int:
+    """The descriptor of the first `struct pollfd` there."""
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        return struct.unpack("i", memory.read(4))[0]
 
 
 def _tree(root: int, limit: int = 256) -> list[int]:

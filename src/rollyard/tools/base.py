@@ -6,12 +6,13 @@ sandbox itself is gone; that is a failure with its own blame.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollyard.core import Json
 from rollyard.sandbox.base import Sandbox
+from rollyard.sandbox.python import PortablePython
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class ToolContext:
 
     sandbox: Sandbox | None
     output_bytes: int = 16_384
+    python: PortablePython | None = None  # ours, already bound into the sandbox, where a kind `needs_python`
 
 
 class Tool(Protocol):
@@ -57,8 +59,10 @@ class Tool(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
 class ToolKind(Protocol):
-    """Makes tools. `needs_sandbox` decides whether a rollout has to start one."""
+    """Makes tools. `needs_sandbox` decides whether a rollout has to start one; `needs_python`, whether our own Python
+    is bound into it for images that have none."""
 
     @property
     def spec(self) -> ToolSpec: ...
@@ -66,4 +70,22 @@ class ToolKind(Protocol):
     @property
     def needs_sandbox(self) -> bool: ...
 
+    @property
+    def needs_python(self) -> bool: ...
+
     async def open(self, context: ToolContext) -> Tool: ...
+
+
+class ToolSource(Protocol):
+    """Makes tools that are known only once it is open: those of an MCP server. Closing each closes all."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_sandbox(self) -> bool: ...
+
+    @property
+    def needs_python(self) -> bool: ...
+
+    async def open(self, context: ToolContext) -> Sequence[Tool]: ...

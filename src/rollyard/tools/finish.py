@@ -38,6 +38,7 @@ class Finish:
 class FinishKind:
     spec: ToolSpec = SPEC
     needs_sandbox: bool = False
+    needs_python: bool = False
 
     async def open(self, context: ToolContext) -> Finish:
         return Finish()

@@ -1,24 +1,70 @@
-"""The built-in tools by name. An environment's own come with its `Start`."""
+"""Tools by name: the built-in ones, then those that packages bring by entry point (`rollyard.tools`).
+
+A name has one owner: a package that claims another's, or a built-in one's, makes that name an error and shadows
+nothing. An environment's own tools are not here; they come with its `Start`.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from rollyard.core.failure import UnknownTool
 from rollyard.tools.base import ToolKind
 
 BUILT_IN = {
+    "editor": ("rollyard.tools.editor", "EDITOR"),
     "finish": ("rollyard.tools.finish", "FINISH"),
+    "ipython": ("rollyard.tools.ipython", "IPYTHON"),
     "shell": ("rollyard.tools.shell", "SHELL"),
 }
 """Name → where its kind is. Imported when asked for: a tool may bring much along."""
 
 
+_PARTS = ("spec", "needs_sandbox", "needs_python", "open")
+
+GROUP = "rollyard.tools"
+
+
 def tool_kind(name: str) -> ToolKind:
     """The kind of that name, or `UnknownTool`."""
-    try:
+    found = _installed(tuple(sys.path)).get(name, ())
+    owners = [*(["Rollyard itself"] if name in BUILT_IN else []), *[_owner(point) for point in found]]
+    if len(owners) > 1:
+        raise UnknownTool(f"the tool name {name!r} is claimed by {' and by '.join(owners)}; uninstall all but one")
+    if name in BUILT_IN:
         module, attribute = BUILT_IN[name]
-    except KeyError:
-        raise UnknownTool(f"there is no tool {name!r}; there are: {', '.join(sorted(BUILT_IN))}") from None
-    return cast("ToolKind", getattr(import_module(module), attribute))
+        return cast("ToolKind", getattr(import_module(module), attribute))
+    if not found:
+        raise UnknownTool(f"there is no tool {name!r}; there are: {', '.join(tool_names())}")
+    try:
+        kind = found[0].load()
+    except Exception as error:
+        raise UnknownTool(
+            f"the tool {name!r} of {owners[0]} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(kind, type) or not all(hasattr(kind, part) for part in _PARTS):
+        raise UnknownTool(f"the tool {name!r} of {owners[0]} is no ToolKind: {found[0].value} is {kind!r}")
+    return cast("ToolKind", kind)
+
+
+def tool_names() -> tuple[str, ...]:
+    """All that a task may name."""
+    return tuple(sorted({*BUILT_IN, *_installed(tuple(sys.path))}))
+
+
+@cache
+def _installed(path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoint]]:
+    """Read once: a submit asks for every tool that it names, and must not read files."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _owner(point: EntryPoint) -> str:
+    return f"the package {point.dist.name}" if point.dist is not None else f"an unknown package ({point.value})"

@@ -18,7 +18,7 @@ import itertools
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
@@ -34,6 +34,8 @@ QUIET_S = 0.5
 
 LADDER = ((signal.SIGINT, 0.5), (signal.SIGQUIT, 0.5), (signal.SIGKILL, 1.0))
 """Each signal to the foreground group, and how long it may take to bring the shell back."""
+
+_KILLED = (137, -signal.SIGKILL)  # the command, or the shell itself
 
 OPEN_S = 30.0
 EXIT_S = 0.3
@@ -84,6 +86,7 @@ class Shell:
         name = new_id("shell")
         self._path = f"{sandbox.control_path}/{name}"
         self._file = os.open(sandbox.control_dir / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.fchmod(self._file, 0o644)  # the sandbox may run under another uid; on the host the folder above is shut
         self._live: ShellProcess | None = None
         self.opened_at = ""  # where it began, as the sandbox names it
 
@@ -100,10 +103,16 @@ class Shell:
         shell = cls(sandbox, output_bytes=output_bytes, cwd=cwd, env=env or {})
         try:
             shell.opened_at = await shell._start()
+            shell._output.clear()  # a banner, or that there is no bash, is no command's output
         except BaseException:
             await shell.close()
             raise
         return shell
+
+    @property
+    def program(self) -> str:
+        """`bash`, or `sh` where the image has no bash."""
+        return self._dialect.argv[0]
 
     @property
     def pid(self) -> int:
@@ -127,14 +136,9 @@ class Shell:
             self._dialect = dialect
             if self._live is not None:
                 self._live.close()
-            live = self._live = ShellProcess(self._output)
-            slave = live.terminal.slave
+            live = self._live = ShellProcess(self._output, dialect)
             process = await self._sandbox.spawn(
-                dialect.argv,
-                fds={0: slave, 1: slave, 2: slave, dialect.status_fd: live.status_writer},
-                tty=slave,
-                cwd=cwd,
-                env=self._env,
+                dialect.argv, fds=live.fds, tty=live.terminal.slave, cwd=cwd, env=self._env
             )
             live.started(process)
             try:
@@ -267,16 +271,23 @@ SPEC = ToolSpec(
 )
 
 
+SH_SPEC = replace(SPEC, description=SPEC.description.replace("bash shell", "POSIX shell (sh; there is no bash here)"))
+"""What the model is told where the image has no bash: its arrays and [[ ]] would all fail."""
+
+
 class ShellTool:
     """The shell of one rollout."""
 
-    def __init__(self, shell: Shell, cwd: str) -> None:
+    def __init__(self, shell: Shell, sandbox: Sandbox) -> None:
         self._shell = shell
-        self._cwd = cwd
+        self._sandbox = sandbox
+        self._cwd = shell.opened_at
+        self._oom_kills = 0
+        self._spec = SPEC if shell.program == "bash" else SH_SPEC
 
     @property
     def spec(self) -> ToolSpec:
-        return SPEC
+        return self._spec
 
     async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
         command, wanted_s = arguments.get("command"), arguments.get("timeout_s")
@@ -307,6 +318,10 @@ class ShellTool:
             case ShellOutcome.SHELL_DIED:
                 how = "stopped answering" if result.status is None else f"ended with status {result.status}"
                 notes.append(f"the shell {how}")
+        is_out_of_memory = result.status in _KILLED and self._sandbox.oom_kills > self._oom_kills
+        if is_out_of_memory:
+            self._oom_kills = self._sandbox.oom_kills
+            notes.append("killed at the sandbox's memory limit")
         if result.is_restarted:
             notes.append("a new shell was started: directory, variables and functions are lost")
         if result.cwd != self._cwd:
@@ -320,6 +335,8 @@ class ShellTool:
             "omitted_bytes": result.omitted_bytes,
             "is_restarted": result.is_restarted,
         }
+        if is_out_of_memory:
+            info["limit"] = "memory"
         return ToolResult(content, is_error=result.outcome is not ShellOutcome.COMPLETED, info=info)
 
     async def close(self) -> None:
@@ -337,11 +354,15 @@ class ShellKind:
     def needs_sandbox(self) -> bool:
         return True
 
+    @property
+    def needs_python(self) -> bool:
+        return False
+
     async def open(self, context: ToolContext) -> ShellTool:
         if context.sandbox is None:
             raise RuntimeError("the shell needs a sandbox")
         shell = await Shell.open(context.sandbox, output_bytes=context.output_bytes)
-        return ShellTool(shell, shell.opened_at)
+        return ShellTool(shell, context.sandbox)
 
 
 SHELL = ShellKind()

@@ -1,0 +1,311 @@
+"""The inside of the `ipython` tool: one process of the sandbox that runs cells, one after the other.
+
+Run as `python3 _ipython_worker.py REQUESTS REPLIES PATH`: two descriptors and a file. A request is a line
+`NUMBER BYTES`; the code is that many bytes of the file. When the cell is done and all that it said is written, the
+reply is the line `NUMBER WORD`. The first reply, `0 KIND VERSION`, says what runs here: IPython, where it can be
+imported, or plain Python.
+
+A program of its own, for Python 3.8 and newer, with nothing but the standard library. What a cell prints goes to
+descriptors 1 and 2, which are one pipe, at once: so output of Python, of child processes and of C code is in order.
+Whatever a cell did to these descriptors, the streams or the handling of SIGINT is undone before the next one.
+"""
+
+# ruff: noqa: PTH111, T201  (little to load, and printing is its work)
+
+from __future__ import annotations
+
+import ast
+import builtins
+import fcntl
+import io
+import linecache
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import types
+import warnings
+
+OUT_OF_REACH = 900
+"""Where our descriptors go: above what a cell gets by opening files, or closes by counting from 3."""
+
+AWAITABLE = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # new in Python 3.8: an older one ends here, and is not taken
+AWAITS = 0x80
+"""Set in the flags of code that has an `await` of its own: evaluated, it gives a coroutine."""
+
+SIGHT = {"image/png": "_repr_png_", "image/jpeg": "_repr_jpeg_", "image/svg+xml": "_repr_svg_"}
+TEXTS = ("text/plain", "text/markdown", "text/latex", "text/html", "application/json")
+
+
+def as_text(data):
+    """What is displayed, as far as it can be read."""
+    lines = [str(data[kind]) for kind in TEXTS if data.get(kind) is not None][:1]
+    for kind, value in data.items():
+        if kind.startswith(("image/", "audio/", "video/", "application/pdf")) and value is not None:
+            size = len(value.rstrip("=\n")) * 3 // 4 if isinstance(value, str) and "svg" not in kind else len(value)
+            lines.append(f"<{kind}, {size} bytes>")
+    return "\n".join(lines)
+
+
+class Stream(io.TextIOWrapper):
+    """Writes through at once: what a child process says next comes next."""
+
+    def write(self, text):
+        count = super().write(text)
+        self.flush()
+        return count
+
+
+def without_ours(frames):
+    """A traceback without the frames of this file, which nobody wants to read."""
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    at = frames
+    while at is not None:
+        while at.tb_next is not None and at.tb_next.tb_frame.f_code.co_filename == __file__:
+            at.tb_next = at.tb_next.tb_next
+        at = at.tb_next
+    return frames
+
+
+# --- what runs a cell ---------------------------------------------------------------------------------
+
+
+class Plain:
+    """Python without IPython: the value of a last expression is shown, `await` works, names persist."""
+
+    def __init__(self):
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module  # what is defined in cells can be pickled
+        self.names = module.__dict__
+        self.names.update(__builtins__=builtins, display=self.display)
+        self.count = 0
+        self.loop = None
+        sys.displayhook = self.show
+
+    def version(self):
+        return "python " + ".".join(map(str, sys.version_info[:3]))
+
+    def show(self, value):
+        if value is not None:
+            self.names["_"] = value
+            self.display(value)
+
+    def display(self, *values):
+        for value in values:
+            data = {"text/plain": repr(value)}
+            for kind, method in SIGHT.items():
+                if not isinstance(value, type) and callable(getattr(value, method, None)):
+                    data[kind] = getattr(value, method)()
+            print(as_text(data))
+
+    def run(self, code):
+        """True: it raised nothing."""
+        self.count += 1
+        name = f"<cell {self.count}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+        try:
+            body = ast.parse(code, name).body
+            last = body.pop().value if body and isinstance(body[-1], ast.Expr) else None
+            self.do(ast.Module(body, []), name, "exec")
+            if last is not None:
+                sys.displayhook(self.do(ast.Expression(last), name, "eval"))
+            return True
+        except SystemExit as error:
+            print(f"SystemExit: {error.code}")  # names are kept: only our caller ends this process
+        except SyntaxError as error:
+            traceback.print_exception(type(error), error, None)
+            if code.lstrip().startswith(("!", "%")):
+                print("(this is plain Python, without IPython's magics; use subprocess for commands)", file=sys.stderr)
+        except BaseException as error:
+            traceback.print_exception(type(error), error, without_ours(error.__traceback__))
+        return False
+
+    def do(self, tree, name, mode):
+        code = compile(tree, name, mode, AWAITABLE, dont_inherit=True)
+        found = eval(code, self.names)
+        if not code.co_flags & AWAITS:
+            return found
+        if self.loop is None:
+            import asyncio
+
+            self.loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self.loop)
+        return self.loop.run_until_complete(found)
+
+
+class Interactive:
+    """IPython's own shell, without history on disk, colours and pagers."""
+
+    def __init__(self):
+        from IPython import __version__
+        from IPython.core.displayhook import DisplayHook
+        from IPython.core.displaypub import DisplayPublisher
+        from IPython.core.interactiveshell import InteractiveShell
+        from traitlets.config import Config
+
+        class Shown(DisplayHook):
+            def write_output_prompt(self):
+                pass
+
+            def write_format_data(self, format_dict, md_dict=None):
+                print(as_text(format_dict))
+
+        class Published(DisplayPublisher):
+            def publish(self, data, *_, **__):
+                print(as_text(data))
+
+            def clear_output(self, wait=False):
+                pass
+
+        class Shell(InteractiveShell):
+            displayhook_class = Shown
+            display_pub_class = Published
+            system = InteractiveShell.system_raw  # straight to our descriptors, not through a terminal of its own
+
+            def _get_exc_info(self, exc_tuple=None):
+                kind, error, frames = super()._get_exc_info(exc_tuple)
+                return kind, error, without_ours(frames)
+
+            def ask_exit(self):
+                print("(Python goes on; its state is kept)")
+
+        config = Config()
+        config.DisplayFormatter.active_types = ["text/plain", *SIGHT]
+        config.HistoryManager.enabled = False
+        config.HistoryManager.hist_file = ":memory:"
+        config.InteractiveShell.display_page = True
+        config.InteractiveShell.enable_tip = False
+        config.InteractiveShell.colors = "NoColor" if int(__version__.partition(".")[0]) < 9 else "nocolor"
+        for advice in ("To exit: use", "Output cache limit"):  # after sys.exit(), and after a thousand values
+            warnings.filterwarnings("ignore", message=advice)
+        folder = None  # IPython's own choice, in the home
+        if not os.access(os.path.expanduser("~"), os.W_OK):
+            folder = tempfile.mkdtemp(prefix="ipython-")
+        self.shell = Shell.instance(config=config, ipython_dir=folder)
+        self.about = f"ipython {__version__}"
+
+    def version(self):
+        return self.about
+
+    def run(self, code):
+        return self.shell.run_cell(code, store_history=True).success
+
+
+def nobody_types(prompt="", *_, **__):
+    raise EOFError("nobody can type here: give the value in the code, or read a file")
+
+
+# --- the loop -----------------------------------------------------------------------------------------
+
+
+def out_of_reach(fd):
+    """The same pipe under a number that no cell finds by chance, and that no child process gets."""
+    for floor in (OUT_OF_REACH, 100, 3):
+        try:
+            moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
+        except OSError:  # beyond the limit of open files
+            continue
+        return moved
+    raise OSError("no descriptor is left")
+
+
+class Worker:
+    def __init__(self, requests, replies, path):
+        self.requests, self.replies, self.output = (out_of_reach(fd) for fd in (requests, replies, 1))
+        os.close(requests)
+        os.close(replies)
+        self.path = path
+        self.pid = os.getpid()
+        self.is_at_work = False
+        self.left = b""
+        self.stdout, self.stderr = self.stream(1), self.stream(2)
+        try:
+            import ctypes
+
+            self.flush_c = ctypes.CDLL(None).fflush
+        except Exception:  # a Python without it, or without shared libraries
+            self.flush_c = lambda _: None
+
+    def stream(self, fd):
+        return Stream(open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace")
+
+    def restore(self):
+        for fd in (1, 2):
+            os.dup2(self.output, fd)
+        if self.stdout.closed or self.stderr.closed:
+            self.stdout, self.stderr = self.stream(1), self.stream(2)
+        sys.stdout, sys.stderr = self.stdout, self.stderr
+        builtins.input = nobody_types
+        signal.signal(signal.SIGINT, self.on_interrupt)
+
+    def on_interrupt(self, *_):
+        if self.is_at_work:  # else it came late: the cell had ended by itself
+            raise KeyboardInterrupt
+
+    def next_code(self):
+        while b"\n" not in self.left:
+            data = os.read(self.requests, 4096)
+            if not data:
+                os._exit(0)  # nobody asks any more
+            self.left += data
+        line, _, self.left = self.left.partition(b"\n")
+        number, size = map(int, line.split())
+        with open(self.path, "rb") as file:
+            return number, file.read(size).decode("utf-8", "replace")
+
+    def cell(self, runner, code):
+        try:
+            try:
+                self.is_at_work = True
+                return "ok" if runner.run(code) else "raised"
+            finally:
+                self.is_at_work = False
+        except KeyboardInterrupt:
+            print("KeyboardInterrupt", file=self.stderr)
+        except BaseException:
+            traceback.print_exc(file=self.stderr)
+        return "raised"
+
+    def flush(self):
+        for stream in {sys.stdout, sys.stderr, self.stdout, self.stderr}:
+            try:
+                stream.flush()
+            except Exception:  # closed, or something of the cell's own
+                pass
+        self.flush_c(None)
+
+    def serve(self, runner):
+        self.restore()
+        self.reply(0, runner.version())
+        while True:
+            number, code = self.next_code()
+            self.restore()
+            word = self.cell(runner, code)
+            self.flush()
+            if os.getpid() != self.pid:  # the cell forked, and this is the child
+                os._exit(0)
+            self.reply(number, word)
+
+    def reply(self, number, text):
+        try:
+            os.write(self.replies, f"{number} {text}\n".encode())
+        except OSError:  # nobody listens any more
+            os._exit(0)
+
+
+def main():
+    sys.path.pop(0)  # where this file lies
+    worker = Worker(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sys.argv[:] = [""]
+    try:
+        runner = Interactive()
+    except Exception:  # not there, or broken there
+        runner = Plain()
+    sys.path.insert(0, "")  # as in any interactive Python; after the import, which no file of the agent's may shadow
+    worker.serve(runner)
+
+
+if __name__ == "__main__":
+    main()

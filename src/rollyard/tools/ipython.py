@@ -1,0 +1,311 @@
+"""Python that lasts for a rollout: a process in the sandbox that runs cells; names and imports persist.
+
+It is the image's own `python3`, because its packages are what the agent wants: with IPython where the image has it,
+plain otherwise. Where the image has no Python, it is ours (`rollyard.sandbox.python`), with IPython. A cell is handed
+over in a file that the sandbox sees read-only; what it prints and its end come back on pipes. No port, no polling.
+
+Invariants. What comes back only informs the model: code in the same process can forge it. A call ends within its
+timeout plus bounded steps: an interrupt, then a new process (`INTERRUPT_S`, `START_S`). When the process is lost the
+model is told that its state is, and what it asked for is not run in an empty one. Only the end of the sandbox itself
+raises. Opening waits for nothing: the process starts while the rest of INIT goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from rollyard.core import Json, new_id
+from rollyard.sandbox.base import WORKDIR, Sandbox
+from rollyard.tools._ipython_process import REPLIES, REQUESTS, PythonProcess
+from rollyard.tools._output import Output
+from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
+
+INTERRUPTS, INTERRUPT_S = 2, 1.0
+"""How often a cell is interrupted, and how long it may take to end each time; then its process is killed. The first
+may come too early, before the cell has begun."""
+
+START_S = 30.0
+"""How long one Python may take to say that it is there. IPython needs 0.6 s, more on a busy machine."""
+
+EXIT_S = 0.3
+
+_ENV = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "NO_COLOR": "1", "COLUMNS": "120", "MPLBACKEND": "Agg"}
+
+Command = tuple[Sequence[str], Mapping[str, str]]
+"""How a Python is started: its arguments, and the variables that it needs."""
+
+IMAGES_OWN: Command = (("python3",), {})
+
+
+class CellOutcome(StrEnum):
+    COMPLETED = "completed"  # it ended by itself; `is_raised` says how
+    TIMEOUT = "timeout"  # it was interrupted at its deadline
+    DIED = "died"  # its process ended, or no longer answers
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    outcome: CellOutcome
+    output: str
+    is_raised: bool = False  # it ended by an exception, which the output tells
+    status: int | None = None  # of the process, if that ended
+    omitted_bytes: int = 0
+    is_restarted: bool = False  # a new process stands there now; the old one's state is lost
+
+
+class NoPython(Exception):
+    """The sandbox lives, but no Python starts in it."""
+
+
+class PythonSession:
+    """`PythonSession(sandbox, …)` begins to start it, then `run`; one cell at a time. Ended by `close()`."""
+
+    def __init__(self, sandbox: Sandbox, pythons: Sequence[Command], *, output_bytes: int, cwd: str = WORKDIR) -> None:
+        self._sandbox, self._pythons, self._cwd = sandbox, pythons, cwd
+        self._output = Output(output_bytes)
+        self._turn = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        name = new_id("ipython")
+        self._worker, self._path = f"{sandbox.control_path}/{name}.py", f"{sandbox.control_path}/{name}"
+        with contextlib.closing(_Shown(sandbox.control_dir / f"{name}.py")) as worker:
+            worker.write(Path(__file__).with_name("_ipython_worker.py").read_bytes())
+        self._file = _Shown(sandbox.control_dir / name)
+        self._live: PythonProcess | None = None
+        self.about = ""  # "ipython 9.0.2" or "python 3.12.1", once it runs
+        self._starting: asyncio.Task[PythonProcess] | None = asyncio.get_running_loop().create_task(self._start())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+            _forget(self._starting)
+        if self._live is not None:
+            await self._live.close()
+        self._file.close()
+
+    # --- its life ---
+
+    async def _start(self) -> PythonProcess:
+        """A process that has said hello. NoPython if there is none to be had."""
+        # The agent may have shut its own working directory; then the root has to do.
+        for cwd, (argv, env) in itertools.product((self._cwd, "/"), self._pythons):
+            live = self._live = PythonProcess(self._output)
+            hello = live.expect(0)
+            try:
+                process = await self._sandbox.spawn(
+                    [*argv, self._worker, str(REQUESTS), str(REPLIES), self._path],
+                    fds=live.fds,
+                    cwd=cwd,
+                    env={**_ENV, **env},
+                )
+                live.started(process)
+                await asyncio.wait([hello], timeout=START_S)
+            except BaseException:
+                await live.close()
+                raise
+            if hello.done() and (about := hello.result()) is not None:
+                self.about = about
+                self._output.clear()  # what an import warned of
+                return live
+            await live.close()
+        said, _ = self._output.text()
+        self._output.clear()
+        raise NoPython(f"no Python starts in this sandbox: {said.strip()[-500:]}")
+
+    async def _ready(self) -> PythonProcess:
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start())
+        await asyncio.wait([self._starting])  # not cancelled with us: the next call finds it
+        if self._starting.cancelled() or self._starting.exception() is not None:
+            failed, self._starting = self._starting, None  # the next call tries again
+            return failed.result()
+        return self._starting.result()
+
+    async def _renew(self) -> None:
+        if self._live is not None:
+            await self._live.close()
+        if self._starting is not None:
+            _forget(self._starting)
+        self._starting = None
+        await self._ready()
+
+    # --- cells ---
+
+    async def run(self, code: str, timeout_s: float, *, restart: bool = False) -> CellResult:
+        """Runs it, in a new process if asked. Raises NoPython, or that the sandbox is gone (SandboxLost, …)."""
+        async with self._turn:
+            if restart and self._starting is not None and self._starting.done():
+                self._output.clear()
+                await self._renew()
+            live = await self._ready()
+            if live.is_lost:
+                return await self._lost(live, CellOutcome.DIED)
+            data = code.encode("utf-8", "replace")  # half a surrogate pair is what models sometimes write
+            self._file.write(data)
+            answer = live.ask(next(self._numbers), len(data))
+            outcome = CellOutcome.COMPLETED
+            try:
+                done, _ = await asyncio.wait([answer], timeout=max(timeout_s, 0.0))
+                if not done:
+                    outcome = CellOutcome.TIMEOUT
+                    for _ in range(INTERRUPTS):
+                        live.interrupt()
+                        done, _ = await asyncio.wait([answer], timeout=INTERRUPT_S)
+                        if done:
+                            break
+            except asyncio.CancelledError:
+                await live.close()  # whatever it was doing; a later call is told
+                raise
+            word = answer.result() if done else None
+            if word is None:
+                return await self._lost(live, outcome if outcome is CellOutcome.TIMEOUT else CellOutcome.DIED)
+            text, omitted = self._output.text()
+            self._output.clear()
+            return CellResult(outcome, text, word != "ok", None, omitted)
+
+    async def _lost(self, live: PythonProcess, outcome: CellOutcome) -> CellResult:
+        """Ends what is left of the process and starts another; the output so far is kept."""
+        status = await live.ended(EXIT_S) if live.is_lost else None
+        text, omitted = self._output.text()
+        self._output.clear()
+        await self._renew()
+        return CellResult(outcome, text, True, status, omitted, is_restarted=True)
+
+
+def _forget(done: asyncio.Task[PythonProcess]) -> None:
+    """Nobody asks for its failure any more: nobody is told."""
+    if not done.cancelled():
+        done.exception()
+
+
+class _Shown:
+    """A file of the control folder that whoever the sandbox runs as can read; rewritten in place."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        os.fchmod(self._fd, 0o644)
+
+    def write(self, data: bytes) -> None:
+        os.ftruncate(self._fd, 0)
+        view, at = memoryview(data), 0
+        while at < len(data):
+            at += os.pwrite(self._fd, view[at:], at)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+# --- the tool -----------------------------------------------------------------------------------------
+
+SPEC = ToolSpec(
+    name="ipython",
+    description=(
+        "Runs Python code in a persistent interpreter and returns what it prints and the value of its last expression."
+        " Variables, functions and imports persist between calls. Nobody can type: input() fails."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "code": {"type": "string", "description": "The Python code to run; may have several lines."},
+            "restart": {"type": "boolean", "description": "First start a new interpreter; all state is lost."},
+        },
+        "required": ["code"],
+        "additionalProperties": False,
+    },
+)
+
+
+class IPythonTool:
+    """The Python of one rollout."""
+
+    def __init__(self, session: PythonSession) -> None:
+        self._session = session
+
+    @property
+    def spec(self) -> ToolSpec:
+        return SPEC
+
+    async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
+        code, restart = arguments.get("code", ""), arguments.get("restart", False)
+        if unknown := arguments.keys() - {"code", "restart"}:
+            return ToolResult(f"Unknown argument: {', '.join(sorted(unknown))}.", is_error=True)
+        if not isinstance(restart, bool):
+            return ToolResult("`restart` must be true or false.", is_error=True)
+        if not isinstance(code, str) or ("code" not in arguments and not restart):
+            return ToolResult("`code` must be a string.", is_error=True)
+        try:
+            result = await self._session.run(code, timeout_s, restart=restart)
+        except NoPython as error:  # the next call tries again
+            return ToolResult(f"[{error}]", is_error=True)
+        notes: list[str] = []
+        if restart:
+            notes.append("Python was started anew, as asked")
+        if result.outcome is CellOutcome.TIMEOUT:
+            notes.append(f"timed out after {timeout_s:g} s and was interrupted")
+        elif result.outcome is CellOutcome.DIED:
+            notes.append(f"the Python process {_told(result.status)}")
+        if result.is_restarted:
+            notes.append("Python was started anew: variables, functions and imports are lost")
+        text = result.output.rstrip("\n")
+        content = "\n".join(filter(None, [text, f"[{'; '.join(notes)}]" if notes else ""])) or "(no output)"
+        info: dict[str, Json] = {
+            "outcome": str(result.outcome),
+            "is_raised": result.is_raised,
+            "status": result.status,
+            "omitted_bytes": result.omitted_bytes,
+            "is_restarted": result.is_restarted,
+            "python": self._session.about,
+        }
+        return ToolResult(content, is_error=result.outcome is not CellOutcome.COMPLETED, info=info)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+def _told(status: int | None) -> str:
+    if status is None:
+        return "stopped answering"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}" + (", perhaps for want of memory" if -status == signal.SIGKILL else "")
+
+
+@dataclass(frozen=True, slots=True)
+class IPythonKind:
+    """Opens it; see `rollyard.tools.base.ToolKind`."""
+
+    spec: ToolSpec = SPEC
+    needs_sandbox: bool = True
+    needs_python: bool = True
+
+    async def open(self, context: ToolContext) -> IPythonTool:
+        if context.sandbox is None:
+            raise RuntimeError("ipython needs a sandbox")
+        pythons = [IMAGES_OWN]
+        if context.python is not None:
+            pythons.append((context.python.argv, context.python.env))
+        return IPythonTool(PythonSession(context.sandbox, pythons, output_bytes=context.output_bytes))
+
+
+IPYTHON = IPythonKind()

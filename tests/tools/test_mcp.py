@@ -1,0 +1,445 @@
+"""MCP servers as tools: run inside real sandboxes, and reached over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import uvloop
+
+from rollyard.core import Blame, Json
+from rollyard.core.failure import (
+    SandboxEndedByPolicy,
+    SandboxLost,
+    SetupFailed,
+    TaskInvalid,
+    ToolUnreachable,
+    UnknownTool,
+)
+from rollyard.sandbox import BubblewrapRuntime, Sandbox, SandboxSpec
+from rollyard.sandbox.doorway import Doorway
+from rollyard.testing.sandbox_conformance import eventually
+from rollyard.tools import _mcp_link, _mcp_pipes
+from rollyard.tools._mcp_pipes import Lines
+from rollyard.tools._mcp_tool import McpTool, _names
+from rollyard.tools.base import ToolContext, ToolResult
+from rollyard.tools.mcp import McpSource, OutsideServer, mcp_sources
+from rollyard.tools.mcp_proxy import BODY_BYTES, McpProxy
+from tests.tools.mcp_parts import BY_HAND, LIBRARY, REAL, loopback, outside, same_python, served
+
+PYTHON = ("python3", "-u", "server.py")
+
+
+@pytest.fixture
+async def sandbox(tmp_path: Path) -> AsyncGenerator[Sandbox, None]:
+    async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
+        yield await runtime.start(SandboxSpec(binds=(LIBRARY,)), lease_s=60.0)
+
+
+class Opened:
+    """The tools of a server, by the names that it has for them."""
+
+    def __init__(self, tools: Mapping[str, McpTool]) -> None:
+        self.tools = tools
+
+    async def call(self, name: str, timeout_s: float = 20.0, **arguments: Json) -> ToolResult:
+        return await self.tools[name].call(arguments, timeout_s=timeout_s)
+
+
+async def opened(source: McpSource, sandbox: Sandbox | None = None, output_bytes: int = 16_384) -> Opened:
+    tools = await source.open(ToolContext(sandbox, output_bytes))
+    return Opened({tool._name: tool for tool in tools if isinstance(tool, McpTool)})
+
+
+@pytest.fixture
+async def by_hand(sandbox: Sandbox) -> AsyncGenerator[Opened, None]:
+    await sandbox.write("server.py", BY_HAND.encode())
+    found = await opened(McpSource("hand", PYTHON), sandbox)
+    yield found
+    for tool in found.tools.values():
+        await tool.close()
+
+
+# --- inside ---------------------------------------------------------------------------------------------
+
+
+async def test_a_real_server_in_the_sandbox_gives_its_tools_and_keeps_its_state(sandbox: Sandbox) -> None:
+    if not same_python():
+        pytest.skip("the host's /usr/bin/python3 is of another version than this one: it cannot import our packages")
+    await sandbox.write("server.py", REAL.encode())
+    found = await opened(McpSource("counter", PYTHON, {"SECRET": "s3"}), sandbox)
+    spec = found.tools["add"].spec
+    assert (spec.name, spec.description) == ("counter__add", "Adds to the count.")
+    assert spec.parameters["required"] == ["number"]
+    assert (await found.call("add", number=2)).content == "count is 2"
+    assert (await found.call("add", number=3)).content == "count is 5"
+    assert '"secret": "s3"' in (await found.call("where")).content
+    wrong = await found.call("add", number="many")
+    assert wrong.is_error
+    await found.tools["add"].close()
+
+
+def test_it_works_on_uvloop_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
+            sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
+            await sandbox.write("server.py", BY_HAND.encode())
+            found = await opened(McpSource("hand", PYTHON), sandbox)
+            assert (await found.call("echo", a=1)).content == 'echo 1 {"a": 1}'
+            assert "status 3" in (await found.call("die")).content
+            assert "echo 1" in (await found.call("echo")).content
+            await found.tools["echo"].close()
+
+    uvloop.run(main())
+
+
+async def test_garbage_and_notifications_break_nothing(by_hand: Opened) -> None:
+    for name in ("garbage", "notify", "garbage", "echo"):
+        result = await by_hand.call(name)
+        assert not result.is_error, result
+        assert result.content.startswith(name)
+
+
+async def test_a_message_that_is_too_long_costs_one_call(by_hand: Opened) -> None:
+    result = await by_hand.call("huge")
+    assert result.is_error
+    assert "more than 4194304 bytes" in result.content
+    assert (await by_hand.call("echo")).content == "echo 2 {}"  # the same server
+
+
+async def test_who_floods_us_is_ended(by_hand: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_mcp_pipes, "FLOOD_BYTES", 1 << 20)
+    result = await by_hand.call("flood")
+    assert result.is_error
+    assert "more than 1048576 bytes" in result.content
+    assert "echo 1" in (await by_hand.call("echo")).content
+
+
+async def test_a_server_that_dies_says_so_and_is_started_again(by_hand: Opened) -> None:
+    await by_hand.call("echo")
+    died = await by_hand.call("die")
+    assert died.is_error
+    assert "status 3" in died.content
+    assert "oh no" in died.content
+    assert "state is lost" in died.content
+    again = await by_hand.call("echo")
+    assert again.content == "[the server hand had ended and was started anew; its state is lost]\necho 1 {}"
+    assert (await by_hand.call("echo")).content == "echo 2 {}"
+
+
+async def test_a_server_that_was_killed_between_two_calls_is_started_again(by_hand: Opened, sandbox: Sandbox) -> None:
+    await by_hand.call("echo")
+    other = by_hand.tools["echo"]._link._other
+    assert other is not None
+    await sandbox.exec("pkill -9 -f server.py", timeout_s=10)
+    await eventually(lambda: other.is_dead, "its end is seen")
+    again = await by_hand.call("echo")
+    assert "started anew" in again.content
+    assert not again.is_error
+
+
+async def test_a_call_ends_at_its_timeout_and_the_server_lives_on(by_hand: Opened) -> None:
+    late = await by_hand.call("hang", timeout_s=0.5)
+    assert late.is_error
+    assert "no answer within 0.5 s" in late.content
+    assert (await by_hand.call("echo")).content == "echo 2 {}"
+
+
+async def test_a_server_that_does_not_read_is_ended(by_hand: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcp.shared.jsonrpc_dispatcher._ABANDON_WRITE_TIMEOUT", 0.1)
+    await by_hand.call("deaf")
+    unread = await by_hand.call("echo", timeout_s=0.5, a="x" * 200_000)
+    assert unread.is_error
+    assert "did not even read" in unread.content
+    assert "echo 1" in (await by_hand.call("echo")).content
+
+
+async def test_errors_other_contents_and_nonsense_are_told(by_hand: Opened) -> None:
+    failed = await by_hand.call("fail")
+    assert failed.is_error
+    assert failed.content.startswith("fail 1")
+    refused = await by_hand.call("refuse")
+    assert refused.is_error
+    assert "bad arguments" in refused.content
+    kinds = await by_hand.call("kinds")
+    assert kinds.content == '[image/png, 6 bytes]\ninner\n[link to file:///b]\n{"a": [1]}'
+    nonsense = await by_hand.call("nonsense")
+    assert nonsense.is_error
+    assert "no tool result" in nonsense.content
+    assert (await by_hand.call("deep")).content.startswith('{"d": [[[')
+
+
+async def test_what_a_server_says_of_its_output_cannot_hold_the_loop(by_hand: Opened) -> None:
+    assert not (await by_hand.call("schema")).is_error  # matched, that pattern takes longer than the universe lasts
+
+
+async def test_output_is_cut(sandbox: Sandbox) -> None:
+    await sandbox.write("server.py", BY_HAND.encode())
+    found = await opened(McpSource("hand", PYTHON), sandbox, output_bytes=1000)
+    result = await found.call("echo", a="x" * 50_000)
+    assert len(result.content) < 1100
+    assert "left out" in result.content
+    await found.tools["echo"].close()
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("sh", "-c", "echo broken >&2; exit 7"), "status 7; on standard error: broken"),
+        (("no-such-program",), "no-such-program"),
+        (("sh", "-c", "yes '{}' | head -c 4000000; sleep 60"), "50000 lines"),
+    ],
+)
+async def test_a_program_that_is_no_server_is_the_tasks_fault(
+    sandbox: Sandbox, command: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(SetupFailed, match=why) as failed:
+        await McpSource("hand", command).open(ToolContext(sandbox))
+    assert failed.value.blame is Blame.TASK
+
+
+async def test_a_server_that_never_answers_is_given_up_and_killed(sandbox: Sandbox) -> None:
+    source = McpSource("hand", ("sh", "-c", "echo slow >&2; exec sleep 3601"), start_s=0.5)
+    with pytest.raises(SetupFailed, match=r"did not answer within 0\.5 s"):
+        await source.open(ToolContext(sandbox))
+    left = await sandbox.exec("pgrep -f 'sleep [3]601'; true", timeout_s=10)
+    assert left.stdout == b""
+
+
+async def test_when_the_sandbox_is_gone_the_call_raises_what_that_means(by_hand: Opened, sandbox: Sandbox) -> None:
+    await sandbox.kill()
+    with pytest.raises((SandboxLost, SandboxEndedByPolicy)):
+        await by_hand.call("echo")
+
+
+async def test_closing_one_tool_ends_the_server_and_leaves_no_descriptor(sandbox: Sandbox) -> None:
+    await sandbox.write("server.py", BY_HAND.encode())
+    await (await opened(McpSource("hand", PYTHON), sandbox)).tools["echo"].close()
+
+    def descriptors() -> int:
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    before = descriptors()
+    for _ in range(3):
+        found = await opened(McpSource("hand", PYTHON), sandbox)
+        await found.tools["hang"].close()
+        await found.tools["echo"].close()
+        assert (await found.call("echo")).is_error  # its rollout is over
+    await eventually(lambda: descriptors() <= before, "all are closed")
+    left = await sandbox.exec("pgrep -f '[s]erver.py'; true", timeout_s=10)
+    assert left.stdout == b""
+
+
+# --- names and what a task says -------------------------------------------------------------------------
+
+
+def test_tool_names_are_valid_short_and_each_once() -> None:
+    names = _names("s", ["a.b", "a/b", "x" * 80, "x" * 80 + "y", "same", "same", "ok-1"])
+    assert len(set(names)) == len(names)
+    assert all(len(name) <= 64 and name.startswith("s__") for name in names)
+    assert (names[0], names[-1]) == ("s__a_b", "s__ok-1")
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        (["x"], "an object of servers"),
+        ({"a b": {"command": ["x"]}}, "as a name"),
+        ({"a__b": {"command": ["x"]}}, "as a name"),
+        ({"a": {}}, "either a command or a server"),
+        ({"a": {"command": ["x"], "server": "s"}}, "either a command or a server"),
+        ({"a": {"command": "x"}}, "a list of strings"),
+        ({"a": {"command": []}}, "a list of strings"),
+        ({"a": {"command": ["x\0"]}}, "a list of strings"),
+        ({"a": {"command": ["x"], "env": {"A": 1}}}, "an object of strings"),
+        ({"a": {"command": ["x"], "url": "http://h"}}, "url: unknown"),
+        ({"a": {"server": "known", "inside": 1}}, "true or false"),
+    ],
+)
+def test_a_wrong_shape_is_refused_at_submit(option: Json, why: str) -> None:
+    with pytest.raises(TaskInvalid, match=why):
+        mcp_sources(option, {"known": OutsideServer("http://h")})
+
+
+def test_only_the_operators_servers_can_be_named() -> None:
+    servers = {"known": OutsideServer("http://h", {"authorization": "s3cret"})}
+    (source,) = mcp_sources({"k": {"server": "known", "inside": True}}, servers)
+    assert (source.server, source.needs_sandbox) == (servers["known"], True)
+    assert "s3cret" not in repr(source)
+    with pytest.raises(UnknownTool, match="the operator has named: known"):
+        mcp_sources({"k": {"server": "http://evil"}}, servers)
+
+
+def test_lines_are_cut_at_their_limit_whatever_the_chunks() -> None:
+    data = b"ab\n" + b"x" * 11 + b"\n" + b"y" * 10 + b"\n" + b"z" * 50 + b"\nend\nrest"
+    wanted = [b"ab", None, b"y" * 10, None, b"end"]
+    for size in (1, 3, 7, 1000):
+        lines = Lines(10)
+        found = [line for start in range(0, len(data), size) for line in lines.feed(data[start : start + size])]
+        assert found == wanted
+        assert len(lines._begun) <= 10
+
+
+# --- outside --------------------------------------------------------------------------------------------
+
+
+async def test_a_server_outside_is_called_with_the_operators_headers() -> None:
+    async with served(outside().streamable_http_app()) as url:
+        found = await opened(McpSource("out", server=OutsideServer(url, {"authorization": "Bearer s3"})))
+        assert sorted(tool.spec.name for tool in found.tools.values()) == ["out__add", "out__header", "out__slow"]
+        assert (await found.call("add", number=2)).content == "count is 2"
+        assert "Bearer s3" in (await found.call("header")).content
+        late = await found.call("slow", timeout_s=0.3)
+        assert late.is_error
+        assert (await found.call("add", number=2)).content == "count is 4"
+        await found.tools["add"].close()
+
+
+async def test_a_server_outside_that_is_restarted_is_told_and_found_again() -> None:
+    sock = loopback()
+    port = sock.getsockname()[1]
+    async with served(outside().streamable_http_app(), sock) as url:
+        found = await opened(McpSource("out", server=OutsideServer(url)))
+        assert (await found.call("add", number=2)).content == "count is 2"
+    async with served(outside().streamable_http_app(), loopback(port)):
+        forgotten = await found.call("add", number=1)
+        assert forgotten.is_error, forgotten  # it does not know the session
+        again = await found.call("add", number=1)
+        assert "count is 1" in again.content
+        assert "state is lost" in again.content
+    down = await found.call("add", number=1)
+    assert down.is_error, down  # nobody is there
+    async with served(outside().streamable_http_app(), loopback(port)):
+        again = await found.call("add", number=1)
+        assert "count is 1" in again.content
+        assert "state is lost" in again.content
+        await found.tools["add"].close()
+
+
+async def test_a_server_outside_that_is_not_there_is_infrastructures_fault() -> None:
+    with loopback() as sock:
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}/mcp"
+        with pytest.raises(ToolUnreachable) as failed:
+            await McpSource("out", server=OutsideServer(url), start_s=5.0).open(ToolContext(None))
+    assert failed.value.blame is Blame.INFRA
+    assert failed.value.retryable
+
+
+# --- through the doorway --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def door() -> AsyncGenerator[tuple[Doorway, str], None]:
+    """A doorway with a proxy to a real server."""
+    sock = loopback()
+    sock.listen(16)
+    doorway = Doorway(sock, port=sock.getsockname()[1])
+    async with served(outside().streamable_http_app()) as url:
+        proxy = McpProxy({"out": OutsideServer(url, {"authorization": "Bearer s3"})})
+        await doorway.serve(proxy)
+        yield doorway, url
+        doorway.close()
+        await proxy.close()
+
+
+async def test_a_client_inside_uses_a_server_through_the_doorway(door: tuple[Doorway, str]) -> None:
+    url = f"{door[0].url}/mcp/out"
+    inside = OutsideServer(url, {"authorization": "mine", "cookie": "a=b", "x-inside": "1"})
+    found = await opened(McpSource("through", server=inside))
+    assert (await found.call("add", number=2)).content == "count is 2"
+    headers = (await found.call("header")).content
+    assert headers == '{"authorization": "Bearer s3", "cookie": null, "x-inside": null}'
+    await found.tools["add"].close()
+
+
+async def test_the_proxy_has_only_what_the_task_named_and_bounds_what_goes_in(door: tuple[Doorway, str]) -> None:
+    base = door[0].url
+    async with aiohttp.ClientSession() as client:
+
+        async def status(method: str, path: str, data: bytes = b"") -> int:
+            async with client.request(method, base + path, data=data) as answer:
+                return answer.status
+
+        assert await status("POST", "/mcp/other") == 404
+        assert await status("POST", "/mcp/out/../other") == 404
+        assert await status("GET", "/") == 404
+        assert await status("PUT", "/mcp/out") == 405
+        for size, status_then in ((BODY_BYTES, 400), (BODY_BYTES + 1, 413)):  # 400: the server's own word, no JSON
+            headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
+            async with client.post(f"{base}/mcp/out", data=_chunks(b"x" * size), headers=headers) as answer:
+                assert answer.status == status_then
+
+
+async def _chunks(data: bytes) -> AsyncGenerator[bytes, None]:
+    for start in range(0, len(data), 1 << 16):
+        yield data[start : start + (1 << 16)]
+
+
+async def test_the_proxy_says_502_when_the_server_is_away_and_follows_no_redirect() -> None:
+    asked: list[str] = []
+
+    async def elsewhere(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            asked.append(scope["path"])
+            headers = [(b"location", b"http://127.0.0.1:1/secret"), (b"set-cookie", b"a=b")]
+            await send({"type": "http.response.start", "status": 307, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+
+    sock = loopback()
+    sock.listen(16)
+    doorway = Doorway(sock, port=sock.getsockname()[1])
+    with loopback() as nobody:
+        async with served(elsewhere) as url, aiohttp.ClientSession() as client:
+            away = OutsideServer(f"http://127.0.0.1:{nobody.getsockname()[1]}/mcp")
+            proxy = McpProxy({"moved": OutsideServer(url), "away": away})
+            await doorway.serve(proxy)
+            async with client.post(f"{doorway.url}/mcp/moved") as answer:
+                assert (answer.status, "location" in answer.headers, "set-cookie" in answer.headers) == (
+                    502,
+                    False,
+                    False,
+                )
+            async with client.post(f"{doorway.url}/mcp/away") as answer:
+                assert answer.status == 502
+            assert asked == ["/mcp"]
+            doorway.close()
+            await proxy.close()
+
+
+async def test_the_proxy_streams_and_ends_the_request_of_a_client_that_goes_away() -> None:
+    steps: asyncio.Queue[bytes] = asyncio.Queue()
+    gone = asyncio.Event()
+
+    async def events(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": await steps.get(), "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    sock = loopback()
+    sock.listen(16)
+    doorway = Doorway(sock, port=sock.getsockname()[1])
+    async with served(events) as url, aiohttp.ClientSession() as client:
+        proxy = McpProxy({"s": OutsideServer(url)})
+        await doorway.serve(proxy)
+        async with client.get(f"{doorway.url}/mcp/s") as answer:
+            steps.put_nowait(b"data: 1\n\n")
+            assert await answer.content.readuntil(b"\n\n") == b"data: 1\n\n"
+            assert answer.content_type == "text/event-stream"
+            answer.close()
+        await gone.wait()
+        doorway.close()
+        await proxy.close()
+
+
+def test_the_bounds_are_in_order() -> None:
+    assert _mcp_pipes.MESSAGE_BYTES < _mcp_pipes.FLOOD_BYTES
+    assert _mcp_link.END_S < 15  # the native agent's patience with a tool
