@@ -1,0 +1,108 @@
+"""A service run as root: nobody in its sandboxes is root on the host, and no file of theirs is anyone else's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from rollyard.core.failure import SandboxStartFailed
+from rollyard.sandbox import ApptainerRuntime, Bind, BubblewrapRuntime, Sandbox, SandboxSpec
+from rollyard.sandbox._namespaced import UIDS
+from rollyard.sandbox._sandbox import LaunchedSandbox
+from rollyard.testing.sandbox_conformance import started
+from rollyard.tools.shell import Shell
+from tests.sandbox.runtimes import image
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only a service run as root has other uids to give")
+
+KINDS = pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime], ids=lambda kind: kind.name)
+
+
+def uids_below(pid: int) -> set[int]:
+    """Of all processes of a sandbox, the keeper included, as the host sees them."""
+    parents: dict[int, tuple[int, set[int]]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            lines = dict(line.split(":\t", 1) for line in (entry / "status").read_text().splitlines() if ":\t" in line)
+        except OSError:
+            continue
+        parents[int(entry.name)] = (int(lines["PPid"]), {int(word) for word in lines["Uid"].split()})
+    found, level = set[int](), {pid}
+    while level:
+        for each in level:
+            found |= parents[each][1] if each in parents else set()
+        level = {each for each, (parent, _) in parents.items() if parent in level}
+    return found
+
+
+def keeper(sandbox: Sandbox) -> int:
+    assert isinstance(sandbox, LaunchedSandbox)
+    return sandbox.pid
+
+
+@KINDS
+async def test_each_sandbox_has_an_unprivileged_uid_of_its_own(
+    tmp_path: Path, kind: type[BubblewrapRuntime] | type[ApptainerRuntime]
+) -> None:
+    async with kind(root=tmp_path) as runtime, started(runtime) as one, started(runtime) as two:
+        await Shell.open(one)
+        await Shell.open(two)
+        (first,), (second,) = uids_below(keeper(one)), uids_below(keeper(two))
+        assert first != second and first in UIDS and second in UIDS
+        assert one.limits_in_force["user"] == "own"
+        await one.exec("echo mine > file", timeout_s=5.0)
+        (written,) = tmp_path.glob("sbx_*/own/upper/workspace/file")
+        assert written.stat().st_uid == 0  # on disk; the mount shows it as the sandbox's
+
+
+@KINDS
+async def test_a_layer_of_one_uid_serves_another(
+    tmp_path: Path, kind: type[BubblewrapRuntime] | type[ApptainerRuntime]
+) -> None:
+    async with kind(root=tmp_path) as runtime:
+        spec = SandboxSpec(image=image(is_sif=False))
+        sandbox = await runtime.start(spec, lease_s=60.0)
+        await sandbox.exec("echo one > file; mkdir folder; chmod 700 folder; echo x > folder/x", timeout_s=5.0)
+        layer = runtime.layer_root / "layer"
+        await sandbox.freeze(layer)
+        async with (
+            started(runtime) as _,  # takes the uid that was given back
+            started(runtime, SandboxSpec(image=spec.image, layers=(layer,))) as fork,
+        ):
+            result = await fork.exec(
+                "cat file folder/x; echo two >> file; rm -r folder; ls /etc/shadow-", timeout_s=5.0
+            )
+            assert result.stdout == b"one\nx\n", result
+            assert (await fork.exec("cat file; ls", timeout_s=5.0)).stdout == b"one\ntwo\nfile\n"
+        assert (layer / "upper" / "workspace" / "file").read_text() == "one\n"
+
+
+async def test_what_root_alone_may_read_can_be_bound(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("for this sandbox")
+    secret.chmod(0o600)
+    async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
+        spec = SandboxSpec(binds=(Bind(secret, "/given/secret"),))
+        async with started(runtime, spec) as sandbox, started(runtime) as other:
+            assert (await sandbox.exec("cat /given/secret", timeout_s=5.0)).stdout == b"for this sandbox"
+            assert (await sandbox.exec("echo x > /given/secret", timeout_s=5.0)).status != 0
+            assert (await other.exec("ls /given", timeout_s=5.0)).status != 0
+
+
+async def test_uids_are_given_back_and_their_lack_is_told(tmp_path: Path) -> None:
+    async with BubblewrapRuntime(root=tmp_path, uids=range(UIDS.start, UIDS.start + 2)) as runtime:
+        sandboxes = await asyncio.gather(*[runtime.start(SandboxSpec(), lease_s=60.0) for _ in range(2)])
+        with pytest.raises(SandboxStartFailed, match="every uid"):
+            await runtime.start(SandboxSpec(), lease_s=60.0)
+        await sandboxes[0].kill()
+        async with started(runtime):
+            pass
+
+
+async def test_without_uids_it_says_that_sandboxes_are_the_services_own_user(tmp_path: Path) -> None:
+    async with BubblewrapRuntime(root=tmp_path, uids=None) as runtime, started(runtime) as sandbox:
+        assert sandbox.limits_in_force["user"] == "the service's"
+        assert (await runtime.probe())["uids"] != "ok"
