@@ -5,6 +5,8 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import msgspec
 import pytest
 
 from rollyard.core import Outcome, Task
-from rollyard.envs import Environments
+from rollyard.envs import EnvContext, Environment, Environments, Plan
+from rollyard.envs.protected import PROTECTED
+from rollyard.sandbox import Bind
 from rollyard.service.settings import Settings
 from rollyard.testing.script import Reply, Rules
 from tests.pipeline.site import finish, shell, site
@@ -26,7 +30,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 async def test_the_example_environment_runs(tmp_path: Path):
-    (code,) = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+    code, *_ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 22, "twenty lines, as promised"
     names: dict[str, Any] = {}
     exec(compile(code, "write-an-environment.md", "exec"), names)
@@ -40,6 +44,24 @@ async def test_the_example_environment_runs(tmp_path: Path):
             assert rollout.ending.outcome is Outcome.COMPLETED
             assert rollout.ending.score is not None
             assert rollout.ending.score.reward == reward
+
+
+def test_the_example_methods_are_methods_of_an_environment():
+    _, layer_key, plan = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+
+    class Base(Environment):
+        async def prepare(self, context: EnvContext) -> None: ...
+
+    names: dict[str, Any] = {"Base": Base, "Plan": Plan, "PROTECTED": PROTECTED, "Bind": Bind, "Path": Path}
+    exec("class Example(Base):\n" + textwrap.indent(f"{layer_key}\n{plan}", "    "), names)
+    example = type("Example", (Base,), {name: vars(names["Example"])[name] for name in ("layer_key", "plan")})()
+    task = Task("example", {"repository": "r", "commit": "c", "instruction": "x"})
+    assert (
+        example.layer_key(task) == example.layer_key(replace(task, data={**task.data, "instruction": "y"})) is not None
+    )
+    assert example.layer_key(task) != example.layer_key(replace(task, data={**task.data, "commit": "d"}))
+    found = example.plan(task)
+    assert (found.eval_mode, found.eval_binds[0].inside, found.eval_binds[0].is_read_only) == ("same", "/tests", True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -29,10 +29,12 @@ COMMANDS = leaves(get_command(app))
 def test_the_commands_are_those_that_are_promised():
     names = {path[0] for path in COMMANDS}
     assert names == {
-        *("serve", "submit", "rollouts", "engines", "runs", "top", "shell", "doctor", "bench", "config", "demo")
+        *("serve", "submit", "rollouts", "engines", "images", "runs", "top"),
+        *("shell", "doctor", "bench", "config", "demo"),
     }
     assert {path[1] for path in COMMANDS if path[0] == "rollouts"} == {"list", "show", "cancel", "traces", "rescore"}
     assert {path[1] for path in COMMANDS if path[0] == "engines"} == {"list", "add", "remove", "clear"}
+    assert {path[1] for path in COMMANDS if path[0] == "images"} == {"pull", "build", "list", "prune", "remove"}
     assert {path[1] for path in COMMANDS if path[0] == "runs"} == {"list", "create", "delete"}
 
 

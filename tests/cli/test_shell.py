@@ -55,6 +55,16 @@ async def test_what_is_left_is_scored(folder: Path):
     assert status == 0 and "reward 1\n" in err and "tidy: 1" in err
 
 
+@pytest.mark.parametrize("runtime", ["bubblewrap", "local"])
+async def test_what_is_left_is_scored_where_it_is(folder: Path, runtime: str):
+    data = {**TASK["data"], "eval": "same", "checks": ["grep -qx 42 answer.txt && grep -q forty hint.txt"]}
+    (folder / "same.json").write_text(json.dumps({**TASK, "data": data}))
+    argv = ("same.json", "--eval", "--json", "--runtime", runtime)
+    status, out, err = await shell(folder, *argv, stdin="echo 42 > answer.txt\n")
+    assert status == 0, err
+    assert json.loads(out)["reward"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

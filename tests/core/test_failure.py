@@ -35,6 +35,7 @@ STABLE = [
     "sandbox_stuck",
     "verifier_crashed",
     "judge_unreachable",
+    "tool_unreachable",
     "artifact_lost",
     "stalled",
     "lost_to_restarts",

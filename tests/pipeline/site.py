@@ -15,11 +15,15 @@ from rollyard.envs.registry import Environments
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, Tracer
 from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
+from rollyard.sandbox.apptainer import ApptainerRuntime
 from rollyard.sandbox.bubblewrap import BubblewrapRuntime
+from rollyard.sandbox.layers import Layers
+from rollyard.sandbox.python import PythonShelf
 from rollyard.store import SqliteStore, Submission
 from rollyard.testing.script import FolderTokenizer, Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.tools.mcp import OutsideServer
 
 SETTINGS = PipelineSettings(
     init_slots=4, run_slots=8, eval_slots=4, ready_slots=4, tick_s=0.05, drain_s=10.0, max_attempts=3
@@ -56,7 +60,7 @@ class Site:
     store: SqliteStore
     router: Router
     engines: list[ScriptedEngine]
-    runtime: BubblewrapRuntime
+    runtime: BubblewrapRuntime | ApptainerRuntime
     run: Run
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -115,6 +119,10 @@ async def site(
     router_settings: RouterSettings | None = None,
     engine_options: Mapping[str, Any] | None = None,
     tracer: Tracer | None = None,
+    mcp_servers: Mapping[str, OutsideServer] | None = None,
+    layer_bytes: int = 1 << 30,
+    kind: type[BubblewrapRuntime] | type[ApptainerRuntime] = BubblewrapRuntime,
+    pythons: PythonShelf | None = None,
 ) -> AsyncGenerator[Site, None]:
     """Opens everything below `folder`; opening it again is a restart."""
     async with AsyncExitStack() as stack:
@@ -125,18 +133,22 @@ async def site(
         store = await stack.enter_async_context(
             await SqliteStore.open(folder / "test.db", max_attempts=settings.max_attempts)
         )
-        runtime = await stack.enter_async_context(BubblewrapRuntime(root=folder / "sandboxes"))
+        runtime = await stack.enter_async_context(kind(root=folder / "sandboxes"))
+        layers = await stack.enter_async_context(Layers(runtime.layer_root, layer_bytes, remove=runtime.remove))
         router = await stack.enter_async_context(Router(router_settings or RouterSettings(engine_wait_s=5.0)))
         for number, engine in enumerate(played):
             await router.add(EngineSpec(f"e{number}", engine.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
         shop = Workshop(
-            runtimes={"bubblewrap": runtime},
-            default_runtime="bubblewrap",
+            runtimes={kind.name: runtime},
+            default_runtime=kind.name,
             router=router,
             environments=environments or Environments(),
             agents=Agents(),
             renderers=Renderers(),
             artifacts=ArtifactFolder(folder / "artifacts"),
+            mcp_servers=mcp_servers or {},
+            layers={kind.name: layers},
+            pythons=pythons,
         )
         run = run or Run("run")
         await store.put_run(run, {"id": run.id})

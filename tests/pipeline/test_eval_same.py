@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.core import Json, Limits, Outcome, Rollout, SandboxOptions, Score, State, Task
+from rollyard.core import Limits, Outcome, Rollout, SandboxOptions, Score, State, Task
 from rollyard.core.failure import InvalidRequest, VerifierCrashed
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
 from rollyard.envs.protected import PROTECTED, search_paths
@@ -22,7 +22,7 @@ from tests.sandbox.runtimes import image
 BIT = "test -f /workspace/bit"
 
 
-def same_task(*checks: str, **data: Json) -> Task:
+def same_task(*checks: str, **data: Any) -> Task:
     """On a real image, in which the agent may change everything."""
     task = shell_task(checks=list(checks), eval="same", **data)
     limits = replace(task.limits, init_s=60, run_s=60, eval_s=60, tool_s=30)

@@ -36,6 +36,7 @@ class ScalesKind:
     closed: list[str] = field(default_factory=list)
     spec: ToolSpec = SPEC
     needs_sandbox: bool = False
+    needs_python: bool = False
 
     async def open(self, context: ToolContext) -> Scales:
         return Scales(self.weighed, self.closed)
@@ -83,6 +84,7 @@ class Jammed(Scales):
 
 class JammedKind(ScalesKind):
     needs_sandbox = True
+    needs_python = False
 
     async def open(self, context: ToolContext) -> Jammed:
         return Jammed(self.weighed, self.closed)

@@ -103,7 +103,9 @@ async def test_the_status_tells_how_the_whole_stands(tmp_path: Path) -> None:
         assert (status["epoch"], status["is_draining"]) == (1, False)
         assert status["states"]["queued"] == 2
         assert status["pools"]["queue"]["active"] == 2
-        assert status["runtimes"]["local"] == {"is_default": True, "is_isolated": False, "features": {"start": "ok"}}
+        local = status["runtimes"]["local"]
+        assert (local["is_default"], local["is_isolated"], local["features"]) == (True, False, {"start": "ok"})
+        assert (local["breakers"], local["layers"]["kept"], local["layers"]["max_bytes"]) == ([], 0, 20 << 30)
         assert {"shell", "math"} <= set(status["environments"])
         assert "native" in status["agents"]
         assert status["uptime_s"] > 0

@@ -1,9 +1,11 @@
 """Settings: four sources in order, nothing unknown, no secret shown."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from rollyard.cli.config import masked
 from rollyard.service.settings import Settings, SettingsError, load_settings
 
 NOTHING = {"HOME": "/nowhere"}
@@ -96,6 +98,21 @@ def test_no_secret_is_shown() -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings({"admin_tokens": {"a": "hush"}}, NOTHING)
     assert "hush" not in str(caught.value)
+
+
+def test_mcp_servers_are_tables_or_urls_and_their_headers_are_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "rollyard.toml"
+    file.write_text('[mcp_servers.search]\nurl = "https://h/mcp"\nheaders = { Authorization = "Bearer psst" }\n')
+    settings = load_settings({}, NOTHING, file).settings
+    assert settings.mcp_servers["search"].headers["Authorization"].get_secret_value() == "Bearer psst"
+    assert "psst" not in repr(settings) + settings.model_dump_json()
+    assert "psst" not in json.dumps(masked(settings))
+    found = load_settings({}, {**NOTHING, "ROLLYARD_MCP_SERVERS": '{"a": "http://a/mcp"}'}).settings
+    assert found.mcp_servers["a"].url == "http://a/mcp"
+    file.write_text('[mcp_servers.search]\nurl = "https://h/mcp"\nheader = { A = "psst" }\n')
+    with pytest.raises(SettingsError, match="did you mean headers") as caught:
+        load_settings({}, NOTHING, file)
+    assert "psst" not in str(caught.value)
 
 
 def test_places_follow_from_data_dir(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ scores = st.builds(
 failures = st.builds(
     Failure, text, st.just(Blame.POLICY), text, st.booleans(), st.booleans(), st.none() | text, objects
 )
-summaries = st.builds(Summary, small, small, small, small, text, text, text, st.dictionaries(text, text, max_size=2))
+summaries = st.builds(
+    Summary, small, small, small, small, text, text, text, text, st.dictionaries(text, text, max_size=2)
+)
 endings = st.builds(Ending, st.just(Outcome.COMPLETED), scores, summary=summaries, timings=st.builds(Timings, finite))
 failed = st.builds(Ending, st.just(Outcome.TRUNCATED), scores, failures, st.booleans(), summaries)
 tasks = st.builds(Task, text, objects, sampling=st.builds(Sampling, extra=objects))

@@ -216,6 +216,15 @@ async def test_when_the_sandbox_is_gone_the_call_raises_what_that_means(by_hand:
         await by_hand.call("echo")
 
 
+async def test_when_the_sandbox_goes_during_a_call_it_raises_what_that_means(by_hand: Opened, sandbox: Sandbox) -> None:
+    call = asyncio.create_task(by_hand.call("hang"))
+    link = by_hand.tools["hang"]._link
+    await eventually(lambda: bool(getattr(link._other, "_awaited", None)), "it is asked")
+    await sandbox.kill()
+    with pytest.raises((SandboxLost, SandboxEndedByPolicy)):
+        await call
+
+
 async def test_closing_one_tool_ends_the_server_and_leaves_no_descriptor(sandbox: Sandbox) -> None:
     await sandbox.write("server.py", BY_HAND.encode())
     await (await opened(McpSource("hand", PYTHON), sandbox)).tools["echo"].close()
@@ -381,11 +390,13 @@ async def _chunks(data: bytes) -> AsyncGenerator[bytes, None]:
 
 async def test_the_proxy_says_502_when_the_server_is_away_and_follows_no_redirect() -> None:
     asked: list[str] = []
+    accepted: list[bytes] = []
 
     async def elsewhere(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             asked.append(scope["path"])
-            headers = [(b"location", b"http://127.0.0.1:1/secret"), (b"set-cookie", b"a=b")]
+            accepted.extend(value for name, value in scope["headers"] if name == b"accept")
+            headers = [(b"location", b"/secret"), (b"set-cookie", b"a=b")]
             await send({"type": "http.response.start", "status": 307, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
 
@@ -395,7 +406,7 @@ async def test_the_proxy_says_502_when_the_server_is_away_and_follows_no_redirec
     with loopback() as nobody:
         async with served(elsewhere) as url, aiohttp.ClientSession() as client:
             away = OutsideServer(f"http://127.0.0.1:{nobody.getsockname()[1]}/mcp")
-            proxy = McpProxy({"moved": OutsideServer(url), "away": away})
+            proxy = McpProxy({"moved": OutsideServer(url, {"Accept": "operator/s"}), "away": away})
             await doorway.serve(proxy)
             async with client.post(f"{doorway.url}/mcp/moved") as answer:
                 assert (answer.status, "location" in answer.headers, "set-cookie" in answer.headers) == (
@@ -405,7 +416,9 @@ async def test_the_proxy_says_502_when_the_server_is_away_and_follows_no_redirec
                 )
             async with client.post(f"{doorway.url}/mcp/away") as answer:
                 assert answer.status == 502
-            assert asked == ["/mcp"]
+            async with client.post(f"{doorway.url}/mcp/moved", data=_chunks(b"x" * (BODY_BYTES + 1))) as answer:
+                assert answer.status == 413
+            assert (asked, accepted) == (["/mcp"], [b"operator/s"])
             doorway.close()
             await proxy.close()
 

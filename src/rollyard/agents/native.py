@@ -29,7 +29,7 @@ from rollyard.tools.base import Tool, ToolResult
 log = logging.getLogger("rollyard.agents")
 
 FORMATS = ("tools", "bash_block")
-_OPTIONS = frozenset({"format", "tools", "system_prompt"})
+_OPTIONS = frozenset({"format", "tools", "mcp", "system_prompt"})
 _OPENING = re.compile(r"^```bash[^\S\n]*$", re.MULTILINE)
 _CLOSING = re.compile(r"^```[^\S\n]*$", re.MULTILINE)
 
@@ -40,7 +40,7 @@ BASH_BLOCK_PROMPT = (
 
 
 class NativeAgent:
-    """See the module. Options: `format`, `tools` (names; else the environment's), `system_prompt`."""
+    """See the module. Options: `format`, `tools` (names; else the environment's), `mcp` (servers), `system_prompt`."""
 
     name: ClassVar[str] = "native"
     default_tools: ClassVar[tuple[str, ...]] = ()

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rollyard.sandbox.base import Sandbox
 
 CHUNK = 65_536
-SHELL = ("/bin/bash", "-i")
-SCRIPT = ("/bin/bash", "-s")
+SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash -i; exec sh -i")
+SCRIPT = ("sh", "-c", "command -v bash >/dev/null && exec bash -s; exec sh -s")
 
 
 async def interact(sandbox: Sandbox) -> int:

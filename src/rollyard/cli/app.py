@@ -11,6 +11,7 @@ from rollyard.cli.bench import command as bench
 from rollyard.cli.config import config
 from rollyard.cli.doctor import doctor
 from rollyard.cli.engines import engines
+from rollyard.cli.images import images
 from rollyard.cli.rollouts import rollouts
 from rollyard.cli.runs import runs
 from rollyard.cli.serve import serve
@@ -63,6 +64,7 @@ app.command(epilog=_example("rollyard serve --engine http://gpu1:8000 --engine h
 app.command(epilog=_example("rollyard submit tasks.jsonl --group-size 8 --out trajectories.jsonl"))(submit)
 app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list --state ended --limit 20"))
 app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))
+app.add_typer(images, name="images", epilog=_example("rollyard images pull docker://ubuntu:24.04"))
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
 app.command(epilog=_example("rollyard top --interval 0.5"))(top)
 app.command(epilog=_example("rollyard shell tasks.jsonl:3 --eval"))(shell)

@@ -51,6 +51,8 @@ def masked(value: Any) -> Any:
         return {name: masked(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, list | tuple):
         return [masked(item) for item in value]
+    if isinstance(value, dict):
+        return {name: masked(item) for name, item in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 

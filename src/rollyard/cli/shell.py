@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from rollyard.core import Artifact, Message, Rollout, Score
     from rollyard.pipeline import Workshop
     from rollyard.pipeline.stages import Kit
+    from rollyard.sandbox.images import ImageStore
+
+LAYER_BYTES = 1 << 40  # one set-up, for one visit
 
 LEASE_S = 7 * 86_400.0  # a person may think for long; if this process dies, the lifeline ends the sandbox
 
@@ -87,9 +90,14 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
                 if not evaluate:
                     return Visit(status)
                 saved = await shop.artifacts.save(kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt)
+                if kit.plan.eval_mode == "same":
+                    await kit.freeze(shop.layers_of(wanted))
             finally:
                 await kit.close()
-            return Visit(status, await _score(shop, rollout, kit, saved, answer))
+            try:
+                return Visit(status, await _score(shop, rollout, kit, saved, answer))
+            finally:
+                kit.forget()
     except RollyardError as error:
         raise Trouble(f"{line.place}: {error.detail}", error.remedy) from error
 
@@ -104,7 +112,9 @@ async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list[Artifac
     )
     clock = Deadline(rollout.task.limits.eval_s)
     try:
-        return await stages.evaluate(shop, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None)
+        return await stages.evaluate(
+            shop, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None, layers=kit.eval_layers
+        )
     except DeadlineExpired:
         raise Trouble(f"the checks were not done in {clock.budget_s:g} s", "raise limits.eval_s") from None
 
@@ -116,12 +126,16 @@ async def _workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, None
     from rollyard.engines.router import Router, RouterSettings
     from rollyard.envs.registry import Environments
     from rollyard.pipeline import ArtifactFolder, Renderers, Workshop
-    from rollyard.service.build import RUNTIMES
+    from rollyard.sandbox.layers import Layers
+    from rollyard.service.runtimes import NAMES, make_runtime
+    from rollyard.service.settings import load_settings
 
-    if runtime not in RUNTIMES:
-        raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(RUNTIMES)}")
+    if runtime not in NAMES:
+        raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(NAMES)}")
+    settings = load_settings({}, os.environ, None).settings
     async with (
-        RUNTIMES[runtime](root=folder / "sandboxes") as made,
+        make_runtime(runtime, settings, folder / "sandboxes") as made,
+        Layers(made.layer_root, LAYER_BYTES, remove=made.remove) as layers,
         Router(RouterSettings()) as router,
         Environments() as environments,
     ):
@@ -133,7 +147,18 @@ async def _workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, None
             agents=Agents(),
             renderers=Renderers(),
             artifacts=ArtifactFolder(folder / "artifacts"),
+            layers={runtime: layers},
+            images=_image_store(),
         )
+
+
+def _image_store() -> ImageStore:
+    """The service's own: what a task may name there, it may here."""
+    from rollyard.sandbox.images import ImageStore
+    from rollyard.service.build import IMAGES
+    from rollyard.service.settings import load_settings
+
+    return ImageStore(load_settings({}, os.environ).settings.data_dir / IMAGES)
 
 
 def _default_runtime() -> str:

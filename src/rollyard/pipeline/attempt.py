@@ -29,13 +29,14 @@ from rollyard.core import (
     Summary,
     Timings,
 )
-from rollyard.core.failure import EvalDeadline, InternalError, SandboxEndedByPolicy, SandboxStuck
+from rollyard.core.failure import EvalDeadline, InternalError, PolicyFailure, SandboxLost, SandboxStuck
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
 from rollyard.pipeline.base import Shutdown, Verdict, YardDoor
 from rollyard.pipeline.pool import Rank
 from rollyard.pipeline.progress import Progress
 from rollyard.pipeline.settling import Settling
+from rollyard.pipeline.starting import ENDS, ended_by_policy
 from rollyard.sandbox.base import Sandbox
 from rollyard.store.base import Stale
 from rollyard.tokens import verify
@@ -44,6 +45,8 @@ log = logging.getLogger("rollyard.pipeline")
 
 MOST_OVERRUNS = 2
 """Tries at an EVAL that takes too long or loses its sandbox. Then what is judged did that, not the judge."""
+
+OVERRUNS = (DeadlineExpired, EvalDeadline, *ENDS.values())
 
 
 class Attempt:
@@ -110,6 +113,7 @@ class Attempt:
         except asyncio.CancelledError:
             if self._stop is None:
                 await self._dispose()
+                self._forget()
                 raise
             if self._task is not None and self._task.cancelling():
                 self._task.uncancel()
@@ -128,6 +132,7 @@ class Attempt:
             verdict = InternalError(f"{type(error).__name__}: {error}").failure(self.state)
         self._is_settling = True
         await self._dispose()
+        self._forget()
         await Settling(self.yard, self._progress).settle(verdict)
 
     def _stopped(self, reason: RollyardError | Shutdown | Stale) -> Failure | Shutdown | Stale:
@@ -162,9 +167,12 @@ class Attempt:
             yard.ready += 1
         finally:
             yard.init_pool.release()
-        sandbox = self._kit.sandbox
+        sandbox, lease = self._kit.sandbox, self._kit.lease
         if sandbox is not None:
             progress.summary = replace(progress.summary, limits_in_force=dict(sandbox.limits_in_force))
+        if lease is not None:
+            progress.summary = replace(progress.summary, layer="found" if lease.is_found else "made")
+            progress.prepare_s = lease.made_s or 0.0
 
     async def _run(self) -> tuple[Failure | None, bool]:
         """What RUN ended with, and whether the policy ended its own sandbox."""
@@ -201,19 +209,25 @@ class Attempt:
     async def _save(self, kit: stages.Kit, ran: stages.Ran) -> stages.Ran:
         """run → eval: artifacts out of the sandbox, then one durable row that says all EVAL needs."""
         progress, rollout = self._progress, self.rollout
+        gone = ended_by_policy(kit.sandbox)
         if kit.sandbox is not None and not ran.is_sandbox_gone:
             try:
                 artifacts = await self.yard.shop.artifacts.save(
                     kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt
                 )
                 progress.trajectory = replace(ran.trajectory, artifacts=tuple(artifacts))
-            except SandboxEndedByPolicy:
-                ran = replace(ran, is_sandbox_gone=True)
-        if ran.is_sandbox_gone and ran.failure is None:
-            gone = SandboxEndedByPolicy("the agent ended its own sandbox").failure("run")
-            ran = replace(ran, failure=gone)
+                if kit.plan.eval_mode == "same":
+                    await kit.freeze(self.yard.shop.layers_of(rollout.task))
+            except PolicyFailure as error:
+                ran, gone = replace(ran, is_sandbox_gone=True), error
+            except SandboxStuck as stuck:
+                raise SandboxLost(stuck.detail) from stuck  # the clean-up that follows finds it stuck, and counts it
+        if ran.is_sandbox_gone and ran.failure is None and gone is not None:
+            ran = replace(ran, failure=gone.failure("run"))
+        progress.is_reevaluable = kit.plan.is_reevaluable and kit.plan.eval_mode == "fresh"
         info: dict[str, Json] = {
-            "is_reevaluable": kit.plan.is_reevaluable,
+            "is_reevaluable": progress.is_reevaluable,
+            "eval_mode": kit.plan.eval_mode,
             "is_sandbox_gone": ran.is_sandbox_gone,
             "failure": msgspec.to_builtins(ran.failure),
             "summary": msgspec.to_builtins(progress.summary),
@@ -254,7 +268,7 @@ class Attempt:
         while True:
             try:
                 return progress.scored(await self._score(), failure)
-            except (DeadlineExpired, EvalDeadline, SandboxEndedByPolicy) as error:
+            except OVERRUNS as error:
                 overruns += 1
                 if overruns >= MOST_OVERRUNS:
                     return progress.scored(failing_score, self._overrun(error, failure))
@@ -287,6 +301,7 @@ class Attempt:
                     lease_s=yard.settings.lease_s,
                     watch=self._hold,
                     metrics=yard.metrics,
+                    layers=self._kit.eval_layers if self._kit is not None else (),
                 )
 
     def _hold(self, sandbox: Sandbox) -> None:
@@ -294,7 +309,7 @@ class Attempt:
 
     def _overrun(self, error: Exception, failure: Failure | None) -> Failure:
         """Twice too slow, or twice the end of its sandbox."""
-        if isinstance(error, SandboxEndedByPolicy):
+        if isinstance(error, PolicyFailure) and not isinstance(error, EvalDeadline):
             found = error.failure("eval")
         else:
             detail = f"EVAL was not done in {self.clock.budget_s:g} s, twice, each time in a fresh sandbox"
@@ -313,6 +328,11 @@ class Attempt:
             self._closing = asyncio.ensure_future(self._close(self._kit))
         if self._closing is not None:
             await asyncio.shield(self._closing)
+
+    def _forget(self) -> None:
+        """Once nothing stands on them any more: the layer that it shares, and the files that RUN left."""
+        if self._kit is not None:
+            self._kit.forget()
 
     async def _close(self, kit: stages.Kit) -> None:
         try:

@@ -42,6 +42,8 @@ class Progress:
     before: Timings | None = None  # those of the process that brought it as far as EVAL
     marks: dict[str, float] = field(default_factory=dict[str, float])  # when it entered a state
     queued_s: float = 0.0
+    prepare_s: float = 0.0
+    is_reevaluable: bool = True  # what EVAL needs outlives this process
 
     def __post_init__(self) -> None:
         self.queued_s = max(0.0, time.time() - self.rollout.updated_at)
@@ -81,6 +83,7 @@ class Progress:
         return Timings(
             queued_s=self.queued_s,
             init_s=self._between("init", "ready"),
+            prepare_s=self.prepare_s,
             ready_s=self._between("ready", "run"),
             run_s=self._between("run", "eval_wait"),
             model_s=_number(self.running.info.get("model_s")),

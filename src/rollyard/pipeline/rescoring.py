@@ -92,6 +92,11 @@ class Rescoring:
         trajectory, info = saved
         if info.get("is_sandbox_gone"):
             raise InvalidRequest(f"the agent of rollout {rollout.id} ended its own sandbox: there is nothing to score")
+        if info.get("eval_mode") == "same":
+            raise InvalidRequest(
+                f"rollout {rollout.id} was judged in RUN's own files (eval mode `same`), which are gone: only what was"
+                " judged from saved artifacts can be scored again"
+            )
         return trajectory
 
     @asynccontextmanager

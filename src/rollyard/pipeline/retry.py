@@ -38,4 +38,6 @@ def delay_s(failure: Failure, attempt: int, excused: int, max_attempts: int) -> 
     tries = attempt - excused
     if not failure.retryable or tries >= max_attempts:
         return None
-    return BACKOFFS.get(failure.code, Backoff()).delay_s(tries)
+    plain = BACKOFFS.get(failure.code, Backoff()).delay_s(tries)
+    told = failure.data.get("retry_after_s")  # by a breaker: to come earlier is to be refused again
+    return max(plain, told * random.uniform(1.0, 1.25)) if isinstance(told, (int, float)) else plain

@@ -35,7 +35,7 @@ class Settling:
                 await self._end(verdict)
             elif isinstance(verdict, Failure):
                 await self._failed(verdict)
-            elif isinstance(verdict, Shutdown) and progress.state in (State.INIT, State.READY, State.RUN):
+            elif isinstance(verdict, Shutdown) and self._is_to_be_run_again:
                 await self._requeue(progress.lost("drained", "the service was stopped"), delay_s=0.0, is_excused=True)
             elif isinstance(verdict, Shutdown) and progress.state is State.EVAL:
                 await self._yard.store.excuse_eval(progress.rollout.id, progress.rollout.position)
@@ -51,6 +51,12 @@ class Settling:
             broken = InternalError(f"what this rollout left cannot be stored ({type(error).__name__})")
             with suppress(Stale):
                 await self._end(progress.failed(broken.failure(progress.state)))
+
+    @property
+    def _is_to_be_run_again(self) -> bool:
+        if self._progress.state is State.EVAL:
+            return not self._progress.is_reevaluable
+        return self._progress.state in (State.INIT, State.READY, State.RUN)
 
     async def _failed(self, failure: Failure) -> None:
         progress = self._progress

@@ -4,15 +4,15 @@ INIT makes a `Kit` (sandbox, tools, first messages). RUN lets the agent work wit
 scores what was saved, in a sandbox of its own. Each is bounded by the clock it is given; none writes to the store.
 
 Invariants. INIT that fails leaves nothing running. RUN returns whatever was sampled, however it ended. EVAL sees
-only declared artifacts: RUN's processes are proven dead before it starts.
+declared artifacts, or with `same` RUN's files: RUN's processes are proven dead before it starts.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 
@@ -33,13 +33,15 @@ from rollyard.core import (
     Trajectory,
 )
 from rollyard.core.failure import (
+    ArtifactLost,
     EngineFailure,
     EngineTimeout,
     EnvironmentBroken,
     InternalError,
     RunDeadline,
+    SandboxFailure,
     SandboxStartFailed,
-    SetupDeadline,
+    TaskInvalid,
     VerifierCrashed,
 )
 from rollyard.engines.base import ChatReply
@@ -47,9 +49,15 @@ from rollyard.envs.base import EnvContext, Evidence, Judge, Plan, Start
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Span
 from rollyard.pipeline.boundary import boundary
+from rollyard.pipeline.layering import INIT_GRACE_S, eval_spec, late, left_out, prepared, setting_up
+from rollyard.pipeline.starting import ended_by_policy, start
 from rollyard.pipeline.workshop import Workshop
-from rollyard.sandbox.base import Sandbox, SandboxEnd
-from rollyard.tools.base import Tool, ToolContext, ToolKind
+from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
+from rollyard.sandbox.layers import Layers, Lease, Scratch
+from rollyard.sandbox.python import INSIDE, PortablePython
+from rollyard.tools.base import Tool, ToolContext, ToolKind, ToolSource
+from rollyard.tools.mcp import OutsideServer
+from rollyard.tools.mcp_proxy import McpProxy
 
 AGENT = "the agent"
 
@@ -61,20 +69,65 @@ MOST_DEPTH = 64
 
 @dataclass(slots=True)
 class Kit:
-    """What INIT made and RUN uses. `close` ends all of it and proves the sandbox gone."""
+    """What INIT made and RUN uses. `close` ends all of it and proves the sandbox gone; after `freeze` the files that
+    RUN left are still there for EVAL, until `forget`."""
 
     plan: Plan
     start: Start = field(default_factory=lambda: Start(()))
     sandbox: Sandbox | None = None
     tools: dict[str, Tool] = field(default_factory=dict[str, Tool])
+    lease: Lease | None = None  # of the prepared layer below the sandbox
+    left: Scratch | None = None  # what RUN wrote
+    python: PortablePython | None = None  # ours, bound into the sandbox where a tool needs it
+    proxy: McpProxy | None = None  # what is served at the sandbox's doorway
+    holding: ExitStack = field(default_factory=ExitStack)  # of its image, which nobody prunes meanwhile
 
     async def close(self) -> None:
-        async with AsyncExitStack() as stack:
-            if self.sandbox is not None:
-                stack.push_async_callback(self.sandbox.kill)
-            for tool in self.tools.values():
-                stack.push_async_callback(tool.close)
-            self.tools = {}
+        try:
+            async with AsyncExitStack() as stack:
+                if self.proxy is not None:
+                    stack.push_async_callback(self.proxy.close)
+                if self.sandbox is not None:
+                    stack.push_async_callback(self.sandbox.kill)
+                for tool in self.tools.values():
+                    stack.push_async_callback(tool.close)
+                self.tools = {}
+        finally:
+            if self.left is None:
+                self.forget()
+
+    async def freeze(self, layers: Layers | None) -> None:
+        """Ends the sandbox, as `close`, and keeps its files for an EVAL `same`."""
+        if self.sandbox is None or layers is None:
+            raise EnvironmentBroken("EVAL `same` needs a sandbox, of a runtime that has layers")
+        self.left = layers.scratch()
+        try:
+            with boundary(SandboxStartFailed, "keeping what RUN left"):
+                with suppress(OSError, ValueError):  # whatever is there; this raises if the sandbox is just ending
+                    await self.sandbox.read(WORKDIR, limit_bytes=1)
+                await self.sandbox.freeze(self.left.path, without=left_out(self.plan, self.sandbox.spec))
+        except SandboxFailure as error:
+            raise ended_by_policy(self.sandbox) or error from error
+        if (gone := ended_by_policy(self.sandbox)) is not None:
+            raise gone
+
+    @property
+    def eval_layers(self) -> tuple[Path, ...]:
+        """What EVAL `same` stands on, the topmost first; nothing before `freeze`."""
+        if self.left is None:
+            return ()
+        return (self.left.path, *((self.lease.path,) if self.lease is not None else ()))
+
+    def forget(self) -> None:
+        """Nobody needs its files any more. What a stuck sandbox stands on is kept."""
+        if self.sandbox is not None and self.sandbox.end is None:
+            return
+        if self.left is not None:
+            self.left.discard()
+        if self.lease is not None:
+            self.lease.release()
+        self.left = self.lease = None
+        self.holding.close()
 
 
 async def init(
@@ -86,49 +139,66 @@ async def init(
     with boundary(EnvironmentBroken, f"{task.environment}.plan"):
         kit = Kit(environment.plan(task))
     kinds = shop.tools_of(task)
+    spec: SandboxSpec | None = None
     phase = "start"
     try:
+        if kit.plan.needs_sandbox or any(kind.needs_sandbox for kind in kinds):
+            kit.holding.enter_context(shop.holding_image(task))
+            spec = shop.spec_of(task, kit.plan, rollout.id)
+            kit.python = await shop.python_of(task, kinds)
+            if kit.python is not None and shop.runtime_of(task).is_isolated:
+                spec = replace(spec, binds=(*spec.binds, Bind(kit.python.folder, INSIDE)))
+            kit.lease = await prepared(shop, rollout, spec, clock, metrics=metrics)
+            if kit.lease is not None:
+                spec = replace(spec, layers=(kit.lease.path,))
         async with clock.counting():
-            if kit.plan.needs_sandbox or any(kind.needs_sandbox for kind in kinds):
-                kit.sandbox = await _start(shop, rollout, kit.plan, lease_s, metrics)
+            if spec is not None:
+                spec = replace(spec, has_doorway=bool(shop.served_inside(task)))
+                init_lease_s = max(lease_s, task.limits.init_s + INIT_GRACE_S)
+                kit.sandbox = await start(shop, task, spec, lease_s=init_lease_s, metrics=metrics)
+                await _serve_inside(kit, shop.served_inside(task), rollout.id)
             phase = "set-up"
             context = EnvContext(task, rollout.id, kit.sandbox, shop.router)
-            with boundary(EnvironmentBroken, f"{task.environment}.prepare"):
-                await environment.prepare(context)
-            with boundary(EnvironmentBroken, f"{task.environment}.init"):
+            if kit.lease is None:
+                with setting_up(f"{task.environment}.prepare"):
+                    await environment.prepare(context)
+            with setting_up(f"{task.environment}.init"):
                 kit.start = await environment.init(context)
             phase = "tools"
             await _open_tools(kit, [*kinds, *kit.start.tools], task)
     except DeadlineExpired:
         await kit.close()
-        detail = f"INIT was not done in {clock.budget_s:g} s; it was in {phase}"
-        raise (SetupDeadline if phase == "set-up" else SandboxStartFailed)(detail) from None
+        raise late(shop, rollout, spec, clock, phase) from None
     except BaseException:
         await kit.close()
         raise
     return kit
 
 
-async def _start(shop: Workshop, rollout: Rollout, plan: Plan, lease_s: float, metrics: Metrics | None) -> Sandbox:
-    runtime = shop.runtime_of(rollout.task)
-    begun = time.monotonic()
-    try:
-        with boundary(SandboxStartFailed, "the runtime"):
-            sandbox = await runtime.start(shop.spec_of(rollout.task, plan, rollout.id), lease_s=lease_s)
-    except RollyardError as error:
-        if metrics is not None:
-            metrics.sandbox_failed(runtime.name, error.code)
-        raise
-    if metrics is not None:
-        metrics.sandbox_started(runtime.name, time.monotonic() - begun)
-    return sandbox
+async def _serve_inside(kit: Kit, servers: Mapping[str, OutsideServer], rollout_id: str) -> None:
+    """The MCP servers that programs inside may use, at the sandbox's doorway."""
+    if not servers or kit.sandbox is None:
+        return
+    if kit.sandbox.doorway is None:
+        raise TaskInvalid("agent.options.mcp: the task's runtime has no doorway, so nothing can be served inside")
+    kit.proxy = McpProxy(servers, owner=rollout_id)
+    await kit.sandbox.doorway.serve(kit.proxy)
 
 
-async def _open_tools(kit: Kit, kinds: list[ToolKind], task: Task) -> None:
-    context = ToolContext(kit.sandbox, task.limits.output_bytes)
+async def _open_tools(kit: Kit, kinds: Sequence[ToolKind | ToolSource], task: Task) -> None:
+    context = ToolContext(kit.sandbox, task.limits.output_bytes, kit.python)
     for kind in kinds:
-        with boundary(SandboxStartFailed, f"opening the tool {kind.spec.name}"):
-            kit.tools[kind.spec.name] = await kind.open(context)
+        with boundary(SandboxStartFailed, f"opening the tool {_name_of(kind)}"):
+            opened = [await kind.open(context)] if isinstance(kind, ToolKind) else await kind.open(context)
+        for tool in opened:
+            if tool.spec.name in kit.tools:
+                await tool.close()
+                raise TaskInvalid(f"two tools are named {tool.spec.name!r}; the second is of {_name_of(kind)}")
+            kit.tools[tool.spec.name] = tool
+
+
+def _name_of(kind: ToolKind | ToolSource) -> str:
+    return kind.spec.name if isinstance(kind, ToolKind) else kind.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +301,7 @@ async def run(
             failure = failure.without_model_call()
     trajectory = _storable(running.trajectory(rollout, kit, ended_by or (failure.code if failure else "")))
     prompt_tokens = sum(len(trace) for trace in trajectory.traces) - trajectory.sampled_tokens
-    is_gone = kit.sandbox is not None and kit.sandbox.end is not None and _is_policys(kit.sandbox.end)
-    return Ran(trajectory, failure, engine, prompt_tokens, is_gone)
+    return Ran(trajectory, failure, engine, prompt_tokens, ended_by_policy(kit.sandbox) is not None)
 
 
 def _storable(trajectory: Trajectory) -> Trajectory:
@@ -259,10 +328,6 @@ def _plain(value: Json, depth: int = 0) -> Json:
     return value
 
 
-def _is_policys(end: SandboxEnd) -> bool:
-    return end.reason in ("ended_inside", "memory")
-
-
 async def evaluate(
     shop: Workshop,
     rollout: Rollout,
@@ -272,21 +337,27 @@ async def evaluate(
     lease_s: float,
     watch: Callable[[Sandbox], None],
     metrics: Metrics | None = None,
+    layers: Sequence[Path] = (),
 ) -> Score:
-    """The score of saved artifacts, in a fresh sandbox. SandboxEndedByPolicy passes through, and DeadlineExpired of
-    the judging itself: a sandbox that was not there in time is ours, not the policy's."""
+    """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`. The policy's
+    failures pass through, and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours."""
     task = rollout.task
     environment = shop.environment_of(task)
     plan = environment.plan(task)
+    if plan.eval_mode == "same" and not layers:
+        raise ArtifactLost("the files that RUN left are gone with the process that ran it; EVAL `same` needs them")
     async with AsyncExitStack() as stack:
         sandbox: Sandbox | None = None
         try:
             async with clock.counting():
                 if plan.eval_needs_sandbox:
-                    sandbox = await _start(shop, rollout, plan, lease_s, metrics)
+                    stack.enter_context(shop.holding_image(task))
+                    spec = eval_spec(shop.spec_of(task, plan, rollout.id), plan, layers)
+                    sandbox = await start(shop, task, spec, lease_s=lease_s, metrics=metrics)
                     stack.push_async_callback(sandbox.kill)
                     watch(sandbox)
-                    await _unpack(shop, sandbox, trajectory, rollout.id)
+                    if plan.eval_mode == "fresh":
+                        await _unpack(shop, sandbox, trajectory, rollout.id)
         except DeadlineExpired:
             raise SandboxStartFailed(f"EVAL's sandbox was not there within {clock.budget_s:g} s") from None
         async with clock.counting():

@@ -5,23 +5,29 @@ Made once when the service starts; a rollout only borrows from it.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollyard.agents.base import Agent
 from rollyard.agents.registry import Agents
 from rollyard.core import Run, Task
-from rollyard.core.failure import RuntimeNotAllowed, TaskInvalid
+from rollyard.core.failure import ImageMissing, RuntimeNotAllowed, SandboxStartFailed, TaskInvalid
 from rollyard.engines.router import Router
 from rollyard.envs.base import Environment, Plan
 from rollyard.envs.registry import Environments
 from rollyard.pipeline.artifacts import ArtifactFolder
 from rollyard.pipeline.handler import Handler
+from rollyard.pipeline.imaging import Resolved, resolve_image
 from rollyard.pipeline.renderers import Renderers
 from rollyard.sandbox.base import Runtime, SandboxLimits, SandboxSpec
-from rollyard.tools.base import ToolKind
+from rollyard.sandbox.breaker import Breakers
+from rollyard.sandbox.images import ImageStore
+from rollyard.sandbox.layers import Layers
+from rollyard.sandbox.python import PortablePython, PythonShelf
+from rollyard.tools.base import ToolKind, ToolSource
+from rollyard.tools.mcp import OutsideServer, mcp_sources
 from rollyard.tools.registry import tool_kind
 
 NATIVE = "native"
@@ -40,6 +46,11 @@ class Workshop:
     renderers: Renderers
     artifacts: ArtifactFolder
     image_folders: tuple[Path, ...] | None = None
+    images: ImageStore | None = None  # by name; without: only paths
+    layers: Mapping[str, Layers] = field(default_factory=dict[str, Layers])  # by runtime; without: nothing is shared
+    breakers: Breakers = field(default_factory=Breakers)
+    pythons: PythonShelf | None = None  # our own Python; without: tools have only the image's
+    mcp_servers: Mapping[str, OutsideServer] = field(default_factory=dict[str, OutsideServer])  # the operator's
 
     def check(self, task: Task, run: Run) -> None:
         """Raises the named error for a task that can never run here. No I/O: it is asked at every submit."""
@@ -50,16 +61,25 @@ class Workshop:
         if task.sandbox.runtime is not None and task.sandbox.runtime not in self.runtimes:
             allowed = ", ".join(sorted(self.runtimes))
             raise RuntimeNotAllowed(f"runtime {task.sandbox.runtime!r} is not among the allowed ones ({allowed})")
-        self._check_image(task)
+        self.image_of(task)
 
-    def _check_image(self, task: Task) -> None:
-        if task.sandbox.image is None or self.image_folders is None:
-            return
-        image = Path(os.path.realpath(task.sandbox.image))
-        if not any(image.is_relative_to(os.path.realpath(folder)) for folder in self.image_folders):
-            raise RuntimeNotAllowed(
-                f"image {task.sandbox.image!r} does not lie in a folder that the operator's setting `images` names"
-            )
+    def image_of(self, task: Task) -> Resolved | None:
+        """What its sandbox starts from; None: the runtime's own root. ImageMissing, RuntimeNotAllowed."""
+        if task.sandbox.image is None:
+            return None
+        return resolve_image(task.sandbox.image, self.runtime_of(task), self.image_folders, self.images)
+
+    @contextmanager
+    def holding_image(self, task: Task) -> Generator[None, None, None]:
+        """While its sandbox lives nobody prunes its image. SandboxStartFailed if that happened since the submit."""
+        with ExitStack() as stack:
+            try:
+                resolved = self.image_of(task)
+                if resolved is not None and resolved.image is not None and self.images is not None:
+                    stack.enter_context(self.images.hold(resolved.image))
+            except ImageMissing as error:
+                raise SandboxStartFailed(f"since the submit: {error.detail}") from error
+            yield
 
     def environment_of(self, task: Task) -> Environment:
         return self.environments.get(task.environment)
@@ -70,8 +90,9 @@ class Workshop:
             return environment
         return self.agents.get(task.agent.name or NATIVE)
 
-    def tools_of(self, task: Task) -> list[ToolKind]:
-        """The agent's tools: those that the task names, else the environment's choice, else the agent's own."""
+    def tools_of(self, task: Task) -> list[ToolKind | ToolSource]:
+        """The agent's tools: those that the task names, else the environment's choice, else the agent's own; and the
+        MCP servers that the task names."""
         named = task.agent.options.get("tools")
         if named is not None:
             if not isinstance(named, (list, tuple)) or not all(isinstance(name, str) for name in named):
@@ -79,7 +100,14 @@ class Workshop:
             names = tuple(str(name) for name in named)
         else:
             names = self.environment_of(task).tools or self.agent_of(task).default_tools
-        return [tool_kind(name) for name in names]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise TaskInvalid(f"agent.options.tools: {twice!r} is named twice")
+        return [*map(tool_kind, names), *mcp_sources(task.agent.options.get("mcp"), self.mcp_servers)]
+
+    def served_inside(self, task: Task) -> dict[str, OutsideServer]:
+        """The MCP servers that programs in this task's sandbox may use, by the names that the task gives them."""
+        sources = mcp_sources(task.agent.options.get("mcp"), self.mcp_servers)
+        return {it.name: it.server for it in sources if it.is_reached_from_inside and it.server is not None}
 
     def runtime_of(self, task: Task) -> Runtime:
         name = task.sandbox.runtime or self.default_runtime
@@ -87,8 +115,19 @@ class Workshop:
             raise RuntimeNotAllowed(f"runtime {name!r} is not among the allowed ones")
         return self.runtimes[name]
 
+    async def python_of(self, task: Task, kinds: Sequence[ToolKind | ToolSource]) -> PortablePython | None:
+        """Our own Python as this task's runtime starts it, if one of its tools needs it. May take seconds, once."""
+        if self.pythons is None or not any(kind.needs_python for kind in kinds):
+            return None
+        python = await self.pythons.get()
+        return python if self.runtime_of(task).is_isolated else python.on_host()
+
+    def layers_of(self, task: Task) -> Layers | None:
+        return self.layers.get(self.runtime_of(task).name)
+
     def spec_of(self, task: Task, plan: Plan, owner: str) -> SandboxSpec:
-        self._check_image(task)  # again: a link may lead elsewhere by now
+        image = self.image_of(task)  # again: a link may lead elsewhere by now
+        env = {**image.env, **plan.env} if image is not None else plan.env
         wanted = task.sandbox
-        limits = SandboxLimits(wanted.memory_bytes, wanted.processes, wanted.disk_bytes, wanted.open_files)
-        return SandboxSpec(image=wanted.image, env=plan.env, limits=limits, owner=owner)
+        limits = SandboxLimits(wanted.memory_bytes, wanted.processes, wanted.disk_bytes, wanted.open_files, wanted.cpus)
+        return SandboxSpec(image=None if image is None else str(image.path), env=env, limits=limits, owner=owner)

@@ -203,12 +203,14 @@ class Keeper:
 
 def image_env(found: Mapping[str, str]) -> dict[str, str]:
     """What the image sets, without what its runtime added for itself and what only that one process had."""
-    own = {"PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "_", "LD_LIBRARY_PATH", "HOSTNAME", "container"}
-    return {
+    own = {"PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "_", "HOSTNAME", "container"}
+    env = {
         key: value
         for key, value in found.items()
         if key not in own and not key.startswith(("APPTAINER_", "SINGULARITY_"))
     }
+    libraries = [path for path in env.pop("LD_LIBRARY_PATH", "").split(":") if path and path != "/.singularity.d/libs"]
+    return {**env, "LD_LIBRARY_PATH": ":".join(libraries)} if libraries else env
 
 
 def pid_of(pidfd: int) -> int:

@@ -706,6 +706,7 @@ def main() -> NoReturn:
         keep_container(sys.argv[1])
     sock, kind = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     sock.set_inheritable(False)
+    os.chdir("/")  # the service's folder need not be open to the sandboxes' users, and Apptainer would go there
     if os.geteuid() == 0:
         os.setgroups([])
     if kind == "local":

@@ -277,8 +277,13 @@ class OciRuntime(LaunchedRuntime):
             spec = SandboxSpec(image=str(image), owner="probe")
             await self._probe_start(results, "start", spec)
             if self._image is None:
-                await self._call("rmi", await self._image_of(spec))
+                await self.forget(str(image))
         return results
+
+    async def forget(self, image: str) -> None:
+        """Drops the engine's copy of an image folder. Its layers and containers must be gone."""
+        if image.startswith("/"):
+            await self._call("rmi", await self._image_of(SandboxSpec(image=image)))
 
 
 _FLAGS = {"memory_bytes": "--memory", "processes": "--pids-limit", "cpus": "--cpus"}

@@ -14,7 +14,7 @@ import logging
 import os
 import resource
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from rollyard.agents.registry import Agents
@@ -26,18 +26,23 @@ from rollyard.envs.registry import Environments
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, open_tracer
 from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
-from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Runtime
+from rollyard.sandbox import Runtime
+from rollyard.sandbox.images import ImageStore
+from rollyard.sandbox.layers import Layers
+from rollyard.sandbox.python import PythonShelf
 from rollyard.service.auth import load_tokens
 from rollyard.service.bounds import end_all
 from rollyard.service.house import House
 from rollyard.service.models import EngineBody, check_body
+from rollyard.service.runtimes import make_runtime
 from rollyard.service.scrape import snapshot
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.store.sqlite import SqliteStore
+from rollyard.tools.mcp import OutsideServer
 
 log = logging.getLogger("rollyard.service")
 
-RUNTIMES = {"bubblewrap": BubblewrapRuntime, "local": LocalRuntime}
+IMAGES = "images"  # below data_dir: the store that `rollyard images` fills
 
 MOST_DESCRIPTORS = 1 << 20  # some hosts allow a billion, and some programs close them one by one
 
@@ -70,7 +75,13 @@ async def open_house(
         )
         runtimes: dict[str, Runtime] = {}
         for name in settings.runtimes:
-            runtimes[name] = await stack.enter_async_context(_runtime(name, settings))
+            runtimes[name] = await stack.enter_async_context(make_runtime(name, settings))
+        layers = {
+            name: await stack.enter_async_context(
+                Layers(runtime.layer_root, settings.layer_bytes, remove=runtime.remove)
+            )
+            for name, runtime in runtimes.items()
+        }
         probes = {name: await _probe(name, runtime) for name, runtime in runtimes.items()}
         renderers = Renderers()
         router = await stack.enter_async_context(
@@ -90,6 +101,10 @@ async def open_house(
             renderers=renderers,
             artifacts=ArtifactFolder(settings.data_dir / "artifacts"),
             image_folders=settings.image_folders,
+            images=ImageStore(settings.data_dir / IMAGES),
+            layers=layers,
+            pythons=PythonShelf(settings.data_dir / "python"),
+            mcp_servers=mcp_servers(settings),
         )
         yard = await stack.enter_async_context(
             Yard(store, shop, pipeline_settings(settings), metrics=metrics, tracer=tracer)
@@ -136,12 +151,6 @@ def pipeline_settings(settings: Settings) -> PipelineSettings:
     )
 
 
-def _runtime(name: str, settings: Settings) -> AbstractAsyncContextManager[Runtime]:
-    if name not in RUNTIMES:
-        raise SettingsError(f"runtimes: there is no runtime {name!r}; there are: {', '.join(RUNTIMES)}")
-    return RUNTIMES[name](root=settings.data_dir / "sandboxes" / name)
-
-
 async def _probe(name: str, runtime: Runtime) -> Mapping[str, str]:
     try:
         async with asyncio.timeout(PROBE_S):
@@ -165,6 +174,13 @@ async def vet(engine: Engine, renderers: Renderers) -> None:
     except Exception as error:  # whatever a tokenizer's files can do to their reader
         why = error.detail if isinstance(error, RollyardError) else f"{type(error).__name__}: {error}"
         raise TokenizerMismatch(f"engine {engine.spec.id}: its tokenizer cannot be used: {why}") from error
+
+
+def mcp_servers(settings: Settings) -> dict[str, OutsideServer]:
+    return {
+        name: OutsideServer(it.url, {header: value.get_secret_value() for header, value in it.headers.items()})
+        for name, it in settings.mcp_servers.items()
+    }
 
 
 def engine_spec(engine: EngineSettings) -> EngineSpec:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from rollyard.core import Json, Rollout, Run, Trace, Trajectory
 from rollyard.engines.pool import EngineStatus
+from rollyard.sandbox.layers import Layers
 
 JsonObject = dict[str, Any]  # on its way to the encoder: dataclasses and token columns may be in it
 
@@ -146,6 +147,21 @@ def run_object(run: Run) -> JsonObject:
         "max_live": run.max_live,
         "trainable_on_deadline": run.trainable_on_deadline,
         "created_at": run.created_at,
+    }
+
+
+def layers_object(layers: Layers | None) -> dict[str, Json] | None:
+    """Set-ups that are kept, and how often one was made, found, or failed, since the start."""
+    if layers is None:
+        return None
+    return {
+        "kept": len(layers),
+        "size_bytes": layers.size_bytes,
+        "max_bytes": layers.max_bytes,
+        "made": layers.made,
+        "found": layers.found,
+        "failed": layers.failed,
+        "pruned": layers.pruned,
     }
 
 

@@ -57,4 +57,6 @@ def snapshot(yard: Yard, router: Router) -> Snapshot:
             status.spec.id: EngineState(status.stats.sessions, status.stats.in_flight, status.health is Health.UP)
             for status in router.list()
         },
+        layer_bytes={name: layers.size_bytes for name, layers in yard.shop.layers.items()},
+        open_breakers=dict.fromkeys(yard.shop.runtimes, 0) | yard.shop.breakers.open_by_runtime(),
     )

@@ -151,7 +151,8 @@ def _announced(path: Path, url: str) -> Generator[None, None, None]:
 def run_server(settings: Settings) -> int:
     """Serves until a signal says otherwise. Returns the exit status; what went wrong is on stderr."""
     logs.configure(level=settings.log_level.upper(), style=settings.log_format)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it tells at INFO, we tell ourselves
+    for name in ("uvicorn.error", "httpx2", "mcp"):  # what they tell at INFO, we tell ourselves, without URLs
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_main(settings))

@@ -22,6 +22,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from rollyard.sandbox.base import SandboxLimits
+
 PREFIX = "ROLLYARD_"
 _NOT_SETTINGS = ("CONFIG", "URL", "TOKEN")  # ROLLYARD_… that the client and the loader read themselves
 
@@ -40,6 +42,16 @@ def _split(value: object) -> object:
         except msgspec.DecodeError as error:
             raise ValueError(f"this begins like a JSON list, but is none: {error}") from error
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _table(value: object) -> object:
+    """A table as text is JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"a JSON object was expected: {error}") from error
 
 
 def _url_only(value: object) -> object:
@@ -84,6 +96,18 @@ class EngineSettings(BaseModel):
 Engines = Annotated[tuple[Annotated[EngineSettings, BeforeValidator(_url_only)], ...], BeforeValidator(_split)]
 
 
+class McpServerSettings(BaseModel):
+    """One `[mcp_servers.NAME]` table: an MCP server that tasks may name. It speaks streamable HTTP."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(pattern=r"^https?://", description="Where the server is.")
+    headers: dict[str, SecretStr] = Field(default={}, description="Sent with every request to it; never shown inside.")
+
+
+McpServers = Annotated[dict[str, Annotated[McpServerSettings, BeforeValidator(_url_only)]], BeforeValidator(_table)]
+
+
 class Settings(BaseModel):
     """See the module. Each field's description is what `rollyard config` prints."""
 
@@ -104,11 +128,30 @@ class Settings(BaseModel):
 
     runtimes: Words = Field(default=("bubblewrap",), min_length=1, description="Sandbox runtimes that tasks may use.")
     runtime: str = Field(default="bubblewrap", description="The runtime of a task that names none.")
-    images: Words = Field(default=(), description="Folders that tasks' images may lie in; none: tasks name no image.")
+    images: Words = Field(
+        default=(), description="Folders that tasks' images may lie in, beside what `rollyard images` keeps."
+    )
+    sandbox_memory_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Memory of a sandbox that names none.")
+    sandbox_processes: Count = Field(default=2048, description="Processes of a sandbox that names none.")
+    sandbox_disk_bytes: int = Field(default=20 << 30, ge=1 << 20, description="Disk of a sandbox that names none.")
+    sandbox_open_files: Count = Field(default=4096, description="Open files of each process in a sandbox.")
+    sandbox_cpus: float | None = Field(default=None, gt=0, description="CPUs of a sandbox that names none; unset: all.")
+    sandbox_uids: str = Field(
+        default="200000-265535",
+        pattern=r"^(\d+-\d+)?$",
+        description="Run by root: the host's uids for sandboxes, one each; empty: root itself, which is less safe.",
+    )
+    oci_command: str = Field(default="", description='The container engine ("podman --runtime runc"); empty: as found.')
+    oci_image: str = Field(default="", description="The image of containers for tasks that name none.")
+    layer_bytes: int = Field(
+        default=20 << 30, ge=0, description="Disk that kept set-ups may take, per runtime; the oldest go first."
+    )
 
     engines: Engines = Field(default=(), description="Engines to begin with: URLs or tables.")
     engine_wait_s: Seconds = Field(default=120.0, description="How long a rollout waits for an engine to be up.")
     health_s: Seconds = Field(default=2.0, description="Between two looks at the health of an engine.")
+
+    mcp_servers: McpServers = Field(default={}, description="MCP servers that tasks may name: URLs or tables, by name.")
 
     init_slots: Count = Field(default=16, description="Rollouts being set up at once.")
     run_slots: Count = Field(default=256, description="Agents at work at once.")
@@ -146,6 +189,21 @@ class Settings(BaseModel):
         if separator and scheme != "sqlite":
             raise ValueError(f"store: only SQLite files can be named here, not {scheme}://")
         return self
+
+    @property
+    def sandbox_limits(self) -> SandboxLimits:
+        return SandboxLimits(
+            memory_bytes=self.sandbox_memory_bytes,
+            processes=self.sandbox_processes,
+            disk_bytes=self.sandbox_disk_bytes,
+            open_files=self.sandbox_open_files,
+            cpus=self.sandbox_cpus,
+        )
+
+    @property
+    def uid_range(self) -> range | None:
+        first, found, last = self.sandbox_uids.partition("-")
+        return range(int(first), int(last) + 1) if found else None
 
     @property
     def image_folders(self) -> tuple[Path, ...]:
@@ -211,6 +269,9 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str], toml_
         raise SettingsError("; ".join(_explain(item, sources) for item in error.errors())) from error
 
 
+_TABLES: Mapping[str, type[BaseModel]] = {"mcp_servers": McpServerSettings}
+
+
 def _find_file(environ: Mapping[str, str], given: Path | None) -> Path | None:
     named = given or (Path(environ[f"{PREFIX}CONFIG"]) if environ.get(f"{PREFIX}CONFIG") else None)
     if named is not None:
@@ -250,6 +311,7 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
     source = f" (from {sources[field]})" if sources.get(field, "default") != "default" else ""
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(item["loc"][-1]), EngineSettings.model_fields, 1, cutoff=0.5)
+        known = _TABLES.get(field, EngineSettings).model_fields
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, 1, cutoff=0.5)
         message = "there is no such setting" + (f"; did you mean {near[0]}?" if near else "")
     return f"{path}{source}: {message}" if path else message

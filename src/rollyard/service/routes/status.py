@@ -14,7 +14,7 @@ from rollyard.service.auth import require_admin
 from rollyard.service.house import house_of
 from rollyard.service.models import PoolsBody, read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.records import engine_object, reply
+from rollyard.service.records import engine_object, layers_object, reply
 
 router = APIRouter(prefix="/v1", tags=["status"])
 
@@ -39,6 +39,8 @@ async def status(request: Request) -> Response:
                     "is_default": name == house.shop.default_runtime,
                     "is_isolated": runtime.is_isolated,
                     "features": house.runtimes.get(name, {}),
+                    "layers": layers_object(house.shop.layers.get(name)),
+                    "breakers": house.shop.breakers.status(name),
                 }
                 for name, runtime in house.shop.runtimes.items()
             },

@@ -1,0 +1,264 @@
+"""An MCP server as a program inside a sandbox: its pipes as the streams that a client session reads and writes.
+
+The program is the task's, and a model may have changed it: nothing that it says may hurt us.
+
+Invariants. Its standard output is read only while somebody waits for an answer, and then at most FLOOD_BYTES of it:
+else its pipe is simply full. A line that is not a message is dropped; one longer than MESSAGE_BYTES is skipped, and
+whoever waited is told. Standard error is kept, its beginning and its end, for the day that the program dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from mcp.shared.message import SessionMessage
+from mcp.types import (
+    INTERNAL_ERROR,
+    ErrorData,
+    JSONRPCError,
+    JSONRPCNotification,
+    JSONRPCRequest,
+    JSONRPCResponse,
+    jsonrpc_message_adapter,
+)
+
+from rollyard.sandbox.base import Process, Sandbox
+from rollyard.tools._output import Output
+
+MESSAGE_BYTES = 4 << 20
+"""Of one message. What a model is shown is far less; a picture may be this large."""
+
+FLOOD_BYTES = 32 << 20
+"""Of all that comes during one call, notifications included."""
+
+FLOOD_LINES = 50_000
+"""The same in lines: a million tiny ones are as many bytes as one picture, and a minute of our time."""
+
+STDERR_BYTES = 4096
+STDERR_PAUSE_S = 0.05
+"""After each full read: whoever floods it costs us a megabyte a second, not the event loop."""
+
+CHUNK_BYTES = 64 << 10
+EXIT_S = 0.5  # for a program whose output has ended to be gone, so that its status can be told
+
+
+class Lines:
+    """Cuts a stream into lines. One that is longer than the limit comes out as None, once, and is not kept."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._begun = bytearray()
+        self._is_skipping = False
+
+    def feed(self, data: bytes) -> Generator[bytes | None, None, None]:
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            if not self._is_skipping and len(self._begun) + len(end) <= self._limit_bytes:
+                yield bytes(self._begun) + end
+            elif not self._is_skipping:
+                yield None
+            self._begun.clear()
+            self._is_skipping = False
+        if self._is_skipping:
+            return
+        self._begun += rest
+        if len(self._begun) > self._limit_bytes:
+            self._begun.clear()
+            self._is_skipping = True
+            yield None
+
+
+class Program:
+    """The server's process and our ends of its pipes. Made by `running`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._fds: list[int] = []
+        inside_in, self._stdin = self._pipe()
+        self._stdout, inside_out = self._pipe()
+        self._stderr, inside_err = self._pipe()
+        self._inside = {0: inside_in, 1: inside_out, 2: inside_err}
+        for fd in (self._stdin, self._stdout, self._stderr):
+            os.set_blocking(fd, False)
+        self._process: Process | None = None
+        self._errors = Output(STDERR_BYTES)
+        self._awaited: object = None  # the id of the request that has no answer yet
+        self._is_asked = asyncio.Event()
+        self._heard_bytes = self._heard_lines = 0
+        self.is_writing = False
+        self.trouble = ""  # why we gave up on it
+
+    def _pipe(self) -> tuple[int, int]:
+        try:
+            pair = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            self.close()
+            raise
+        self._fds += pair
+        return pair
+
+    async def start(self, sandbox: Sandbox, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._process = await sandbox.spawn(command, fds=self._inside, env=env)
+        for fd in self._inside.values():
+            os.close(fd)
+            self._fds.remove(fd)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    @property
+    def is_dead(self) -> bool:
+        """Nobody has the other end of its output any more."""
+        if not self._fds:
+            return True
+        poll = select.poll()
+        poll.register(self._stdout, 0)
+        return bool(poll.poll(0))
+
+    async def epitaph(self) -> str:
+        """How it ended, and what it said on standard error."""
+        how = self.trouble or "its output ended"
+        if self._process is not None and not self.trouble:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_S):
+                    how = f"it exited with status {await self._process.wait()}"
+        self._hear_errors()
+        said, _ = self._errors.text()
+        return f"{how}; on standard error: {said.strip()}" if said.strip() else how
+
+    # --- pipes
+
+    async def _ready(self, fd: int, add: Callable[..., object], remove: Callable[[int], object]) -> None:
+        ready = self._loop.create_future()
+        add(fd, lambda: ready.done() or ready.set_result(None))
+        try:
+            await ready
+        finally:
+            remove(fd)
+
+    async def _read(self) -> bytes:
+        while True:
+            await self._ready(self._stdout, self._loop.add_reader, self._loop.remove_reader)
+            with contextlib.suppress(BlockingIOError):
+                return os.read(self._stdout, CHUNK_BYTES)
+
+    async def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        self.is_writing = True
+        while left:
+            try:
+                left = left[os.write(self._stdin, left) :]
+            except BlockingIOError:
+                await self._ready(self._stdin, self._loop.add_writer, self._loop.remove_writer)
+        self.is_writing = False
+
+    def _hear_errors(self) -> int:
+        try:
+            data = os.read(self._stderr, CHUNK_BYTES)
+        except OSError:
+            return 0
+        self._errors.feed(data)
+        return len(data)
+
+    async def errors(self) -> None:
+        """Keeps standard error empty, so that nobody blocks on it."""
+        while True:
+            await self._ready(self._stderr, self._loop.add_reader, self._loop.remove_reader)
+            read_bytes = self._hear_errors()
+            if not read_bytes:
+                return
+            if read_bytes == CHUNK_BYTES:
+                await asyncio.sleep(STDERR_PAUSE_S)
+
+    # --- messages
+
+    async def listen(self, deliver: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
+        """Its output to the session, until either ends."""
+        lines = Lines(MESSAGE_BYTES)
+        with deliver, contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            while True:
+                await self._is_asked.wait()
+                data = await self._read()
+                self._heard_bytes += len(data)
+                self._heard_lines += data.count(b"\n")
+                if self._heard_bytes > FLOOD_BYTES or self._heard_lines > FLOOD_LINES:
+                    self.trouble = f"it wrote more than {FLOOD_BYTES} bytes or {FLOOD_LINES} lines during one call"
+                if not data or self.trouble:
+                    return
+                for line in lines.feed(data):
+                    message = self._too_long() if line is None else _message(line)
+                    if isinstance(message, JSONRPCResponse | JSONRPCError) and message.id == self._awaited:
+                        self._settle()
+                    if message is not None:
+                        await deliver.send(SessionMessage(message))
+
+    async def speak(self, messages: MemoryObjectReceiveStream[SessionMessage]) -> None:
+        """The session's messages to its input. A program that has closed it is noticed by its silence or its end."""
+        with messages:
+            async for item in messages:
+                message = item.message
+                if isinstance(message, JSONRPCRequest):
+                    self._awaited, self._heard_bytes, self._heard_lines = message.id, 0, 0
+                    self._is_asked.set()
+                elif isinstance(message, JSONRPCNotification) and message.method == "notifications/cancelled":
+                    self._settle()
+                text = message.model_dump_json(by_alias=True, exclude_unset=True)
+                with contextlib.suppress(BrokenPipeError):
+                    await self._write(text.encode("utf-8", "replace") + b"\n")
+
+    def _settle(self) -> None:
+        self._awaited = None
+        self._is_asked.clear()
+
+    def _too_long(self) -> JSONRPCError | None:
+        """Most likely the answer that somebody waits for: said to be too long, it costs one call and no timeout."""
+        if not isinstance(self._awaited, int | str):
+            return None
+        what = f"the server sent a message of more than {MESSAGE_BYTES} bytes; it was dropped"
+        error = ErrorData(code=INTERNAL_ERROR, message=what)
+        return JSONRPCError(jsonrpc="2.0", id=self._awaited, error=error)
+
+
+def _message(line: bytes) -> JSONRPCRequest | JSONRPCNotification | JSONRPCResponse | JSONRPCError | None:
+    if b'"jsonrpc"' not in line:  # forty times as quick as to let the library say so
+        return None
+    try:
+        return jsonrpc_message_adapter.validate_json(line, by_name=False)
+    except ValueError:  # what somebody printed, or worse
+        return None
+
+
+Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObjectSendStream[SessionMessage]]
+
+
+@asynccontextmanager
+async def running(
+    sandbox: Sandbox, command: Sequence[str], env: Mapping[str, str]
+) -> AsyncGenerator[tuple[Program, Streams], None]:
+    """A started server and a session's streams to it. Leaving the block kills it."""
+    program = Program()
+    try:
+        await program.start(sandbox, command, env)
+        deliver, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        write, messages = anyio.create_memory_object_stream[SessionMessage](0)
+        with read, write:
+            async with anyio.create_task_group() as group:
+                group.start_soon(program.listen, deliver)
+                group.start_soon(program.speak, messages)
+                group.start_soon(program.errors)
+                try:
+                    yield program, (read, write)
+                finally:
+                    group.cancel_scope.cancel()
+    finally:
+        program.close()

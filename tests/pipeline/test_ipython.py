@@ -1,0 +1,38 @@
+"""A rollout with the `ipython` tool: our own Python is built at the first need, and bound where the image has none."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from rollyard.core import Outcome
+from rollyard.core.task import AgentSpec, SandboxOptions
+from rollyard.sandbox.python import INSIDE, PythonShelf
+from tests.pipeline.site import finish, says, shell_task, site
+from tests.tools.busybox import busybox_image
+
+
+def cell(code: str) -> str:
+    return "<tool_call>\n" + json.dumps({"name": "ipython", "arguments": {"code": code}}) + "\n</tool_call>"
+
+
+async def test_cells_share_their_names_in_an_image_without_python(tmp_path: Path) -> None:
+    script = says(cell("import sys\nx = 41"), cell("open('done', 'w').write(sys.prefix)\nx + 1"), finish())
+    task = replace(
+        shell_task(checks=[f"grep -qx {INSIDE} done"]),
+        agent=AgentSpec(options={"tools": ["ipython", "finish"]}),
+        sandbox=SandboxOptions(image=str(busybox_image(tmp_path / "image"))),
+    )
+    cache = tmp_path / "python"
+    async with site(tmp_path, script, pythons=PythonShelf(cache)) as yard:
+        assert not cache.exists()
+        rollout = await yard.rolled(task)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
+        assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
+        trajectory = await yard.store.trajectory(rollout.id)
+        assert trajectory is not None
+        told = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+        assert told[0] == "(no output)" and str(told[1]).endswith("42")
+        yard.nothing_left()
+    shutil.rmtree(cache)

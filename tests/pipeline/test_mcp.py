@@ -1,0 +1,175 @@
+"""A task's MCP servers in a whole rollout: as tools, through the doorway, and when they are not there."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from rollyard.core import Blame, Json, Outcome, Score, Task
+from rollyard.core.failure import TaskInvalid, UnknownTool
+from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
+from rollyard.sandbox.doorway import DOORWAY_PORT
+from rollyard.tools.base import ToolContext, ToolSpec
+from rollyard.tools.finish import Finish
+from rollyard.tools.mcp import McpSource, OutsideServer
+from tests.pipeline.site import Site, finish, says, shell, shell_task, site
+from tests.tools.mcp_parts import BY_HAND, loopback, outside, served
+
+
+def asking(mcp: Json, files: Json = None) -> Task:
+    task = shell_task(checks=["true"], files=files or {})
+    return replace(task, agent=replace(task.agent, options={"tools": ["shell", "finish"], "mcp": mcp}))
+
+
+def call(name: str, **arguments: Json) -> str:
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+async def heard(yard: Site, rollout_id: str) -> list[str]:
+    """What the tools said."""
+    trajectory = await yard.store.trajectory(rollout_id)
+    assert trajectory is not None
+    return [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
+
+
+async def test_a_server_in_the_sandbox_is_told_to_the_model_called_and_ended(tmp_path: Path):
+    task = asking({"hand": {"command": ["python3", "server.py"]}}, files={"server.py": BY_HAND})
+    async with site(tmp_path, says(call("hand__echo", a=1), call("hand__die"), finish())) as yard:
+        rollout = await yard.rolled(task)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED
+        echo, died, _ = await heard(yard, rollout.id)
+        assert echo == 'echo 1 {"a": 1}'
+        assert "status 3" in died
+        trajectory = await yard.store.trajectory(rollout.id)
+        assert trajectory is not None
+        names = [schema["function"]["name"] for schema in trajectory.tools]  # type: ignore[index,call-overload]
+        assert {"shell", "finish", "hand__echo"} <= set(names)
+        assert len(set(names)) == len(names)
+        yard.nothing_left()
+
+
+INITIALIZE = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "method": "initialize",
+    "params": {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {},
+        "clientInfo": {"name": "inside", "version": "1"},
+    },
+}
+INSIDE = f"""
+import sys, urllib.request
+for name in sys.argv[1:]:
+    headers = {{"content-type": "application/json", "accept": "application/json, text/event-stream"}}
+    url = "http://127.0.0.1:{DOORWAY_PORT}/mcp/" + name
+    request = urllib.request.Request(url, {json.dumps(INITIALIZE).encode()!r}, headers)
+    try:
+        print(urllib.request.urlopen(request, timeout=10).read().decode())
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+
+
+async def test_a_program_inside_uses_the_named_server_through_the_doorway_and_eval_has_none(tmp_path: Path):
+    task = asking({"out": {"server": "known", "inside": True}}, files={"inside.py": INSIDE})
+    nobody = f"! python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {DOORWAY_PORT}), 5)'"
+    task = replace(task, data={**task.data, "checks": [nobody]})
+    async with served(outside().streamable_http_app()) as url:
+        servers = {"known": OutsideServer(url), "unasked": OutsideServer(url)}
+        script = says(shell("python3 inside.py out known unasked"), call("out__add", number=2), finish())
+        async with site(tmp_path, script, mcp_servers=servers) as yard:
+            rollout = await yard.rolled(task)
+            assert rollout.ending is not None
+            assert rollout.ending.outcome is Outcome.COMPLETED
+            said, added, _ = await heard(yard, rollout.id)
+            assert '"serverInfo":{"name":"outside"' in said
+            assert said.count("404") == 2
+            assert added == "count is 2"
+            assert rollout.ending.score is not None
+            assert rollout.ending.score.reward == 1.0
+            yard.nothing_left()
+
+
+async def test_a_task_with_a_wrong_or_unknown_server_is_refused_at_submit(tmp_path: Path):
+    async with site(tmp_path, says(finish())) as yard:
+        check = yard.yard.shop.check
+        check(asking({"a": {"command": ["x"]}}), yard.run)
+        with pytest.raises(TaskInvalid, match="either a command or a server"):
+            check(asking({"a": {}}), yard.run)
+        with pytest.raises(UnknownTool, match="has named: none"):
+            check(asking({"a": {"server": "known"}}), yard.run)
+        twice = asking(None)
+        with pytest.raises(TaskInvalid, match="named twice"):
+            check(replace(twice, agent=replace(twice.agent, options={"tools": ["shell", "shell"]})), yard.run)
+
+
+async def test_a_server_that_does_not_start_is_the_tasks_fault_and_one_outside_is_infrastructures(tmp_path: Path):
+    with loopback() as nobody:
+        servers = {"away": OutsideServer(f"http://127.0.0.1:{nobody.getsockname()[1]}/mcp")}
+        async with site(tmp_path, says(finish()), mcp_servers=servers) as yard:
+            broken = await yard.rolled(asking({"hand": {"command": ["sh", "-c", "echo why >&2; exit 7"]}}))
+            assert broken.ending is not None
+            assert broken.ending.failure is not None
+            assert (broken.ending.failure.code, broken.ending.failure.blame) == ("setup_failed", Blame.TASK)
+            assert "why" in broken.ending.failure.detail
+            away = await yard.rolled(asking({"out": {"server": "away"}}))
+            assert away.ending is not None
+            assert away.ending.failure is not None
+            assert (away.ending.failure.code, away.ending.failure.blame) == ("tool_unreachable", Blame.INFRA)
+            assert away.attempt == 3  # it was tried again
+            yard.nothing_left()
+
+
+@dataclass
+class Again:
+    """Another tool that calls itself finish."""
+
+    spec: ToolSpec = Finish().spec
+    needs_sandbox: bool = False
+    needs_python: bool = False
+
+    async def open(self, context: ToolContext) -> Finish:
+        return Finish()
+
+
+class Doubled(Environment):
+    name = "doubled"
+    tools = ("finish",)
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=False, eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(({"role": "user", "content": "do it"},), tools=(Again(),))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        return Score(1.0)
+
+
+class Bringing(Doubled):
+    """Brings a server's tools, as an environment may."""
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        assert context.sandbox is not None
+        await context.sandbox.write("server.py", BY_HAND.encode())
+        source = McpSource("own", ("python3", "server.py"))
+        return Start(({"role": "user", "content": "do it"},), tools=(source,))
+
+
+async def test_two_tools_of_one_name_are_refused_and_an_environment_may_bring_a_server(tmp_path: Path):
+    environments = Environments({"doubled": Doubled(), "bringing": Bringing()})
+    async with site(tmp_path, says(call("own__echo"), finish()), environments=environments) as yard:
+        rollout = await yard.rolled(Task("doubled"))
+        assert rollout.ending is not None
+        assert rollout.ending.failure is not None
+        assert rollout.ending.failure.code == "task_invalid"
+        assert "two tools are named 'finish'" in rollout.ending.failure.detail
+        brought = await yard.rolled(Task("bringing"))
+        assert (await heard(yard, brought.id))[0] == "echo 1 {}"
+        yard.nothing_left()
