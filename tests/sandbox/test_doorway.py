@@ -243,7 +243,7 @@ async def test_a_client_that_reads_no_answers_gets_no_further_ones() -> None:
 
 
 @on_both_loops
-async def test_the_body_waits_for_an_app_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_body_waits_for_an_app_that_does_not_read() -> None:
     go = asyncio.Event()
     got = 0
 
@@ -310,6 +310,22 @@ async def test_a_header_that_would_break_the_framing_is_not_sent(caplog: pytest.
         answer = await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert status_of(answer) == 500
         assert b"x-b" not in answer
+
+
+@on_both_loops
+async def test_an_answer_that_comes_early_is_not_lost_to_a_client_that_still_sends() -> None:
+    async def busy(scope: Any, receive: Any, send: Any) -> None:
+        await reply(send, b"", 503, [(b"connection", b"close")])
+
+    async with serving(busy) as doorway:
+        reader, writer = await raw(doorway)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10000000\r\n\r\n")
+        assert status_of(await reader.readline()) == 503
+        for _ in range(5):
+            writer.write(b"x" * 1_000_000)
+            await writer.drain()  # a connection that was closed would be reset by now
+        assert not writer.is_closing()
+        writer.close()
 
 
 # --- bounds ---------------------------------------------------------------------------------------------
@@ -460,6 +476,23 @@ async def test_close_ends_the_listener_the_connections_and_the_apps() -> None:
             await doorway.serve(held)
         for _, writer in (busy, idle):
             writer.close()
+
+
+@on_both_loops
+async def test_close_cancels_what_an_app_still_does_after_its_answer() -> None:
+    held = Held()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await reply(send, b"ok")
+        await held(scope, receive, send)
+
+    async with serving(app) as doorway:
+        await said(doorway, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await held.begun.wait()
+        assert not held.ended.is_set()  # the client has its answer: that it went is no reason to stop
+        doorway.close()
+        await held.ended.wait()
+        assert held.was_cancelled
 
 
 @on_both_loops

@@ -32,6 +32,7 @@ from rollyard.sandbox import (
 )
 from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, marked, started
 from rollyard.tools.shell import Shell
+from tests.sandbox.runtimes import RUNTIMES
 
 SPEC = SandboxSpec(owner="test")
 
@@ -477,3 +478,18 @@ async def test_abandoned_control_folders_are_swept_and_no_others(tmp_path: Path)
         async with LocalRuntime(root=tmp_path / "b", control_root=tmp_path):
             assert not (folder / "abandoned").exists()
             assert living._control.exists() and (folder / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "apptainer", "local"])
+async def test_a_service_may_work_in_a_folder_that_only_its_user_may_enter(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root's home is one: its sandboxes' users cannot go there, and need not."""
+    if name == "apptainer" and shutil.which("apptainer") is None:
+        pytest.skip("apptainer is not installed")
+    (tmp_path / "private").mkdir(mode=0o700)
+    monkeypatch.chdir(tmp_path / "private")
+    async with RUNTIMES[name](root=tmp_path / "root") as runtime:
+        sandbox = await runtime.start(SPEC, lease_s=60.0)
+        assert (await sandbox.exec(["echo", "ok"], timeout_s=10.0)).stdout == b"ok\n"
+        await sandbox.kill()

@@ -13,7 +13,7 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollyard.core.failure import (
@@ -69,6 +69,7 @@ class Keeper:
         self.doorway: socket.socket | None = None  # the runtime's, once it stands
         self.env: Mapping[str, str] = {}  # what the image sets, where its runtime says
         self._end: SandboxEnd | None = None  # as we know it before the proof
+        self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[SandboxEnd] = self._loop.create_future()
         self._wire = Wire(ours, self._on_message)
@@ -192,6 +193,9 @@ class Keeper:
         self._wire.close()
         self._cut_lifeline()
         end = self._end or SandboxEnd("lost", "its keeper was killed from outside")
+        if end.reason == "lost" and self.count_oom_kills():
+            # Files in memory have no process: the kernel kills all there are, in vain, the keeper among them.
+            end = SandboxEnd("memory", "its memory limit left nothing of it alive")
         self._fail_start(SandboxStartFailed("the launcher ended", step="launcher"))
         if not self.ended.done():
             self.ended.set_result(end)

@@ -483,7 +483,8 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def shut(world: Inner, shm_bytes: int) -> None:
-    """What Apptainer leaves open: /proc and /dev can be written to, and /dev/shm may take half of the memory."""
+    """What Apptainer leaves open: /proc and /dev can be written to, /dev/shm may take half of the memory, and so may
+    the file that it shows as /etc/resolv.conf, which lies in a tmpfs of its own; and /proc/keys names the user's keys."""
     said, said_in = os.pipe2(os.O_CLOEXEC)
     pid = world.fork_unseen()
     if pid == 0:
@@ -491,6 +492,14 @@ def shut(world: Inner, shm_bytes: int) -> None:
             world.enter_mounts()
             socket.sethostname("sandbox")
             again = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
+            for path in ("/proc/keys", "/proc/key-users"):
+                with contextlib.suppress(FileNotFoundError):  # a kernel without keys
+                    kernel.mount("/dev/null", path, "", kernel.MS_BIND)
+            with open("/proc/1/mounts", "rb") as file:
+                mounts = [os.fsdecode(line).split(" ") for line in file]
+            for _, at, kind, options, *_ in mounts:
+                if kind == "tmpfs" and options.split(",")[0] == "rw" and at != "/dev/shm":
+                    kernel.mount("none", at, "", again | kernel.MS_NODEV * (at != "/dev"))
             kernel.mount("none", "/proc", "", again | kernel.MS_NODEV)
             kernel.mount("none", "/dev", "", again)
             flags = kernel.MS_REMOUNT | kernel.MS_NOSUID | kernel.MS_NODEV

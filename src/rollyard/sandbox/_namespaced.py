@@ -226,6 +226,7 @@ class NamespacedRuntime(LaunchedRuntime):
     def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
         self._limiter.watch(sandbox.id, sandbox.pid, place.upper, sandbox.spec.limits)
         sandbox.count_oom_kills = lambda: self._limiter.oom_kills(sandbox.id)
+        self._keepers[sandbox.id].count_oom_kills = sandbox.count_oom_kills
 
     async def _on_gone(self, sandbox_id: str, place: Place) -> None:
         if place.uid is not None:

@@ -56,6 +56,10 @@ class BubblewrapRuntime(NamespacedRuntime):
             argv += ["--ro-bind" if is_read_only else "--bind", f"{parts.at}/{name}", inside]
         # /proc too: bwrap shuts /proc/sys only if that *folder* is writable, which it never is, and to the files in it
         # the kernel lets whoever is root on the host, as the sandbox's user is where the service is run by root.
+        # /proc/keys names the keys of whoever runs the service: by them it knows the user, not the namespace.
+        for path in ("/proc/keys", "/proc/key-users"):
+            if Path(path).exists():
+                argv += ["--ro-bind", "/dev/null", path]
         argv += ["--remount-ro", "/proc", "--remount-ro", "/dev"]
         argv += [*([] if parts.has_image else ["--remount-ro", "/"]), "--chdir", WORKDIR]
         return program, argv, {"PATH": PATH}

@@ -104,7 +104,7 @@ class OciRuntime(LaunchedRuntime):
         """podman's container gets uids of its own; with docker that is a setting of its daemon (userns-remap)."""
         return os.geteuid() == 0 and "podman" in Path(self._engine()[0]).name
 
-    async def _call(self, *words: str, bound_s: float = CALL_S) -> subprocess.CompletedProcess[str]:
+    async def _call(self, *words: str, bound_s: float = CALL_S, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         argv = [*self._engine(), *words]
         try:
             return await asyncio.to_thread(
@@ -115,6 +115,7 @@ class OciRuntime(LaunchedRuntime):
                 timeout=bound_s,
                 check=False,
                 stdin=subprocess.DEVNULL,
+                cwd=cwd or self._root,  # conmon leaves a file `oom` there when a container runs out of memory
             )
         except subprocess.TimeoutExpired as error:
             raise SandboxStartFailed(f"{words[0]} was not done in {bound_s:g} s", step="engine") from error
@@ -177,7 +178,7 @@ class OciRuntime(LaunchedRuntime):
             listener.listen(1)
             listener.setblocking(False)
             argv = self._argv(config["id"], spec, image, control, python)
-            running = asyncio.ensure_future(self._call(*argv))
+            running = asyncio.ensure_future(self._call(*argv, cwd=config["folders"][0]))
             accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(listener))
             try:
                 await asyncio.wait([running, accepting], return_when=asyncio.FIRST_COMPLETED)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
+import secrets
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -81,7 +81,6 @@ class Shell:
         self._cwd = cwd
         self._env = {**_ENV, **env}
         self._turn = asyncio.Lock()
-        self._numbers = itertools.count(1)
         self._dialect = BASH
         name = new_id("shell")
         self._path = f"{sandbox.control_path}/{name}"
@@ -155,7 +154,7 @@ class Shell:
 
     def _ask(self, command: str) -> asyncio.Future[tuple[int, str] | None]:
         assert self._live is not None
-        number = next(self._numbers)
+        number = secrets.randbits(53)  # not to be guessed by a command that was told to end early
         data = command.encode("utf-8", "replace")  # half a surrogate pair is what models sometimes write
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
