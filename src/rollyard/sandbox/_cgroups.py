@@ -3,8 +3,9 @@
     delegated cgroup v2 ── a v2 scope asked of systemd ── cgroup v1 as root ── None: only rlimits and the warden
 
 All groups of a runtime lie below one folder with its `mark`, inside the group that this process is in already, so that
-whoever limited the service limits its sandboxes too. In v2 a group with processes can give no controllers to
-groups below it: this process then first moves itself (and its children) aside, into a leaf `rollyard-service`.
+whoever limited the service limits its sandboxes too; only where that cannot be divided, in the next one above. In v2 a
+group with processes can give no controllers to groups below it: this process then first moves itself (and its children)
+aside, into a leaf `rollyard-service`.
 
 Invariants. `find` believes nothing that it has not done: it makes a group, sets every limit and removes it.
 `sweep` ends and removes what carries our mark, and nothing else. Groups hold no processes of the host: a group is
@@ -204,6 +205,8 @@ def find_v2(mark: str, *, means: Means = "cgroup v2", proc: str = "/proc") -> Cg
     given = _give_down(base, wanted)
     if given != wanted:
         given = _move_aside_and_give(base, wanted)
+    if not {"memory", "pids"} <= given and (above := _above(base, mount)) is not None:
+        base, given = above
     if not given:
         return None
     root = os.path.join(base, f"rollyard-{mark}")
@@ -211,6 +214,19 @@ def find_v2(mark: str, *, means: Means = "cgroup v2", proc: str = "/proc") -> Cg
         os.mkdir(root)
     controllers = _give_down(root, given)
     return _probed(Cgroups(means, mark, {name: root for name in _CONTROLLERS.values() if name in controllers}, [mount]))
+
+
+def _above(base: str, mount: str) -> tuple[str, set[str]] | None:
+    """The nearest group above ours that gives memory and pids down already and lets us write: mostly root's luck.
+
+    Nothing is changed there. What limits our own group does not limit the sandboxes then.
+    """
+    while base != mount and len(base) > len(mount):
+        base = os.path.dirname(base)
+        given = set(_CONTROLLERS.values()) & set(files.read(os.path.join(base, "cgroup.subtree_control")).split())
+        if {"memory", "pids"} <= given and os.access(os.path.join(base, "cgroup.procs"), os.W_OK):
+            return base, given
+    return None
 
 
 def _give_down(folder: str, controllers: set[str]) -> set[str]:
