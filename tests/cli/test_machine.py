@@ -35,16 +35,24 @@ async def test_a_setting_that_cannot_be_is_one_line(cli: Cli, tmp_path: Path):
     assert "did you mean run_slots?" in said.err and said.err.count("\n") == 1
 
 
-async def test_doctor_tries_what_there_is(cli: Cli):
+async def test_doctor_tries_what_there_is(cli: Cli, tmp_path: Path):
     said = await cli("doctor", "--json")
     found = {check["name"]: check for check in said.json}
     assert found["local: start"]["state"] == "ok"
-    assert {"bubblewrap: start", "user namespaces", "open files", "pseudo terminals", "data_dir", "memory"} <= set(
+    assert {"bubblewrap: start", "apptainer: apptainer", "oci: engine"} <= set(found)
+    assert {"user namespaces", "open files", "pseudo terminals", "data_dir", "memory", "/dev/fuse", "cgroups"} <= set(
         found
     )
-    assert found["tokenizers"]["state"] == "ok"
-    assert all(check["remedy"] for check in found.values() if check["state"] != "ok")
+    assert found["tokenizers"]["state"] == found["portable Python"]["state"] == "ok"
+    assert [check for check in found.values() if check["state"] != "ok" and not check["remedy"]] == []
     assert said.status == (1 if any(check["state"] == "fail" for check in found.values()) else 0)
+    for name in ("bubblewrap", "apptainer", "oci"):
+        if found.get(f"{name}: start", {}).get("state") == "ok":
+            tried = ("seccomp", "capabilities", "nested namespaces", "network", "doorway", "user", "layers")
+            assert {found[f"{name}: {feature}"]["state"] for feature in tried} == {"ok"}
+            limits = ("memory limit", "processes limit", "cpu limit", "open files limit")
+            assert all(found[f"{name}: {limit}"]["detail"] for limit in limits)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 async def test_doctor_ends_with_1_if_the_default_runtime_is_missing(
@@ -98,6 +106,12 @@ async def test_serve_beyond_loopback_needs_tokens(tmp_path: Path):
 
 async def test_benches_are_listed(cli: Cli):
     assert [line["bench"] for line in (await cli("bench", "--json")).json] == list(BENCHES)
+
+
+@pytest.mark.parametrize("name", ["shell", "survive", "endurance"])
+async def test_a_bench_of_a_runtime_that_does_not_exist_is_wrong_usage(cli: Cli, name: str):
+    said = await cli("bench", name, "--runtime", "chroot")
+    assert said.status == 2 and "there is no runtime 'chroot'" in said.err
 
 
 @pytest.mark.parametrize("name", BENCHES)

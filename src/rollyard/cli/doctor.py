@@ -1,43 +1,36 @@
 """`rollyard doctor`: what this machine lacks, and how to mend it.
 
-Each check tries the thing for real where it can. "fail" is what keeps the default runtime from working (exit 1);
-"warn" is what will bite later: fewer sandboxes than the settings promise, little disk, a missing extra.
+Each check tries the thing for real where it can: every runtime starts sandboxes, and what is promised of them is tried
+from inside (`_doctor_inside.py`). "fail" is what keeps the default runtime from working, or from being safe (exit 1);
+"warn" is what will bite later: a runtime that is not the default, fewer sandboxes than the settings promise, little
+disk. It never raises: a check that breaks is a check that says so. It leaves nothing behind, and takes some seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import platform
-import resource
-import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollyard.cli._console import AsJson, note, plain, print_lines, run, show, table
+from rollyard.cli._doctor_check import Check, State
+from rollyard.cli._doctor_data import data_checks, nearest
+from rollyard.cli._doctor_machine import machine_checks
 
 if TYPE_CHECKING:
+    from rollyard.sandbox.python import PortablePython
     from rollyard.service.settings import Settings
 
 PROBE_S = 60.0
-GIB = 1 << 30
-FDS_PER_SANDBOX = 8  # measured about 5, and a shell's PTY
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was looked at. `remedy` is empty where all is well."""
-
-    name: str
-    state: Literal["ok", "warn", "fail"]
-    detail: str
-    remedy: str = ""
+_TRIED_INSIDE = ("memory limit", "cpu limit", "uids")
+"""Features that a runtime's own probe describes, and that are tried here."""
 
 
 def doctor(
@@ -51,7 +44,7 @@ def doctor(
     from rollyard.service.settings import load_settings
 
     settings = load_settings({}, os.environ, file).settings
-    checks = [*run(runtime_checks(settings)), *machine_checks(settings)]
+    checks = [*run(runtime_checks(settings)), *_held(machine_checks, settings), *_held(data_checks, settings)]
     if as_json:
         print_lines(asdict(check) for check in checks)
     else:
@@ -67,152 +60,107 @@ def doctor(
         raise typer.Exit(1)
 
 
-async def runtime_checks(settings: Settings) -> list[Check]:
-    """Every runtime there is, tried with a real sandbox in a folder of its own."""
-    from rollyard.sandbox import BubblewrapRuntime, LocalRuntime
-
+def _held(look: Callable[[Settings], Iterable[Check]], settings: Settings) -> list[Check]:
+    """What a look found, up to where it broke."""
     checks: list[Check] = []
-    for kind in (BubblewrapRuntime, LocalRuntime):
-        worst: Literal["warn", "fail"] = "fail" if kind.name == settings.runtime else "warn"
-        found: Mapping[str, str]
-        try:
-            with tempfile.TemporaryDirectory(prefix="rollyard-doctor-") as folder:
-                async with asyncio.timeout(PROBE_S), kind(root=Path(folder)) as runtime:
-                    found = await runtime.probe()
-        except TimeoutError:
-            found = {"probe": f"it was not done in {PROBE_S:g} s"}
-        except (OSError, RuntimeError) as error:
-            found = {"probe": str(error)}
-        use = (
-            "default"
-            if kind.name == settings.runtime
-            else "allowed"
-            if kind.name in settings.runtimes
-            else "not allowed"
-        )
-        for feature, state in found.items():
-            what, _, remedy = state.partition("; ")
-            is_ok = state == "ok"
-            # Images are an extra: a default runtime without them works.
-            level = "ok" if is_ok else "warn" if feature == "overlay" else worst
-            checks.append(Check(f"{kind.name}: {feature}", level, f"works ({use})" if is_ok else what, remedy))
+    try:
+        checks.extend(look(settings))
+    except Exception as error:
+        checks.append(_broken(look.__name__.replace("_", " "), error, "warn"))
     return checks
 
 
-def machine_checks(settings: Settings) -> Iterable[Check]:
-    live = settings.max_live or (settings.init_slots + settings.ready_slots + settings.run_slots + settings.eval_slots)
-    yield _python()
-    yield _user()
-    yield _namespaces()
-    yield _descriptors(live)
-    yield _ptys(live)
-    yield _shm()
-    yield _disk(settings.data_dir)
-    yield _memory()
-    yield _tokenizers(settings)
+def _broken(name: str, error: BaseException, state: State) -> Check:
+    return Check(name, state, f"the check broke: {type(error).__name__}: {error}", "report it, with this line")
 
 
-def _python() -> Check:
-    from rollyard import __version__
+async def runtime_checks(settings: Settings) -> list[Check]:
+    """Every runtime there is, in a folder where the service's own sandboxes would be."""
+    from rollyard.service.runtimes import NAMES
 
-    return Check(
-        "versions", "ok", f"rollyard {__version__}, Python {platform.python_version()}, Linux {platform.release()}"
-    )
-
-
-def _user() -> Check:
-    if os.geteuid() != 0:
-        return Check("user", "ok", "not root")
-    found = "root: a sandbox's user is the host's uid 0, without any capability"
-    return Check("user", "warn", found, "run the service as an ordinary user")
-
-
-def _namespaces() -> Check:
-    """What bubblewrap stands on. The runtime's own probe is the proof; this says why."""
-    most = _sysctl("user/max_user_namespaces")
-    restricted = _sysctl("kernel/apparmor_restrict_unprivileged_userns")
-    clone = _sysctl("kernel/unprivileged_userns_clone")
-    if most == 0:
-        return Check("user namespaces", "warn", "there may be none", "sysctl -w user.max_user_namespaces=15000")
-    if clone == 0 and os.geteuid() != 0:
-        return Check("user namespaces", "warn", "only for root", "sysctl -w kernel.unprivileged_userns_clone=1")
-    if restricted == 1 and os.geteuid() != 0:
-        remedy = "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or a profile for bwrap and this Python"
-        return Check("user namespaces", "warn", "AppArmor restricts them", remedy)
-    return Check("user namespaces", "ok", f"up to {most:,}" if most is not None else "not limited by sysctl")
+    above = nearest(settings.data_dir)
+    where = above if os.access(above, os.W_OK) else None  # the data_dir's own check says so
+    with tempfile.TemporaryDirectory(prefix=".rollyard-doctor-", dir=where) as name:
+        scratch = Path(name)
+        python, checks = await _python(settings, scratch)
+        # At once: most of each is waiting for processes.
+        found = await asyncio.gather(*[_runtime(name, settings, scratch, python) for name in NAMES])
+    return [check for group in found for check in group] + checks
 
 
-def _descriptors(live: int) -> Check:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = live * FDS_PER_SANDBOX + 1024
-    if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:
-        return Check("open files", "ok", f"{hard:,} for up to {live} live sandboxes")
-    fits = max(1, (hard - 1024) // FDS_PER_SANDBOX)
-    remedy = f"ulimit -Hn {needed} (systemd: LimitNOFILE={needed}), or set max_live to {fits}"
-    return Check("open files", "warn", f"{hard:,}, but {live} live sandboxes want {needed:,}", remedy)
+async def _python(settings: Settings, scratch: Path) -> tuple[PortablePython | None, list[Check]]:
+    """The Python that is bound into sandboxes: the service's own copy, or one that is made to see that it can be."""
+    from rollyard.sandbox.python import portable_python
 
-
-def _ptys(live: int) -> Check:
-    most, used = _sysctl("kernel/pty/max"), _sysctl("kernel/pty/nr") or 0
-    if most is None or most - used >= live:
-        return Check("pseudo terminals", "ok", "not limited" if most is None else f"{most - used:,} free")
-    detail = f"{most - used:,} free, one for each of {live} live sandboxes is wanted"
-    return Check("pseudo terminals", "warn", detail, f"sysctl -w kernel.pty.max={used + 2 * live}")
-
-
-def _shm() -> Check:
-    """Commands are handed to sandboxes in files on tmpfs."""
-    place = Path(os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm")
+    kept = settings.data_dir / "python"
     try:
-        usage = os.statvfs(place)
-    except OSError as error:
-        return Check(str(place), "warn", f"cannot be used: {error.strerror}", f"mount -t tmpfs tmpfs {place}")
-    free = usage.f_bavail * usage.f_frsize
-    if not os.access(place, os.W_OK):
-        return Check(str(place), "warn", "cannot be written to", f"chmod 1777 {place}")
-    if free < 16 << 20:
-        return Check(str(place), "warn", f"{free >> 20} MiB free", "make room, or in Docker: --shm-size 256m")
-    return Check(str(place), "ok", f"{free / GIB:.1f} GiB free")
+        if kept.is_dir():
+            (scratch / "python").symlink_to(kept.absolute())
+        python = await asyncio.to_thread(portable_python, scratch / "python")
+    except Exception as error:  # whatever the parts of this Python are like
+        remedy = "use a Python of python.org, of your distribution or of uv, and install ldd (libc-bin)"
+        return None, [Check("portable Python", "warn", f"cannot be built: {error}", remedy)]
+    return python, [Check("portable Python", "ok", "can be built: `ipython` works in any image")]
 
 
-def _disk(data_dir: Path) -> Check:
-    place = data_dir
-    while not place.exists():
-        place = place.parent
-    if not os.access(place, os.W_OK):
-        return Check("data_dir", "warn", f"{data_dir} cannot be written to", "set data_dir to a folder of yours")
-    free = shutil.disk_usage(place).free
-    remedy = "" if free >= 2 * GIB else "make room, or set data_dir to a larger disk"
-    return Check("data_dir", "warn" if remedy else "ok", f"{data_dir}: {free / GIB:.1f} GiB free", remedy)
+async def _runtime(name: str, settings: Settings, scratch: Path, python: PortablePython | None) -> list[Check]:
+    worst: State = "fail" if name == settings.runtime else "warn"
+    use = "default" if name == settings.runtime else "allowed" if name in settings.runtimes else "not allowed"
+    checks: list[Check] = []
+    try:
+        async with asyncio.timeout(PROBE_S):
+            await _try(name, settings, scratch, python, worst, use, checks)
+    except TimeoutError:
+        checks.append(Check(f"{name}: probe", worst, f"it was not done in {PROBE_S:g} s", "is the machine busy?"))
+    except Exception as error:
+        checks.append(_broken(f"{name}: probe", error, worst))
+    return checks
 
 
-def _memory() -> Check:
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) << 10
-    remedy = "" if available >= GIB else "stop something, or lower run_slots"
-    return Check("memory", "warn" if remedy else "ok", f"{available / GIB:.1f} GiB available", remedy)
+async def _try(
+    name: str,
+    settings: Settings,
+    scratch: Path,
+    python: PortablePython | None,
+    worst: State,
+    use: str,
+    checks: list[Check],
+) -> None:
+    """Adds to `checks` as it goes, so that what breaks late hides nothing."""
+    from rollyard.cli._doctor_inside import look_inside
+    from rollyard.core import RollyardError
+    from rollyard.sandbox import OciRuntime
+    from rollyard.sandbox.oci import probe_image
+    from rollyard.service.runtimes import make_runtime
 
-
-def _tokenizers(settings: Settings) -> Check:
-    """Those of the configured engines, and our own to show that loading works."""
-    from rollyard.testing.tokenizer_files import tokenizer_dir
-    from rollyard.tokens import Tokenizers
-
-    loaded = Tokenizers()
-    named = [engine.tokenizer for engine in settings.engines if engine.tokenizer]
-    for source in (str(tokenizer_dir()), *named):
+    image = ""
+    if name == "oci" and not settings.oci_image:
+        image = str(await asyncio.to_thread(probe_image, scratch / "image") or "")
+    tried = settings.model_copy(update={"data_dir": scratch, "oci_image": settings.oci_image or image})
+    async with make_runtime(name, tried, scratch / name) as runtime:
+        found = dict(await runtime.probe())
+        is_looked_at = python is not None and runtime.is_isolated and found.get("start") == "ok"
+        if is_looked_at:
+            found = {feature: state for feature, state in found.items() if feature not in _TRIED_INSIDE}
+        checks.extend(_probed(name, found, worst, use))
         try:
-            loaded.load(source)
-        except Exception as error:  # whatever a tokenizer's files can do to their reader
-            detail = f"{source}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            return Check("tokenizers", "warn", detail, "give a folder with tokenizer.json (scripts/get-tokenizer)")
-    return Check("tokenizers", "ok", f"loading works ({len(named)} of configured engines)")
+            if is_looked_at and python is not None:
+                checks.extend(await look_inside(runtime, python, worst))
+        except RollyardError as error:
+            detail, _, remedy = error.detail.partition("; ")
+            checks.append(Check(f"{name}: inside", worst, detail, remedy or "see the lines above"))
+        finally:
+            if isinstance(runtime, OciRuntime) and image:
+                await runtime.forget(image)
 
 
-def _sysctl(name: str) -> int | None:
-    try:
-        return int(Path("/proc/sys", name).read_text())
-    except (OSError, ValueError):
-        return None
+def _probed(name: str, found: Mapping[str, str], worst: State, use: str) -> Iterable[Check]:
+    """The runtime's own words: "ok", or what is wrong and how to mend it."""
+    for feature, state in found.items():
+        what, _, remedy = state.partition("; ")
+        is_ok = state == "ok"
+        # Images are an extra: a default runtime without them works.
+        level: State = "ok" if is_ok else "warn" if feature == "overlay" else worst
+        if not is_ok and not remedy:  # the program's own words, which we did not know
+            remedy = f"try the program by hand, or set runtimes to others than {name}"
+        yield Check(f"{name}: {feature}", level, f"works ({use})" if is_ok else what, remedy)

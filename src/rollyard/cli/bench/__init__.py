@@ -23,6 +23,10 @@ from rollyard.cli._console import AsJson, Trouble, note, number, out, print_json
 
 BENCHES = {
     "shell": "commands in a sandbox's shell: latency and throughput",
+    "ipython": "cells in a sandbox's Python: latency and start",
+    "sandbox": "starts, forks and memory of sandboxes, each runtime; the doorway",
+    "survive": "what is left of 50 starting sandboxes when their service is killed",
+    "endurance": "what ten thousand sandboxes, started and ended, leave behind",
     "pipeline": "turns per second, CPU and memory per rollout, end to end",
     "stages": "does a slow EVAL slow RUN down?",
     "restart": "how long until a killed service with 10,000 queued rollouts serves again",
@@ -107,7 +111,7 @@ def show_result(result: Mapping[str, Any]) -> None:
     out().print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()), markup=False)
 
 
-HEADLINES = ("echo_p50_ms", "peak_turns_per_s", "run_throughput_ratio")
+HEADLINES = ("echo_p50_ms", "cell_p50_ms", "bubblewrap_start_p50_ms", "peak_turns_per_s", "run_throughput_ratio")
 """What a bench is about: drawn as bars, where there is a peer to draw beside it."""
 
 WIDTH = 40

@@ -1,7 +1,7 @@
 """`rollyard bench shell`: how fast commands go through a sandbox's shell, beside other people's shells.
 
-Ours runs inside a sandbox; the peers run bare on this machine, which is the easier thing. SWE-ReX is installed on first
-use into a virtual environment of its own below ~/.cache/rollyard/bench.
+Ours runs inside a sandbox (`--runtime` says of which kind); the peers run bare on this machine, which is the easier
+thing. SWE-ReX is installed on first use into a virtual environment of its own below ~/.cache/rollyard/bench.
 """
 
 from __future__ import annotations
@@ -12,24 +12,30 @@ import tempfile
 import time
 from pathlib import Path
 
+from rollyard.cli._console import Trouble
+from rollyard.cli.bench._parts import AnyRuntime, Missing, forget_image, make_images, make_runtime
 from rollyard.cli.bench.peers import measure
 from rollyard.core import Json
-from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSpec
+from rollyard.sandbox import Sandbox, SandboxSpec
 from rollyard.tools.shell import Shell, ShellOutcome
 
 SHELLS = 200
-
-_RUNTIMES = {"bubblewrap": BubblewrapRuntime, "local": LocalRuntime}
 
 
 async def bench_shell(*, quick: bool = False, runtime: str = "bubblewrap", peers: bool = True) -> dict[str, Json]:
     """`metrics` and `versus`; a peer that cannot be measured is {"error": why}."""
     calls = 100 if quick else 500
-    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as folder:
-        async with _RUNTIMES[runtime](root=Path(folder)) as opened:
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
+        images = await asyncio.to_thread(make_images, Path(name)) if runtime == "oci" else None
+        try:
+            made = make_runtime(runtime, Path(name, "root"), images=images)
+        except Missing as error:
+            raise Trouble("this runtime cannot be tried here", str(error)) from None
+        async with made as opened:
             metrics = await _starts(opened, 15 if quick else 50)
             metrics |= await _echoes(opened, calls)
             metrics |= await _many(opened, 20 if quick else 100)
+            await forget_image(opened, images)
     versus: dict[str, Json] = {}
     if peers:
         versus["swe-rex"] = await asyncio.to_thread(measure, "swe_rex", 100 if quick else 300)
@@ -38,7 +44,7 @@ async def bench_shell(*, quick: bool = False, runtime: str = "bubblewrap", peers
     return {"metrics": metrics, "versus": versus}
 
 
-async def _starts(runtime: BubblewrapRuntime | LocalRuntime, count: int) -> dict[str, Json]:
+async def _starts(runtime: AnyRuntime, count: int) -> dict[str, Json]:
     times: list[float] = []
     for _ in range(count + 1):  # the first one starts the launcher, too
         began = time.perf_counter()
@@ -48,7 +54,7 @@ async def _starts(runtime: BubblewrapRuntime | LocalRuntime, count: int) -> dict
     return {"start_p50_ms": round(statistics.median(times[1:]), 2)}
 
 
-async def _echoes(runtime: BubblewrapRuntime | LocalRuntime, count: int) -> dict[str, Json]:
+async def _echoes(runtime: AnyRuntime, count: int) -> dict[str, Json]:
     sandbox = await runtime.start(SandboxSpec(owner="bench"), lease_s=600.0)
     shell = await Shell.open(sandbox)
     times: list[float] = []
@@ -63,7 +69,7 @@ async def _echoes(runtime: BubblewrapRuntime | LocalRuntime, count: int) -> dict
     return {"echo_p50_ms": round(statistics.median(ordered), 4), "echo_p99_ms": round(p99, 4), "echo_calls": count}
 
 
-async def _many(runtime: BubblewrapRuntime | LocalRuntime, each: int) -> dict[str, Json]:
+async def _many(runtime: AnyRuntime, each: int) -> dict[str, Json]:
     async def open_one() -> tuple[Sandbox, Shell]:
         sandbox = await runtime.start(SandboxSpec(owner="bench"), lease_s=600.0)
         return sandbox, await Shell.open(sandbox, output_bytes=16_384)

@@ -1,0 +1,32 @@
+"""One thing that `rollyard doctor` looked at, and the words that its parts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+State = Literal["ok", "warn", "fail"]
+
+DELEGATE = (
+    "systemd-run --user --scope -p Delegate=yes rollyard serve; in a unit: [Service] Delegate=yes; without systemd:"
+    " run it as root where cgroups can be written to"
+)
+"""What gives the service a part of the cgroup tree, so that the kernel keeps its limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`remedy` is empty where all is well."""
+
+    name: str
+    state: State
+    detail: str
+    remedy: str = ""
+
+
+def sysctl(name: str) -> int | None:
+    try:
+        return int(Path("/proc/sys", name).read_text())
+    except (OSError, ValueError):
+        return None

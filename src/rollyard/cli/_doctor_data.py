@@ -1,0 +1,106 @@
+"""What `rollyard doctor` says about data: where it lies, what it takes, and whether tokenizers load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollyard.cli._doctor_check import Check
+
+if TYPE_CHECKING:
+    from rollyard.service.settings import Settings
+
+GIB = 1 << 30
+NO_UPPER = ("overlay", "fuse.fuse-overlayfs", "aufs", "ecryptfs", "vfat", "exfat")
+"""File systems that cannot hold what an overlay writes."""
+
+
+def data_checks(settings: Settings) -> Iterable[Check]:
+    yield _room(settings.data_dir)
+    yield file_system(settings.data_dir, _mounts())
+    yield _images(settings)
+    yield _layers(settings)
+    yield _tokenizers(settings)
+
+
+def nearest(path: Path) -> Path:
+    """The folder itself, or the closest one above it that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _mounts() -> str:
+    return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+
+
+def _room(data_dir: Path) -> Check:
+    place = nearest(data_dir)
+    if not os.access(place, os.W_OK):
+        return Check("data_dir", "warn", f"{data_dir} cannot be written to", "set data_dir to a folder of yours")
+    free = shutil.disk_usage(place).free
+    remedy = "" if free >= 2 * GIB else "make room, or set data_dir to a larger disk"
+    return Check("data_dir", "warn" if remedy else "ok", f"{data_dir}: {free / GIB:.1f} GiB free", remedy)
+
+
+def file_system(data_dir: Path, mountinfo: str) -> Check:
+    """SQLite and overlays each refuse some."""
+    from rollyard.store._place import NETWORK, mount_of
+
+    name = "file system"
+    mount = mount_of(str(nearest(data_dir).resolve()), mountinfo)
+    if mount is None:
+        return Check(name, "warn", "what data_dir lies on is not known", "mount /proc")
+    seen = f"{mount.kind} at {mount.point}"
+    local = "set data_dir to a local disk (a node's own scratch): ROLLYARD_DATA_DIR=/scratch/rollyard"
+    if mount.kind in NETWORK:
+        return Check(name, "warn", f"{seen}: SQLite loses data there, and overlays do not work", local)
+    if mount.kind in NO_UPPER:
+        remedy = f"{local}; in Docker: a volume (--volume rollyard:{data_dir})"
+        return Check(name, "warn", f"{seen}: images and layers cannot be written over there", remedy)
+    return Check(name, "ok", seen)
+
+
+def _images(settings: Settings) -> Check:
+    from rollyard.sandbox.images import ImageStore
+    from rollyard.service.build import IMAGES
+
+    try:
+        images = ImageStore(settings.data_dir / IMAGES).list()
+    except (OSError, ValueError) as error:
+        return Check("images", "warn", f"cannot be read: {error}", f"look into {settings.data_dir / IMAGES}")
+    size = sum(image.size_bytes for image in images)
+    return Check("images", "ok", f"{len(images)}, {size / GIB:.1f} GiB (rollyard images list)")
+
+
+def _layers(settings: Settings) -> Check:
+    """As their labels say: nothing is walked."""
+    count = size = 0
+    for label in settings.data_dir.glob("sandboxes/*/layers/*/layer.json"):
+        try:
+            size += int(json.loads(label.read_bytes())["size_bytes"])
+            count += 1
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return Check("layers", "ok", f"{count}, {size / GIB:.1f} GiB; up to {settings.layer_bytes / GIB:.0f} per runtime")
+
+
+def _tokenizers(settings: Settings) -> Check:
+    """Those of the configured engines, and our own to show that loading works."""
+    from rollyard.testing.tokenizer_files import tokenizer_dir
+    from rollyard.tokens import Tokenizers
+
+    loaded = Tokenizers()
+    named = [engine.tokenizer for engine in settings.engines if engine.tokenizer]
+    for source in (str(tokenizer_dir()), *named):
+        try:
+            loaded.load(source)
+        except Exception as error:  # whatever a tokenizer's files can do to their reader
+            detail = f"{source}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            return Check("tokenizers", "warn", detail, "give a folder with tokenizer.json (scripts/get-tokenizer)")
+    return Check("tokenizers", "ok", f"loading works ({len(named)} of configured engines)")

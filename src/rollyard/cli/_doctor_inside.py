@@ -1,0 +1,217 @@
+"""What `rollyard doctor` sees from inside a sandbox: every isolation feature and limit, tried by a program that
+means to break it.
+
+Two sandboxes per runtime. In the first a script, run by our own Python so that any image will do, tries each thing and
+prints what it found; what that sandbox wrote becomes a layer of the second, which then takes more memory than it may.
+What is told is what happened; `limits_in_force` only says by whose doing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from rollyard.cli._doctor_check import DELEGATE, Check, State
+from rollyard.core import RollyardError
+from rollyard.core.failure import MemoryLimit
+from rollyard.sandbox import Bind, Sandbox, SandboxLimits, SandboxSpec
+from rollyard.sandbox._sandbox import LaunchedSandbox
+from rollyard.sandbox._seccomp import REFUSED
+from rollyard.sandbox.python import INSIDE, PortablePython
+from rollyard.service.runtimes import AnyRuntime
+
+LIMITS = SandboxLimits(memory_bytes=96 << 20, processes=64, open_files=512, cpus=0.5)
+LOOK_S, LEASE_S = 30.0, 120.0
+FORKS = 160
+
+SCRIPT = r"""
+import ctypes, errno, json, os, resource, signal, socket, sys, time, urllib.request
+keyctl, url, forks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(call, *words):
+    ctypes.set_errno(0)
+    return call(*words) == -1 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS, errno.ENOSPC)
+def is_routed():
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))
+        return True
+    except OSError:
+        return False
+def answer():
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        return opener.open(url, timeout=10).read().decode()
+    except OSError as error:
+        return str(error)
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+found = {"mode": status["Seccomp"].strip(), "keyctl": refused(libc.syscall, keyctl, 0, -3, 0)}
+found["capabilities"] = int(status["CapEff"], 16) | int(status["CapPrm"], 16)
+found["privileges"] = status["NoNewPrivs"].strip() == "1"
+found["namespaces"] = refused(libc.unshare, 0x10000000)
+found["interfaces"] = sorted(name for _, name in socket.if_nameindex())
+found["routed"] = is_routed()
+found["doorway"] = answer() if url else None
+found["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+began, used = time.monotonic(), time.process_time()
+while time.monotonic() - began < 0.4:
+    pass
+found["cpus"] = (time.process_time() - used) / (time.monotonic() - began)
+children, found["forked"] = [], True
+try:
+    for _ in range(forks):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        children.append(pid)
+except OSError:
+    found["forked"] = False
+for pid in children:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+print(json.dumps(found))
+"""
+
+TAKE = """
+import time
+held = [b"x" * (8 << 20) for _ in range(40)]
+time.sleep(3)  # a watchdog needs a moment
+"""
+
+
+async def look_inside(runtime: AnyRuntime, python: PortablePython, worst: State) -> list[Check]:
+    """A `RollyardError` is the runtime's: a sandbox of it did not stand."""
+    folder = runtime.layer_root / "doctor"
+    folder.mkdir()
+    binds = (Bind(python.folder, INSIDE),)
+    layer = folder / "files"
+    try:
+        sandbox = await runtime.start(
+            SandboxSpec(binds=binds, has_doorway=True, limits=LIMITS, owner="doctor"), lease_s=LEASE_S
+        )
+        try:
+            checks = list(_judged(await _seen(sandbox, python), sandbox, worst))
+            await sandbox.write("/workspace/doctor", b"a layer")
+            await sandbox.freeze(layer)
+        finally:
+            await sandbox.kill()
+        spec = SandboxSpec(binds=binds, layers=(layer,), limits=LIMITS, owner="doctor")
+        checks += await _in_a_fork(runtime, spec, python, worst)
+    finally:
+        await runtime.remove([layer, folder])
+    return [Check(f"{runtime.name}: {check.name}", check.state, check.detail, check.remedy) for check in checks]
+
+
+async def _seen(sandbox: Sandbox, python: PortablePython) -> Mapping[str, Any]:
+    url = ""
+    if sandbox.doorway is not None:
+        await sandbox.doorway.serve(_answer)
+        url = sandbox.doorway.url
+    column = 1 if os.uname().machine == "aarch64" else 0
+    argv = [*python.argv, "-c", SCRIPT, str(REFUSED["keyctl"][column]), url, str(FORKS)]
+    result = await sandbox.exec(argv, timeout_s=LOOK_S, env=python.env)
+    try:
+        return json.loads(result.stdout)
+    except ValueError:
+        said = result.stderr.decode(errors="replace").strip().splitlines() or [f"status {result.status}"]
+        return {"trouble": said[-1][:200]}
+
+
+def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) -> Iterator[Check]:
+    if trouble := found.get("trouble"):
+        yield Check("inside", worst, f"could not be looked at: {trouble}", "run it again with ROLLYARD_LOG_LEVEL=debug")
+        return
+    means = sandbox.limits_in_force
+    newer = "update the kernel (5.11 or newer) and the runtime, and do not run inside another container's sandbox"
+
+    def told(name: str, is_ok: bool, good: str, bad: str, remedy: str, state: State = worst) -> Check:
+        return Check(name, "ok" if is_ok else state, good if is_ok else bad, "" if is_ok else remedy)
+
+    is_filtered = found["mode"] == "2" and found["keyctl"]
+    yield told("seccomp", is_filtered, "a refused call was refused", "a call that must be refused was not", newer)
+    is_bare = found["capabilities"] == 0 and found["privileges"]
+    yield told("capabilities", is_bare, "none, and no way to any", f"{found['capabilities']:#x} are held", newer)
+    yield told("nested namespaces", found["namespaces"], "refused", "a user namespace could be made inside", newer)
+    is_alone = found["interfaces"] == ["lo"] and not found["routed"]
+    seen = f"it sees {', '.join(found['interfaces'])}{' and has a route out' if found['routed'] else ''}"
+    yield told("network", is_alone, "only its own loopback", seen, newer)
+    said = str(found["doorway"])
+    yield told("doorway", said == "ok", "answers from inside", said[:200], "see the service's log")
+    yield _user(sandbox, worst)
+    kept = not found["forked"]
+    yield told(
+        "processes limit",
+        kept,
+        f"enforced ({means.get('processes')})",
+        f"{FORKS} could be started where {LIMITS.processes} may",
+        DELEGATE,
+        "warn",
+    )
+    is_slow = means.get("cpus") != "none" and found["cpus"] < 0.8
+    yield told("cpu limit", is_slow, f"enforced ({means.get('cpus')})", "not enforced", DELEGATE, "warn")
+    is_few = found["files"] == LIMITS.open_files
+    lacks = f"{found['files']} where {LIMITS.open_files} was asked for"
+    yield told("open files limit", is_few, "enforced (rlimit)", lacks, "raise the hard limit: ulimit -Hn 65536", "warn")
+
+
+def _user(sandbox: LaunchedSandbox, worst: State) -> Check:
+    """Whose processes they are on the host."""
+    try:
+        lines = Path(f"/proc/{sandbox.pid}/status").read_text().splitlines()
+        uid = next(int(line.split()[1]) for line in lines if line.startswith("Uid:"))
+    except (OSError, StopIteration):
+        return Check("user", worst, "its first process is gone", "run it again")
+    if os.geteuid() != 0:
+        return Check("user", "ok", f"the service's own, uid {uid}, which is not root")
+    if uid != 0:
+        return Check("user", "ok", f"unprivileged: uid {uid} on the host")
+    remedy = 'sandbox_uids = "200000-265535" (Linux 5.19 or newer), or run the service as an ordinary user'
+    return Check("user", worst, "root of the host, without capabilities", remedy)
+
+
+async def _in_a_fork(runtime: AnyRuntime, spec: SandboxSpec, python: PortablePython, worst: State) -> list[Check]:
+    name, mend = "layers", "set data_dir to a local disk (ext4 or xfs), not on an overlay or a network file system"
+    try:
+        fork = await runtime.start(spec, lease_s=LEASE_S)
+    except RollyardError as error:
+        detail, _, remedy = error.detail.partition("; ")
+        return [Check(name, worst, detail, remedy or mend)]
+    try:
+        kept = await fork.read("/workspace/doctor", limit_bytes=100)
+        is_kept = kept == b"a layer"
+        seen = "a fork reads its set-up" if is_kept else "a fork does not see what its set-up wrote"
+        layers = Check(name, "ok" if is_kept else worst, seen, "" if is_kept else mend)
+        return [layers, await _memory(fork, python)]
+    except (OSError, ValueError) as error:
+        return [Check(name, worst, f"a fork does not read its set-up: {error}", mend)]
+    finally:
+        await fork.kill()
+
+
+async def _memory(sandbox: LaunchedSandbox, python: PortablePython) -> Check:
+    means = sandbox.limits_in_force.get("memory", "none")
+    name, most = "memory limit", f"{(LIMITS.memory_bytes or 0) >> 20} MiB"
+    try:
+        done = await sandbox.exec([*python.argv, "-c", TAKE], timeout_s=LOOK_S, env=python.env)
+    except MemoryLimit:
+        return Check(name, "warn", f"a sandbox beyond {most} is ended by our {means}, not by the kernel", DELEGATE)
+    except RollyardError as error:
+        return Check(name, "warn", f"the sandbox was lost at it: {error.detail}", DELEGATE)
+    if done.status == 0:
+        return Check(name, "warn", f"not enforced: {most} were allowed, and 320 MiB taken", DELEGATE)
+    if done.status == -9:
+        return Check(name, "ok", f"enforced ({means})")
+    said = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.status}"]
+    return Check(name, "warn", f"could not be tried: {said[-1][:200]}", DELEGATE)
+
+
+async def _answer(
+    scope: MutableMapping[str, Any],
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+    send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
+) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})

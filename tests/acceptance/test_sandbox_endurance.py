@@ -1,0 +1,99 @@
+"""Nothing of a sandbox stays: not when its service is killed with starts in progress, not after five hundred of them.
+
+The quick forms of `rollyard bench survive`, `endurance` and `sandbox`, and that their census would see a survivor.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollyard.cli.bench._census import Census, adopting, control_of
+from rollyard.cli.bench.endurance import bench_endurance
+from rollyard.cli.bench.sandbox import bench_sandbox
+from rollyard.cli.bench.survive import bench_survive
+
+PROGRAMS = {"bubblewrap": "bwrap", "apptainer": "apptainer"}
+
+OUTLIVES = """
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        os.close(1)
+        import signal
+        signal.pause()
+"""
+
+
+@pytest.fixture(params=PROGRAMS)
+def runtime(request: pytest.FixtureRequest) -> str:
+    if shutil.which(PROGRAMS[request.param]) is None:
+        pytest.skip(f"{PROGRAMS[request.param]} is not installed")
+    return request.param
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_killed_service_leaves_no_survivor(runtime: str):
+    metrics = (await bench_survive(quick=True, runtime=runtime))["metrics"]
+    assert isinstance(metrics, dict)
+    assert (metrics["survivors"], metrics["left_after_sweep"]) == (0, 0)
+    assert metrics["kills"] == 5 and metrics["starting_min"] == 50
+    assert isinstance(swept := metrics["swept"], int) and swept > 0, "nothing was left, so the sweep was not tried"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_five_hundred_sandboxes_leave_nothing(runtime: str):
+    metrics = (await bench_endurance(quick=True, runtime=runtime))["metrics"]
+    assert isinstance(metrics, dict)
+    assert {name: value for name, value in metrics.items() if name.endswith("_more") and value} == {}
+    assert metrics["sandboxes"] == 500
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_two_hundred_at_once_all_answer_and_each_figure_is_there_or_says_why_not():
+    metrics = (await bench_sandbox(quick=True, peers=False))["metrics"]
+    assert isinstance(metrics, dict)
+    assert metrics["concurrent_200_ok"] is True
+    starts = ("bubblewrap", "bubblewrap_dir", "apptainer_dir", "apptainer_sif", "oci")
+    others = ("fork16_s", "concurrent_200_s", "rss_mb_per_sandbox", "doorway_p50_ms", "doorway_new_p50_ms")
+    for name in (*(f"{start}_start_p50_ms" for start in starts), *others):
+        assert isinstance(metrics[name], float) or metrics[f"{name}_null"], name
+    for part, program in (("bubblewrap", "bwrap"), ("apptainer_dir", "apptainer"), ("apptainer_sif", "apptainer")):
+        assert metrics[f"{part}_start_p50_ms"] is not None or shutil.which(program) is None, metrics
+    assert isinstance(fork_s := metrics["fork16_s"], float) and fork_s > 2, "the set-up alone takes two seconds"
+
+
+async def test_the_census_sees_a_daemon_that_outlives_its_parent(tmp_path: Path):
+    census = Census("bubblewrap", tmp_path)
+    with adopting():
+        before = await asyncio.to_thread(census.take)
+        done = subprocess.run([sys.executable, "-c", OUTLIVES], stdout=subprocess.PIPE, check=True)
+        pid = int(done.stdout)
+        after, _ = await asyncio.to_thread(census.settle, lambda count: count.more(before)["processes"] == 1, 10.0)
+        assert [name.split()[0] for name in after.processes - before.processes] == [str(pid)]
+        os.kill(pid, signal.SIGKILL)
+        gone, _ = await asyncio.to_thread(census.settle, lambda count: not count.more(before)["processes"], 10.0)
+        assert gone.more(before)["processes"] == 0
+
+
+async def test_the_census_sees_folders_and_descriptors(tmp_path: Path):
+    census = Census("bubblewrap", tmp_path)
+    before = census.take()
+    (tmp_path / "sbx_1").mkdir()
+    (control_of(tmp_path) / "rollyard-0" / "mark" / "sbx_1").mkdir(parents=True)
+    reader, writer = os.pipe()
+    more = census.take().more(before)
+    os.close(reader)
+    os.close(writer)
+    assert (more["folders"], more["descriptors"]) == (2, 2)
+    assert more["processes"] == more["cgroups"] == 0

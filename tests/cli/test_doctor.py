@@ -1,0 +1,151 @@
+"""What doctor says of a machine that lacks something: real sandboxes without one of their controls, told as such."""
+
+import os
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rollyard.cli._doctor_check import Check
+from rollyard.cli._doctor_data import file_system, nearest
+from rollyard.cli._doctor_inside import look_inside
+from rollyard.cli._doctor_machine import apparmor_remedy, kernel_version, machine_checks
+from rollyard.cli.bench.peers import CACHE
+from rollyard.cli.bench.sandbox import _try
+from rollyard.cli.doctor import _held, runtime_checks
+from rollyard.core import Json
+from rollyard.core.failure import SandboxStartFailed
+from rollyard.sandbox import BubblewrapRuntime
+from rollyard.sandbox.limits import Limiter
+from rollyard.sandbox.python import portable_python
+from rollyard.service.settings import Settings
+
+LINE = "29 1 8:1 / {point} rw,relatime - {kind} source rw\n"
+ROOT = LINE.format(point="/", kind="ext4")
+
+
+class Unfiltered(BubblewrapRuntime):
+    """As if the kernel had no seccomp."""
+
+    @asynccontextmanager
+    async def unfiltered(self) -> AsyncGenerator[BubblewrapRuntime, None]:
+        async with self:
+            self._refused = ""
+            yield self
+
+
+@dataclass(frozen=True)
+class Found:
+    checks: dict[str, Check]
+
+    def bad(self) -> dict[str, str]:
+        return {name.partition(": ")[2]: check.state for name, check in self.checks.items() if check.state != "ok"}
+
+
+async def looked_at(runtime: BubblewrapRuntime) -> Found:
+    checks = await look_inside(runtime, portable_python(CACHE / "python"), "fail")
+    found = Found({check.name: check for check in checks})
+    assert all(check.remedy for check in checks if check.state != "ok")
+    assert list(runtime.layer_root.iterdir()) == []
+    return found
+
+
+async def test_a_missing_filter_is_seen_from_inside(tmp_path: Path):
+    async with Unfiltered(root=tmp_path / "root").unfiltered() as runtime:
+        found = await looked_at(runtime)
+    assert found.bad()["seccomp"] == "fail"
+    assert found.checks["bubblewrap: nested namespaces"].state == "ok", "bwrap forbids them besides"
+    assert found.checks["bubblewrap: network"].state == found.checks["bubblewrap: doorway"].state == "ok"
+
+
+async def test_limits_that_the_kernel_does_not_keep_are_warned_of_with_the_command_that_mends_it(tmp_path: Path):
+    async with BubblewrapRuntime(root=tmp_path / "root", limiter=Limiter(has_cgroups=False)) as runtime:
+        found = await looked_at(runtime)
+    assert found.bad() == {"cpu limit": "warn", "memory limit": "warn"}
+    memory = found.checks["bubblewrap: memory limit"]
+    assert "is ended by our watchdog" in memory.detail
+    assert "systemd-run --user --scope -p Delegate=yes" in memory.remedy
+    assert "rlimit" in found.checks["bubblewrap: processes limit"].detail
+    assert found.checks["bubblewrap: layers"].state == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandboxes are never root's")
+async def test_sandboxes_that_are_roots_are_told(tmp_path: Path):
+    async with BubblewrapRuntime(root=tmp_path / "root", uids=None) as runtime:
+        found = await looked_at(runtime)
+    assert found.bad()["user"] == "fail"
+    assert "sandbox_uids" in found.checks["bubblewrap: user"].remedy
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="about a service run as root")
+def test_a_root_service_is_well_if_its_sandboxes_are_not_roots():
+    (user,) = (check for check in machine_checks(Settings()) if check.name == "user")
+    assert user.state == "ok" and "200000-265535" in user.detail
+    (user,) = (check for check in machine_checks(Settings(sandbox_uids="")) if check.name == "user")
+    assert user.state == "warn" and "sandbox_uids" in user.remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "said"),
+    [("nfs4", "warn", "SQLite"), ("lustre", "warn", "SQLite"), ("overlay", "warn", "layers"), ("xfs", "ok", "xfs")],
+)
+def test_a_file_system_that_cannot_hold_our_data_is_told(tmp_path: Path, kind: str, state: str, said: str):
+    found = file_system(tmp_path / "not" / "there", ROOT + LINE.format(point=tmp_path, kind=kind))
+    assert found.state == state and said in found.detail and kind in found.detail
+    assert bool(found.remedy) == (state != "ok")
+    if found.remedy:
+        assert "ROLLYARD_DATA_DIR=" in found.remedy
+
+
+def test_a_folder_that_is_not_there_is_judged_by_the_one_above(tmp_path: Path):
+    assert nearest(tmp_path / "a" / "b") == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("release", "version"),
+    [("5.19.0-41-generic", (5, 19)), ("6.18.44-fc", (6, 18)), ("5.4.0", (5, 4)), ("odd", (0, 0))],
+)
+def test_a_kernel_is_known_by_its_numbers(release: str, version: tuple[int, int]):
+    assert kernel_version(release) == version
+
+
+def test_the_remedy_for_apparmor_is_a_sysctl_or_a_profile():
+    remedy = apparmor_remedy()
+    assert "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0" in remedy
+    assert "apparmor_parser -r /etc/apparmor.d/rollyard" in remedy and "userns," in remedy
+
+
+def test_a_look_that_breaks_is_a_check_and_hides_nothing():
+    def looks(settings: Settings) -> Iterator[Check]:
+        yield Check("first", "ok", "fine")
+        raise ZeroDivisionError("odd machine")
+
+    first, broken = _held(looks, Settings())
+    assert first.name == "first"
+    assert broken.state == "warn" and "odd machine" in broken.detail and broken.remedy
+
+
+async def test_a_runtime_that_breaks_fails_only_if_it_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def broken(self: BubblewrapRuntime) -> None:
+        raise ZeroDivisionError("odd runtime")
+
+    monkeypatch.setattr(BubblewrapRuntime, "probe", broken)
+    for name, state in (("bubblewrap", "fail"), ("local", "warn")):
+        checks = await runtime_checks(Settings(data_dir=tmp_path / "data", runtimes=(name,)))
+        (found,) = (check for check in checks if check.name.startswith("bubblewrap"))
+        assert (found.name, found.state) == ("bubblewrap: probe", state)
+        assert "odd runtime" in found.detail
+        assert any(check.name == "local: start" and check.state == "ok" for check in checks)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+async def test_a_figure_that_this_machine_cannot_give_is_null_with_its_reason():
+    async def lacking() -> dict[str, Json]:
+        raise SandboxStartFailed("apptainer was not found")
+
+    metrics: dict[str, Json] = {}
+    await _try(metrics, "apptainer_dir_start_p50_ms", lacking)
+    assert metrics["apptainer_dir_start_p50_ms"] is None
+    assert "not found" in str(metrics["apptainer_dir_start_p50_ms_null"])
