@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.core import Outcome, State
-from rollyard.core.failure import Stalled
+from rollyard.core import Deadline, Outcome, Rollout, Score, State, Task, Trajectory
+from rollyard.core.failure import SetupFailed, Stalled
+from rollyard.envs import EnvContext, Environment, Environments, Evidence, Start
+from rollyard.pipeline import stages
+from rollyard.sandbox._sandbox import LaunchedSandbox
 from rollyard.testing.script import Reply
 from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
 
@@ -96,3 +99,52 @@ async def test_a_cancel_of_an_attempt_that_is_being_given_back_is_not_forgotten(
         await yard.idle()
         yard.nothing_left()
         assert [event.state for event in yard.yard.hub._ring].count(State.ENDED) == 1
+
+
+class Failing(Environment):
+    """Fails in the stage that it is told to, or in none."""
+
+    name = "failing"
+    tools = ("shell", "finish")
+
+    def __init__(self, fails_in: str) -> None:
+        self._fails_in = fails_in
+
+    async def prepare(self, context: EnvContext) -> None:
+        assert context.sandbox is not None
+        await context.sandbox.write("/workspace/a", b"a")
+        if self._fails_in == "prepare":
+            raise SetupFailed("as told")
+
+    async def init(self, context: EnvContext) -> Start:
+        if self._fails_in == "init":
+            raise SetupFailed("as told")
+        return Start(({"role": "user", "content": "do it"},))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        return Score(1.0)
+
+
+@pytest.mark.parametrize("stage", ["prepare", "init", "eval"])
+async def test_a_cancel_while_a_stage_ends_its_sandbox_waits_until_it_is_gone(tmp_path: Path, stage: str):
+    async with site(tmp_path, DO_IT, environments=Environments({"failing": Failing(stage)})) as yard:
+        rollout = Rollout("r", yard.run.id, Task("failing"))
+        shop, clock = yard.yard.shop, Deadline(30)
+        if stage == "eval":
+            trajectory = Trajectory("r", 1, (), ())
+            work = stages.evaluate(shop, rollout, trajectory, clock, lease_s=60, watch=lambda _: None)
+        else:
+            work = stages.init(shop, rollout, clock, lease_s=60)
+        task = asyncio.ensure_future(work)
+        ending: list[LaunchedSandbox] = []
+        while not ending:
+            await asyncio.sleep(0)
+            live = yard.runtime._live.values()
+            ending = [it for it in live if it.ending is not None and bool(it.spec.layers) == (stage == "init")]
+        assert ending[0].end is None
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ending[0].end is not None
+        (layers,) = shop.layers.values()
+        assert [kept.leases for kept in layers._kept.values()] == ([0] if stage == "init" else [])

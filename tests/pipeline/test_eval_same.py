@@ -5,6 +5,7 @@ have fooled.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 from rollyard.core import Limits, Outcome, Rollout, SandboxOptions, Score, State, Task
 from rollyard.core.failure import InvalidRequest, VerifierCrashed
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
-from rollyard.envs.protected import PROTECTED, search_paths
+from rollyard.envs.protected import PROTECTED, home_paths, search_paths
 from rollyard.sandbox import ApptainerRuntime, Bind, BubblewrapRuntime
+from rollyard.sandbox.images import ImageStore
 from tests.pipeline.site import SETTINGS, Site, finish, says, shell, shell_task, site
+from tests.sandbox.registry import busybox, file, pack, tar, write_layout
 from tests.sandbox.runtimes import image
 
 BIT = "test -f /workspace/bit"
@@ -107,6 +110,15 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
             "git status && git -c user.name=a -c user.email=b commit -q --allow-empty -m x && test ! -e hooked",
             "! git st && test ! -e hooked",
         ),
+    ),
+    "a signature for git to verify by a planted program": (
+        "git init -q . && printf '#!/bin/sh\\ntouch /workspace/hooked\\n' > evil && chmod +x evil"
+        " && git -c user.name=a -c user.email=b commit -q --allow-empty -m x"
+        " && git cat-file commit HEAD | sed '/^committer/a gpgsig -----BEGIN PGP SIGNATURE-----\\n \\n -----END PGP"
+        " SIGNATURE-----' > c && git update-ref HEAD $(git hash-object -t commit -w c)"
+        " && git config log.showSignature true && git config gpg.program /workspace/evil"
+        " && git log > /dev/null; test -e hooked && rm hooked && touch bit",
+        ("git log > /dev/null && test ! -e hooked",),
     ),
     "the shell's start-up files": (
         "echo 'exit 0' | tee ~/.profile ~/.bashrc ~/.bash_profile /etc/profile /etc/bash.bashrc > /dev/null"
@@ -312,4 +324,91 @@ async def test_an_agent_that_ends_its_sandbox_gets_the_failing_score(tmp_path: P
 
 def test_where_the_plans_own_variables_point_is_protected_too():
     env = {"PATH": "/opt/x/bin:/workspace/.venv/bin:/usr/bin/..:relative:", "PYTHONPATH": "/srv/lib", "LANG": "C"}
-    assert list(search_paths(env)) == ["/opt/x/bin", "/workspace/.venv/bin", "/usr", "/srv/lib"]
+    found = list(search_paths(env))
+    assert {"/opt/x/bin", "/opt/x/lib", "/workspace/.venv/bin", "/workspace/.venv/pyvenv.cfg", "/srv/lib"} <= {*found}
+    assert not {"/", "/lib", "relative"} & {*found}
+
+
+def test_the_work_itself_is_never_taken_back():
+    env = {
+        "PATH": "/workspace/bin:/workspace",
+        "PYTHONPATH": "/workspace:/workspace/://workspace",
+        "HOME": "/workspace",
+    }
+    found = [*search_paths(env), *home_paths(env)]
+    assert not {"/workspace", "//workspace", "/workspace/lib", "/workspace/bin/lib"} & {*found}
+    assert "/workspace/.profile" in found
+
+
+class Ready(Environment):
+    """A set-up with a virtual environment, and a home that is not the runtime's."""
+
+    name = "ready"
+    tools = ("shell", "finish")
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(eval_mode="same", env={"PATH": "/venv/bin:/usr/bin:/bin", "HOME": "/srv/home"})
+
+    async def prepare(self, context: EnvContext) -> None:
+        done = await context.run("/usr/bin/python3 -m venv --without-pip /venv && mkdir -p /srv/home", timeout_s=60)
+        assert done.status == 0, done.stderr
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(({"role": "user", "content": "do it"},))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        bit = await context.run(BIT, timeout_s=10)
+        fooled = await context.run("python3 -c 'raise SystemExit(1)' || bash -lc 'exit 1'", timeout_s=10)
+        return Score(1.0 - (fooled.status == 0), components={"bit": float(bit.status == 0)})
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "for there in /venv/lib/python3.*/site-packages; do"
+        " echo 'import os; os._exit(0)' > $there/sitecustomize.py; done",
+        "echo 'exit 0' > ~/.profile",
+    ],
+    ids=["a package in it", "a start-up file"],
+)
+async def test_a_virtual_environment_in_path_and_the_home_are_the_images_own(tmp_path: Path, attack: str):
+    task = replace(verified_task(), environment="ready")
+    fooled = "(python3 -c 'raise SystemExit(1)' || bash -lc 'exit 1') && touch /workspace/bit"
+    environments = Environments({"ready": Ready()})
+    turns = says(shell(f"{attack}; {fooled}"), finish())
+    async with site(tmp_path / "site", turns, environments=environments) as yard:
+        score = scored(await yard.rolled(task, within_s=60))
+        assert score.components["bit"] == 1.0, "the attack did not even work in RUN"
+        assert score.reward == 1.0
+
+
+class Retagged(Verified):
+    """While it is rolled out, its image's name comes to mean another image."""
+
+    def __init__(self, retag: Callable[[], Awaitable[object]]) -> None:
+        self._retag = retag
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(eval_mode="same")
+
+    async def init(self, context: EnvContext) -> Start:
+        await self._retag()
+        return await super().init(context)
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        found = await context.run("cat /etc/version /workspace/made; echo $WHICH", timeout_s=10)
+        return Score(float(found.stdout == b"first\nby run\nfirst\n"))
+
+
+async def test_eval_stands_on_the_image_that_run_stood_on_whatever_its_name_means_by_now(tmp_path: Path):
+    for which in ("first", "second"):
+        packed = pack(tar(*busybox(), file("etc/version", f"{which}\n")), env=[f"WHICH={which}", "PATH=/bin"])
+        write_layout(tmp_path / which, packed)
+    store = ImageStore(tmp_path / "images")
+    await store.pull(f"oci:{tmp_path}/first", name="mine")
+    environment = Retagged(lambda: store.pull(f"oci:{tmp_path}/second", name="mine"))
+    task = replace(verified_task(), sandbox=SandboxOptions(image="mine"))
+    async with verified_site(tmp_path, environment, shell("echo by run > /workspace/made")) as yard:
+        yard.yard.shop = replace(yard.yard.shop, images=store)
+        assert scored(await yard.rolled(task)).reward == 1.0
+    assert store.remove("mine").references == ("mine:latest",), "nobody holds it any more"

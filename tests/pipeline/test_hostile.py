@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from rollyard.core import Blame, Message, Outcome, Score, Task
+from rollyard.core import Blame, Message, Outcome, SandboxOptions, Score, Task
 from rollyard.core.score import TurnReward
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
 from rollyard.pipeline import Handler
 from tests.pipeline.site import SETTINGS, finish, says, shell, shell_task, site
+from tests.sandbox.runtimes import image
 
 DO_IT = says(shell("touch done"), finish())
 ONCE = replace(SETTINGS, max_attempts=1, eval_attempts=1)
@@ -40,6 +41,17 @@ async def test_a_tool_call_that_cannot_be_stored_is_still_scored_and_harms_nobod
         assert trajectory is not None
         json.dumps([dict(message) for message in trajectory.messages]).encode()
         yard.nothing_left()
+
+
+async def test_a_workspace_that_became_a_file_passes_no_check_and_is_nobodys_crash(tmp_path: Path):
+    script = says(shell("cd / && mv /workspace /elsewhere && echo > /workspace && test -f /workspace"), finish())
+    task = replace(shell_task(checks=["true"]), sandbox=SandboxOptions(image=image(is_sif=False)))
+    async with site(tmp_path, script, settings=ONCE) as yard:
+        rollout = await yard.rolled(task)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+        assert rollout.ending.score is not None
+        assert (rollout.ending.score.reward, rollout.ending.score.metrics) == (0.0, {"workspace_kept": 0.0})
 
 
 class Odd(Environment):

@@ -11,6 +11,7 @@ from rollyard.core import Blame, Json, Limits, Outcome, Rollout, SandboxOptions,
 from rollyard.core.failure import SandboxStartFailed, SetupFailed
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
 from rollyard.envs.base import ArtifactRule
+from rollyard.pipeline import starting
 from rollyard.pipeline.retry import delay_s
 from rollyard.sandbox.breaker import FAILURES
 from tests.pipeline.site import SETTINGS, Site, finish, quick, says, shell, shell_task, site
@@ -234,6 +235,22 @@ async def test_a_runtime_that_keeps_failing_is_left_alone_and_says_why(tmp_path:
         good = await yard.rolled(shell_task(checks=["true"]))
         assert good.ending is not None
         assert good.ending.score is not None, "another image is not to blame"
+
+
+@pytest.mark.parametrize("has_waited_long", [False, True])
+async def test_only_a_start_that_had_its_time_speaks_against_the_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_waited_long: bool
+):
+    if has_waited_long:
+        monkeypatch.setattr(starting, "FAIR_START_S", 0.0)
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, max_attempts=1)) as yard:
+        for _ in range(FAILURES):
+            rollout = await yard.rolled(quick(shell_task(), init_s=0.001))
+            assert rollout.ending is not None and rollout.ending.failure is not None
+            assert rollout.ending.failure.code == "sandbox_start_failed"
+        good = await yard.rolled(shell_task(checks=["true"]))
+        assert good.ending is not None
+        assert (good.ending.score is None) == has_waited_long
 
 
 @pytest.mark.parametrize("told_s", [0.0, 30.0])

@@ -208,7 +208,8 @@ async def test_a_sandbox_that_is_killed_from_outside_costs_an_attempt_not_a_rewa
 
 
 async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score_and_no_evaluation(tmp_path: Path):
-    script = says(shell("touch done"), shell("kill -9 -1"), finish())
+    # The second command is there to see its end: a `finish` may still save the work of a sandbox that is just dying.
+    script = says(shell("touch done"), shell("kill -9 -1"), shell("sleep 30"), finish())
     async with site(tmp_path, script) as yard:
         rollout = await yard.rolled(shell_task())
         ending = rollout.ending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.sandbox import _cgroup_files, _cgroups
+from rollyard.sandbox import SandboxLimits, _cgroup_files, _cgroups
 from rollyard.sandbox._cgroups import Cgroups, Group
+from rollyard.sandbox.limits import Limiter, mark_of
 
 MIB = 1 << 20
 
@@ -210,6 +212,21 @@ def test_the_sweep_ends_what_an_earlier_process_left_and_nothing_else(cgroups: C
     assert not any(Path(folder).exists() for folder in group.folders.values())
     assert others.remove()
     other.close()
+
+
+async def test_who_is_cancelled_while_a_group_is_made_leaves_none(cgroups: Cgroups, mark: str, tmp_path: Path):
+    limiter = Limiter()
+    await limiter.open(tmp_path, lambda *_: None)
+    making = asyncio.ensure_future(limiter.group(f"sbx_{mark}", SandboxLimits()))
+    await asyncio.sleep(0)
+    while not any(Path("/sys/fs/cgroup").rglob(f"sbx_{mark}")):
+        pass  # without a turn of the loop, which must not learn that it was made
+    making.cancel()
+    await asyncio.wait([making])
+    await limiter.forget(f"sbx_{mark}")
+    await limiter.close()
+    assert making.cancelled()
+    assert not folders_of(mark_of(tmp_path))
 
 
 def test_close_leaves_no_folder(mark: str):

@@ -211,6 +211,19 @@ async def test_blobs_may_lie_elsewhere_where_no_login_is_sent(registry: Registry
         assert registry.asked("with authorization")
 
 
+async def test_where_blobs_lie_cannot_ask_for_the_login(registry: Registry, store: ImageStore, tmp_path: Path):
+    auth = base64.b64encode(b"me:secret").decode()
+    (tmp_path / "home/.docker").mkdir(parents=True)
+    (tmp_path / "home/.docker/config.json").write_text(json.dumps({"auths": {registry.url: {"auth": auth}}}))
+    async with Registry() as elsewhere:
+        reference = registry.put("name:1", pack(small()))
+        elsewhere.login = ("me", "secret")
+        registry.redirect = f"http://{elsewhere.url}/v2/name/blobs/"
+        with pytest.raises(ImageError, match="does not let us read"):
+            await store.pull(reference)
+        assert elsewhere.asked("blob") and not elsewhere.asked("token")
+
+
 def test_nothing_leads_from_https_to_http():
     registry = RegistryClient(parse_reference("images.example/name"))
     assert str(registry._private("/y", URL("https://blobs.example/x"))) == "https://blobs.example/y"
@@ -412,6 +425,18 @@ async def test_after_kill_9_the_next_pull_takes_over_what_was_downloaded(registr
     (asked,) = registry.asked(sha256(image.layers[0]))
     assert "bytes=" in asked, "it went on where the dead one was"
     assert not leftovers(store)
+
+
+async def test_a_downloaded_layer_that_a_crash_of_the_machine_spoiled_is_fetched_again(
+    registry: Registry, store: ImageStore
+):
+    image = pack(tar(file("noise", b"right")))
+    reference = registry.put("name:1", image)
+    blobs = store.root / image.digest.replace(":", "-") / ".partial/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / sha256(image.layers[0]).removeprefix("sha256:")).write_bytes(tar(file("noise", b"wrong")))
+    pulled = await store.pull(reference)
+    assert (store.path(pulled, "folder") / "noise").read_bytes() == b"right"
 
 
 async def test_a_cancelled_pull_lets_go_of_its_lock(registry: Registry, store: ImageStore):

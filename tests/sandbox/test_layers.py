@@ -1,14 +1,16 @@
 """Layers by themselves: real folders, and makers that write what a set-up would."""
 
 import asyncio
+import gc
 import json
 import os
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import pytest
 
-from rollyard.core.failure import SandboxLost, SandboxStartFailed, SetupFailed
+from rollyard.core.failure import MemoryLimit, SandboxLost, SandboxStartFailed, SetupFailed
 from rollyard.sandbox import layers as layers_module
 from rollyard.sandbox.layers import Layers, Lease, Make
 
@@ -116,6 +118,26 @@ async def test_a_set_up_that_fails_fails_all_with_one_try_and_each_with_its_own_
         assert isinstance(end, SetupFailed)
         assert (end.detail, end.data) == ("no such package", {"status": 100})
     assert await settled(layers) == []
+
+
+async def test_a_remembered_failure_keeps_nothing_of_what_failed_alive(layers: Layers):
+    left: list[weakref.ref[Maker]] = []
+
+    async def make(target: Path) -> None:
+        sandbox = Maker()  # as good as any: what a set-up had in its hands
+        left.append(weakref.ref(sandbox))
+        try:
+            raise MemoryLimit("too much")
+        except MemoryLimit as error:
+            raise SetupFailed("the set-up hit a limit") from error
+
+    with pytest.raises(SetupFailed):
+        await layers.get("k", make)
+    gc.collect()
+    assert left[0]() is None
+    with pytest.raises(SetupFailed, match="hit a limit"):
+        await layers.get("k", make)
+    assert len(left) == 1
 
 
 async def test_a_failure_is_remembered_for_the_same_terms_only_and_not_for_ever(

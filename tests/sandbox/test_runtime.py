@@ -19,7 +19,14 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from rollyard.core.failure import RollyardError, SandboxLost, SandboxStartFailed, SandboxStuck
+from rollyard.core.failure import (
+    MemoryLimit,
+    ProcessLimit,
+    RollyardError,
+    SandboxLost,
+    SandboxStartFailed,
+    SandboxStuck,
+)
 from rollyard.sandbox import (
     Bind,
     BubblewrapRuntime,
@@ -30,6 +37,8 @@ from rollyard.sandbox import (
     SandboxSpec,
     _files,
 )
+from rollyard.sandbox._sandbox import LaunchedSandbox, Place
+from rollyard.sandbox.limits import Limiter
 from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, marked, started
 from rollyard.tools.shell import Shell
 from tests.sandbox.runtimes import RUNTIMES
@@ -163,6 +172,81 @@ async def test_closing_ends_what_is_left_even_while_it_starts(tmp_path: Path) ->
     assert not left_below(tmp_path)
 
 
+async def test_closing_waits_for_an_end_that_nobody_waits_for_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its files stay, and their deletion may begin a launcher that nothing ends."""
+    async with BubblewrapRuntime(root=tmp_path) as runtime:
+        sandbox = await runtime.start(SPEC, lease_s=60.0)
+        await sandbox.exec("touch $(seq 50)", timeout_s=20.0)
+        zygote = runtime._zygote.pid
+        assert zygote is not None
+        os.kill(zygote, signal.SIGSTOP)  # it deletes nothing for a while
+        try:
+            killing = asyncio.ensure_future(sandbox.kill())
+            await eventually(lambda: not runtime._live, "it was not ended")
+            killing.cancel()
+            closing = asyncio.ensure_future(runtime.close())
+            await asyncio.wait([closing], timeout=0.1)
+        finally:
+            os.kill(zygote, signal.SIGCONT)
+        await closing
+    assert not runtime._endings and not left_below(tmp_path)
+    assert runtime._zygote.pid is None
+    assert "could not be deleted" not in caplog.text
+
+
+async def test_closing_ends_the_wait_for_room(tmp_path: Path) -> None:
+    limiter = Limiter(memory_reserve_bytes=1 << 60)  # no machine has that much
+    async with BubblewrapRuntime(root=tmp_path, limiter=limiter) as runtime:
+        await eventually(lambda: not limiter._has_room.is_set(), "the machine is short of memory and nobody said so")
+        starting = asyncio.ensure_future(runtime.start(SPEC, lease_s=60.0))
+        await asyncio.wait([starting], timeout=0.1)
+        assert not starting.done() and not runtime._live
+    with pytest.raises(SandboxStartFailed, match="closed"):
+        await starting
+    assert runtime._zygote.pid is None
+    assert not left_below(tmp_path)
+
+
+async def test_what_fails_when_it_stands_already_leaves_nothing(tmp_path: Path) -> None:
+    class Unlucky(BubblewrapRuntime):
+        def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
+            super()._on_started(sandbox, place)
+            raise OSError("no descriptor left")
+
+    async with Unlucky(root=tmp_path) as runtime:
+        with pytest.raises(OSError, match="no descriptor"):
+            await runtime.start(SPEC, lease_s=60.0)
+        assert not runtime._live
+        assert not left_below(tmp_path)
+
+
+async def test_what_fails_while_it_opens_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "etc").write_text("a file where a folder is to be")
+    runtime = BubblewrapRuntime(root=tmp_path)
+    with pytest.raises(OSError, match="etc"):
+        await runtime.__aenter__()
+    assert runtime._limiter._warden is not None and runtime._limiter._warden.pid is None
+    (tmp_path / "etc").unlink()
+    async with runtime, started(runtime):  # nobody holds its folder any more
+        pass
+
+
+async def test_a_start_that_is_cancelled_while_a_layer_is_copied_leaves_nothing(tmp_path: Path) -> None:
+    upper = tmp_path / "layer" / "upper"
+    for number in range(500):
+        (upper / f"folder{number}").mkdir(parents=True)
+        (upper / f"folder{number}" / "file").write_text("x")
+    async with LocalRuntime(root=tmp_path / "root") as runtime:
+        starting = asyncio.ensure_future(runtime.start(SandboxSpec(layers=(tmp_path / "layer",)), lease_s=60.0))
+        copied = (tmp_path / "root").glob
+        await eventually(lambda: any(copied("sbx_*/upper/folder*")), "no copy began")
+        starting.cancel()
+        await asyncio.wait([starting])
+    assert not left_below(tmp_path / "root")
+
+
 async def test_a_root_belongs_to_one_process(tmp_path: Path) -> None:
     async with LocalRuntime(root=tmp_path):
         with pytest.raises(RuntimeError, match="in use"):
@@ -244,6 +328,62 @@ async def test_limits_are_in_force_and_by_what_means_is_said(bubblewrap: Bubblew
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64
 
 
+async def test_the_idle_program_which_is_the_images_is_filtered_too(bubblewrap: BubblewrapRuntime) -> None:
+    async with started(bubblewrap) as sandbox:
+        script = "for p in /proc/[0-9]*; do read name < $p/comm; [ $name != cat ] || grep Seccomp: $p/status; done"
+        result = await sandbox.exec(script, timeout_s=20.0)
+        assert result.stdout.split() == [b"Seccomp:", b"2"], result
+
+
+FULL = """
+import os, time
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+except OSError:
+    print("full", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("what", ["exec", "read"])
+async def test_who_leaves_no_process_for_the_next_command_is_to_blame(bubblewrap: BubblewrapRuntime, what: str) -> None:
+    """The keeper forks within the sandbox's limit; that it cannot is no loss, which would be tried again."""
+    async with started(bubblewrap, SandboxSpec(limits=SandboxLimits(processes=32))) as sandbox:
+        if sandbox.limits_in_force["processes"] == "rlimit":
+            pytest.skip("the limit does not bind the keeper here")
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            await sandbox.spawn(["python3", "-c", FULL], fds={0: null, 1: writer, 2: null})
+            assert await asyncio.to_thread(os.read, reader, 4) == b"full"
+            with pytest.raises(ProcessLimit):
+                if what == "exec":
+                    await sandbox.exec("true", timeout_s=20.0)
+                else:
+                    await sandbox.read("/etc/passwd", limit_bytes=1 << 20)
+        finally:
+            for fd in (reader, writer, null):
+                os.close(fd)
+
+
+async def test_who_leaves_no_memory_to_fetch_its_files_is_to_blame(
+    bubblewrap: BubblewrapRuntime, tmp_path: Path
+) -> None:
+    async with started(bubblewrap, SandboxSpec(limits=SandboxLimits(memory_bytes=64 << 20))) as sandbox:
+        if sandbox.limits_in_force["memory"] == "watchdog":
+            pytest.skip("nothing but a cgroup counts files in memory")
+        names = "seq 100000 | sed s/$/$(printf %060d 0)/ | xargs touch"
+        made = await sandbox.exec(
+            f"mkdir d; cd d; {names}; dd if=/dev/zero of=/dev/shm/x bs=1M count=32", timeout_s=60.0
+        )
+        assert made.status == 0, made
+        with pytest.raises(MemoryLimit):
+            await sandbox.download("d", tmp_path / "d", limit_bytes=1 << 30)
+
+
 async def test_the_probe_says_ok_where_it_works(bubblewrap: BubblewrapRuntime, local: LocalRuntime) -> None:
     found = dict(await bubblewrap.probe())
     assert {found[name] for name in ("bubblewrap", "start", "overlay")} == {"ok"}
@@ -302,6 +442,18 @@ async def test_who_runs_out_of_descriptors_loses_none(bubblewrap: BubblewrapRunt
             with room_for(room), contextlib.suppress(OSError, RollyardError):
                 await calls[what]()
             await eventually(lambda before=before: open_descriptors() == before, f"all are given back ({room})")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only a service run as root has other uids to give")
+async def test_who_runs_out_of_descriptors_loses_no_uid(tmp_path: Path) -> None:
+    async with BubblewrapRuntime(root=tmp_path, uids=range(200_000, 200_002)) as runtime:
+        async with started(runtime):
+            pass
+        for _ in range(3):
+            with room_for(0), pytest.raises(OSError, match="Too many open files"):
+                await runtime.start(SPEC, lease_s=60.0)
+        async with started(runtime), started(runtime):
+            pass
 
 
 async def test_a_kill_needs_no_descriptor(bubblewrap: BubblewrapRuntime) -> None:
@@ -389,6 +541,23 @@ async def test_what_cannot_be_proven_gone_is_stuck_and_its_folder_is_kept(tmp_pa
         assert left_below(tmp_path) == [sandbox.id]
         os.kill(sandbox.pid, signal.SIGCONT)
         assert (await sandbox.ended()).reason == "killed"
+
+
+async def test_files_are_deleted_although_the_launcher_dies_over_it(
+    bubblewrap: BubblewrapRuntime, tmp_path: Path
+) -> None:
+    folder = tmp_path / "much"
+    folder.mkdir()
+    async with started(bubblewrap):  # there is a launcher
+        pass
+    pid = bubblewrap._zygote.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # so that it has not answered when it dies
+    removing = asyncio.ensure_future(bubblewrap.remove([folder]))
+    await asyncio.wait([removing], timeout=0.1)
+    os.kill(pid, signal.SIGKILL)
+    assert await removing
+    assert not folder.exists()
 
 
 async def test_folders_that_forbid_it_are_deleted_nevertheless(bubblewrap: BubblewrapRuntime, tmp_path: Path) -> None:
@@ -493,3 +662,13 @@ async def test_a_service_may_work_in_a_folder_that_only_its_user_may_enter(
         sandbox = await runtime.start(SPEC, lease_s=60.0)
         assert (await sandbox.exec(["echo", "ok"], timeout_s=10.0)).stdout == b"ok\n"
         await sandbox.kill()
+
+
+async def test_a_folder_that_is_shut_keeps_nothing_from_being_left_out(tmp_path: Path) -> None:
+    """As an ordinary user the service is refused like anybody else. (Root is never refused: then this shows nothing.)"""
+    async with BubblewrapRuntime(root=tmp_path) as runtime:
+        sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
+        await sandbox.exec("echo x > ~/.profile; echo y > ~/kept; chmod 0 ~", timeout_s=5.0)
+        layer = runtime.layer_root / "layer"
+        await sandbox.freeze(layer, without=["/home/agent/.profile", "/home/agent/.local/bin"])
+        assert [path.name for path in (layer / "upper/home/agent").iterdir()] == ["kept"]

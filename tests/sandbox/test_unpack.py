@@ -197,3 +197,12 @@ def test_a_layer_may_be_compressed_by_zstd(tmp_path: Path):
         assert (tmp_path / "root/a").read_text() == "b"
         with pytest.raises(ImageError):
             unpacker.layer(tmp_path / "broken")
+
+
+def test_thousands_of_headers_in_a_row_are_an_error_that_is_told(tmp_path: Path):
+    import tarfile
+
+    (tmp_path / "layer").write_bytes(tarfile.TarInfo.create_pax_global_header({"a": "b"}) * 5000)
+    (tmp_path / "root").mkdir()
+    with Unpacker(tmp_path / "root") as unpacker, pytest.raises(ImageError, match="is not a whole tar archive"):
+        unpacker.layer(tmp_path / "layer")

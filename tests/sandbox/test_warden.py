@@ -299,8 +299,10 @@ async def test_a_deleted_file_that_is_held_is_disk(
 ):
     code = "f = open(sys.argv[1], 'wb'); f.write(b'x' * (8 << 20)); f.flush(); os.unlink(sys.argv[1])"
     in_memory = "fd = os.memfd_create('x'); os.write(fd, b'x' * (8 << 20))"
-    warden.watch("memory", pid=keeper(in_memory), disk_bytes=2 * MIB, disk_folders=[tmp_path])
-    warden.watch("disk", pid=keeper(code, at=tmp_path / "file"), disk_bytes=2 * MIB, disk_folders=[tmp_path])
+    (one := tmp_path / "one").mkdir()
+    (two := tmp_path / "two").mkdir()
+    warden.watch("memory", pid=keeper(in_memory), disk_bytes=2 * MIB, disk_folders=[one])
+    warden.watch("disk", pid=keeper(code, at=two / "file"), disk_bytes=2 * MIB, disk_folders=[two])
     assert await told.limit() == ("disk", "disk")
     assert told.limits.empty()
 
@@ -471,6 +473,24 @@ async def test_a_full_disk_of_the_machine_is_told_and_its_recovery_too(told: Tol
         async with asyncio.timeout(20):
             is_low, _, free = await told.pressure.get()
             assert is_low and free < 8 * MIB
+            (tmp_path / "more").unlink()
+            assert (await told.pressure.get())[0] is False
+    finally:
+        await warden.close()
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@as_root
+async def test_a_recovery_while_there_is_no_warden_is_told_by_the_next_one(told: Told, tmp_path: Path):
+    """Else no sandbox would be started any more."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "none", str(tmp_path)], check=True)
+    warden = told.warden(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
+    try:
+        (tmp_path / "more").write_bytes(b"x" * (12 * MIB))
+        async with asyncio.timeout(20):
+            assert (await told.pressure.get())[0] is True
+            assert warden.pid is not None
+            os.kill(warden.pid, signal.SIGKILL)
             (tmp_path / "more").unlink()
             assert (await told.pressure.get())[0] is False
     finally:

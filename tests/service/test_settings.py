@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.cli.config import masked
+from rollyard.service.runtimes import uids_of
 from rollyard.service.settings import Settings, SettingsError, load_settings
 
 NOTHING = {"HOME": "/nowhere"}
@@ -139,3 +140,21 @@ def test_a_name_that_is_listened_on_may_be_called_by() -> None:
     assert Settings(host="gpu1", hosts=("gpu2",)).allowed_hosts == ("gpu2", "gpu1")
     for host in ("127.0.0.1", "0.0.0.0", "::1", "localhost"):
         assert Settings(host=host).allowed_hosts == ()
+
+
+@pytest.mark.parametrize("uids", ["265535-200000", "0-65535", "1-999", "4294967000-4294967295"])
+def test_uids_that_are_none_or_somebodys_are_refused(uids: str) -> None:
+    with pytest.raises(SettingsError, match="sandbox_uids"):
+        load_settings({"sandbox_uids": uids}, NOTHING)
+    assert load_settings({"sandbox_uids": "300000-300000"}, NOTHING).settings.uid_range == range(300000, 300001)
+    assert load_settings({"sandbox_uids": ""}, NOTHING).settings.uid_range is None
+
+
+def test_no_two_runtimes_of_a_service_share_a_uid() -> None:
+    both = Settings(runtimes=("bubblewrap", "local", "apptainer"), sandbox_uids="300000-300002")
+    assert [*uids_of("bubblewrap", both)] == [300000, 300002]  # type: ignore[misc]
+    assert [*uids_of("apptainer", both)] == [300001]  # type: ignore[misc]
+    assert uids_of("apptainer", Settings(sandbox_uids="300000-300002")) == range(300000, 300003), "the only one"
+    assert uids_of("bubblewrap", Settings(sandbox_uids="")) is None
+    with pytest.raises(SettingsError, match="sandbox_uids"):
+        uids_of("apptainer", Settings(runtimes=("bubblewrap", "apptainer"), sandbox_uids="300000-300000"))

@@ -14,7 +14,7 @@ from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSp
 from rollyard.tools import ToolContext, ToolResult, tool_kind
 from rollyard.tools._history import UNDO_BYTES, UNDO_EDITS, History
 from rollyard.tools._text import TextFile
-from rollyard.tools.editor import EDITOR, FILE_BYTES, EditorTool
+from rollyard.tools.editor import EDITOR, FILE_BYTES, EditorTool, numbered
 from tests.tools.busybox import busybox_image
 
 BOTH = pytest.mark.parametrize("sandbox", [BubblewrapRuntime, LocalRuntime], indirect=True)
@@ -351,3 +351,11 @@ async def test_the_end_of_the_sandbox_is_an_error_with_its_blame(sandbox: Sandbo
         with pytest.raises(SandboxLost):
             await call(editor, command, **more)
     await editor.close()
+
+
+async def test_a_file_of_a_million_lines_leaves_the_event_loop_to_others():
+    file = TextFile.of(b"\n" * FILE_BYTES)
+    others = asyncio.create_task(asyncio.sleep(0))
+    shown = await numbered(file)
+    assert others.done(), "nobody else had a turn"
+    assert shown.endswith(f"\n{FILE_BYTES:6}\t") and shown == file.numbered()

@@ -302,6 +302,7 @@ class Attempt:
                     watch=self._hold,
                     metrics=yard.metrics,
                     layers=self._kit.eval_layers if self._kit is not None else (),
+                    ran_on=self._kit.sandbox.spec if self._kit is not None and self._kit.sandbox is not None else None,
                 )
 
     def _hold(self, sandbox: Sandbox) -> None:

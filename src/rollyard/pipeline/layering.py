@@ -21,10 +21,10 @@ from rollyard import __version__
 from rollyard.core import Deadline, DeadlineExpired, Rollout
 from rollyard.core.failure import EnvironmentBroken, PolicyFailure, SandboxStartFailed, SetupDeadline, SetupFailed
 from rollyard.envs.base import EnvContext, Environment, Plan
-from rollyard.envs.protected import EVAL_ENV, search_paths
+from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.boundary import boundary
-from rollyard.pipeline.starting import start
+from rollyard.pipeline.starting import start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import SandboxSpec
 from rollyard.sandbox.layers import Lease
@@ -85,18 +85,14 @@ async def _make(
                 with boundary(SandboxStartFailed, "keeping the set-up"):
                     await sandbox.freeze(target)
             finally:
-                await sandbox.kill()
+                await to_its_end(sandbox.kill)
     except DeadlineExpired:
-        raise late(shop, rollout, spec, clock, phase) from None
+        raise late(clock, phase) from None
 
 
-def late(
-    shop: Workshop, rollout: Rollout, spec: SandboxSpec | None, clock: Deadline, phase: str
-) -> SetupDeadline | SandboxStartFailed:
+def late(clock: Deadline, phase: str) -> SetupDeadline | SandboxStartFailed:
     """What it means that INIT's time was over in this phase: only a set-up's length is the task's."""
     detail = f"INIT was not done in {clock.budget_s:g} s; it was in {phase}"
-    if phase == "start" and spec is not None:
-        shop.breakers.failed(shop.runtime_of(rollout.task).name, spec.image, detail)
     return SetupDeadline(detail) if phase == "set-up" else SandboxStartFailed(detail)
 
 
@@ -123,10 +119,10 @@ def image_identity(image: str | None) -> str:
 
 
 def left_out(plan: Plan, spec: SandboxSpec) -> tuple[str, ...]:
-    """What EVAL `same` does not take over from RUN: `protected`, what the plan's own variables have programs and
-    packages looked for in, and where the verifier's files go."""
+    """What EVAL `same` does not take over from RUN: `protected`, what the sandbox's own variables have programs,
+    packages and start-up files looked for in, and where the verifier's files go."""
     binds = (bind.inside for bind in (*spec.binds, *plan.eval_binds))
-    return tuple(dict.fromkeys((*plan.protected, *search_paths(spec.env), *binds)))
+    return tuple(dict.fromkeys((*plan.protected, *search_paths(spec.env), *home_paths(spec.env), *binds)))
 
 
 def eval_spec(spec: SandboxSpec, plan: Plan, layers: Sequence[Path]) -> SandboxSpec:

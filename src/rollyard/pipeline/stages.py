@@ -20,6 +20,7 @@ from rollyard.agents.base import AgentContext, Conversation
 from rollyard.agents.conversation import converse
 from rollyard.core import (
     CODES,
+    Artifact,
     Deadline,
     DeadlineExpired,
     Failure,
@@ -50,7 +51,7 @@ from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Span
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.layering import INIT_GRACE_S, eval_spec, late, left_out, prepared, setting_up
-from rollyard.pipeline.starting import ended_by_policy, start
+from rollyard.pipeline.starting import ended_by_policy, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
 from rollyard.sandbox.layers import Layers, Lease, Scratch
@@ -167,10 +168,10 @@ async def init(
             phase = "tools"
             await _open_tools(kit, [*kinds, *kit.start.tools], task)
     except DeadlineExpired:
-        await kit.close()
-        raise late(shop, rollout, spec, clock, phase) from None
+        await to_its_end(kit.close)
+        raise late(clock, phase) from None
     except BaseException:
-        await kit.close()
+        await to_its_end(kit.close)
         raise
     return kit
 
@@ -338,9 +339,11 @@ async def evaluate(
     watch: Callable[[Sandbox], None],
     metrics: Metrics | None = None,
     layers: Sequence[Path] = (),
+    ran_on: SandboxSpec | None = None,
 ) -> Score:
-    """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`. The policy's
-    failures pass through, and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours."""
+    """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
+    that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
+    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours."""
     task = rollout.task
     environment = shop.environment_of(task)
     plan = environment.plan(task)
@@ -348,21 +351,26 @@ async def evaluate(
         raise ArtifactLost("the files that RUN left are gone with the process that ran it; EVAL `same` needs them")
     async with AsyncExitStack() as stack:
         sandbox: Sandbox | None = None
+        artifacts = trajectory.artifacts
         try:
             async with clock.counting():
                 if plan.eval_needs_sandbox:
-                    stack.enter_context(shop.holding_image(task))
-                    spec = eval_spec(shop.spec_of(task, plan, rollout.id), plan, layers)
+                    if plan.eval_mode == "same" and ran_on is not None:
+                        spec = replace(ran_on, binds=(), has_doorway=False)
+                    else:
+                        stack.enter_context(shop.holding_image(task))
+                        spec = shop.spec_of(task, plan, rollout.id)
+                    spec = eval_spec(spec, plan, layers)
                     sandbox = await start(shop, task, spec, lease_s=lease_s, metrics=metrics)
-                    stack.push_async_callback(sandbox.kill)
+                    stack.push_async_callback(to_its_end, sandbox.kill)
                     watch(sandbox)
                     if plan.eval_mode == "fresh":
-                        await _unpack(shop, sandbox, trajectory, rollout.id)
+                        artifacts = await _unpack(shop, sandbox, trajectory, rollout.id)
         except DeadlineExpired:
             raise SandboxStartFailed(f"EVAL's sandbox was not there within {clock.budget_s:g} s") from None
         async with clock.counting():
             context = EnvContext(task, rollout.id, sandbox, _PatientJudge(shop.router, clock))
-            evidence = Evidence(trajectory, {artifact.name: artifact for artifact in trajectory.artifacts})
+            evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
             with boundary(VerifierCrashed, f"{task.environment}.eval"):
                 score = await environment.eval(context, evidence)
     _check_score(score, trajectory, f"{task.environment}.eval")
@@ -392,11 +400,19 @@ def _check_score(score: object, trajectory: Trajectory, what: str) -> None:
             raise VerifierCrashed(f"{what} rewarded span {turn.span} of trace {turn.trace}, which is not there")
 
 
-async def _unpack(shop: Workshop, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str) -> None:
+async def _unpack(shop: Workshop, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str) -> tuple[Artifact, ...]:
+    """Those that are in place now. A file where the image has a folder, or the other way round, is the policy's doing
+    and as good as missing: `eval` says what that means."""
+    there: list[Artifact] = []
     for artifact in trajectory.artifacts:
         path = await shop.artifacts.load(artifact, rollout_id, trajectory.attempt)
         with boundary(VerifierCrashed, f"unpacking the artifact {artifact.name}"):
-            if artifact.kind == "tar":
-                await sandbox.unpack(path, artifact.path)
-            else:
-                await sandbox.upload(path, artifact.path)
+            try:
+                if artifact.kind == "tar":
+                    await sandbox.unpack(path, artifact.path)
+                else:
+                    await sandbox.upload(path, artifact.path)
+            except (IsADirectoryError, NotADirectoryError, FileExistsError):
+                continue
+        there.append(artifact)
+    return tuple(there)

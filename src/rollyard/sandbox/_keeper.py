@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -70,6 +71,7 @@ class Keeper:
         self.env: Mapping[str, str] = {}  # what the image sets, where its runtime says
         self._end: SandboxEnd | None = None  # as we know it before the proof
         self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
+        self.count_refused_forks: Callable[[], int] = lambda: 0  # the same
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[SandboxEnd] = self._loop.create_future()
         self._wire = Wire(ours, self._on_message)
@@ -114,7 +116,8 @@ class Keeper:
             self._end = end
         self._cut_lifeline()
         if by_signal and self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
+            # A container engine may have given it a uid that is not ours to signal; it still has its lifeline.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _cut_lifeline(self) -> None:
@@ -168,14 +171,21 @@ class Keeper:
             return
         if "broken" in message:
             # Mostly because the sandbox is just ending: who ended it is known in a moment, and decides the blame.
-            self._loop.call_later(BROKEN_S, self._give_up, job, message["broken"])
+            self._loop.call_later(BROKEN_S, self._give_up, job, message["broken"], message.get("errno"))
             return
         del self._jobs[job.number]
         if not job.done.done():
             job.done.set_result(message)
 
-    def _give_up(self, job: Job, detail: str) -> None:
-        if self._jobs.pop(job.number, None) is not None:
+    def _give_up(self, job: Job, detail: str, number: int | None) -> None:
+        """The keeper forks within the sandbox's own limits: what runs inside can leave it no process and no memory."""
+        if self._jobs.pop(job.number, None) is None:
+            return
+        if number == errno.EAGAIN and self.count_refused_forks():
+            job.fail(ProcessLimit(detail))
+        elif number == errno.ENOMEM and self.count_oom_kills():
+            job.fail(MemoryLimit(detail))
+        else:
             job.fail(SandboxLost(detail))
 
     def _fail_start(self, error: RollyardError) -> None:

@@ -196,7 +196,7 @@ class Keeper:
         except OSError as error:
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 raise
-            kernel.send(self.ctl, {"n": number, "broken": f"{op}: {error}"})
+            kernel.send(self.ctl, {"n": number, "broken": f"{op}: {error}", "errno": error.errno})
 
     def signal(self, op: str, number: int, signum: int) -> None:
         for pid in [pid for pid, job in self.jobs.items() if job == number]:  # not reaped: the number is its own
@@ -440,8 +440,11 @@ def run_inner(config: Message, kind: str, lifeline: int, vital: tuple[int, ...])
         arguments = os.memfd_create("arguments", os.MFD_CLOEXEC)  # `ps` need not show them
         files.write_all(arguments, b"".join(os.fsencode(word) + b"\0" for word in argv))
         os.lseek(arguments, 0, os.SEEK_SET)
-        given += [info_in, arguments]
-        argv = ["bwrap", "--info-fd", "3", "--args", "4", "--", "cat"]
+        refused = os.memfd_create("seccomp", os.MFD_CLOEXEC)  # for the idle program too: it is the image's
+        files.write_all(refused, base64.b64decode(config["seccomp"]))
+        os.lseek(refused, 0, os.SEEK_SET)
+        given += [info_in, arguments, refused]
+        argv = ["bwrap", "--info-fd", "3", "--args", "4", "--seccomp", "5", "--", "cat"]
     # All of ours have numbers above 4: none is overwritten before it is used.
     actions = [(os.POSIX_SPAWN_DUP2, fd, slot) for slot, fd in enumerate(given)]
     idle = os.posix_spawn(config["program"], argv, config["env"], file_actions=actions, setsigdef=kernel.DEFAULTED)
@@ -484,7 +487,7 @@ def environment(pid: int) -> dict[str, str]:
 
 def shut(world: Inner, shm_bytes: int) -> None:
     """What Apptainer leaves open: /proc and /dev can be written to, /dev/shm may take half of the memory, and so may
-    the file that it shows as /etc/resolv.conf, which lies in a tmpfs of its own; and /proc/keys names the user's keys."""
+    the file that it shows as /etc/resolv.conf, in a tmpfs of its own; and /proc/keys names the user's keys."""
     said, said_in = os.pipe2(os.O_CLOEXEC)
     pid = world.fork_unseen()
     if pid == 0:
@@ -683,6 +686,7 @@ def step_of(name: str) -> Any:
 
 def keep_container(path: str) -> NoReturn:
     """As PID 1 of a container: fetches its descriptors from the service's socket at `path`, and is its keeper."""
+    kernel.reset_signals()  # PID 1 is safe from what it has no handler for, and Python has one for SIGINT
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(path)
         config, fds = kernel.receive(sock)

@@ -10,6 +10,7 @@ it as the sandbox's (idmapped mounts, Linux 5.19 for overlays), so that a layer 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import shutil
@@ -96,6 +97,7 @@ class NamespacedRuntime(LaunchedRuntime):
         try:
             await self._limiter.open(self._root, self._over_limit)
             self._refused = base64.b64encode(_seccomp.program(refuse_memfd=self._limiter.is_memory_watched)).decode()
+            await asyncio.to_thread(self._make_host_files)
         except BaseException:
             await self.close()
             raise
@@ -114,6 +116,10 @@ class NamespacedRuntime(LaunchedRuntime):
     @abstractmethod
     def _host_trees(self) -> list[Tree]:
         """What makes a root of the host's own programs, at the stage: for a sandbox without an image."""
+
+    @abstractmethod
+    def _make_host_files(self) -> None:
+        """Those of them that are files of ours; made anew whenever the runtime is opened."""
 
     @abstractmethod
     def _lowers(self) -> tuple[str, ...]:
@@ -219,14 +225,18 @@ class NamespacedRuntime(LaunchedRuntime):
             raise SandboxStartFailed("every uid for sandboxes is in use; give a wider range", step="user")
         return self._uids.pop()
 
-    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
+    async def _wait_for_room(self) -> None:
         await self._limiter.wait_for_room()
+
+    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
         return await self._limiter.group(place.folder.name, spec.limits)
 
     def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
         self._limiter.watch(sandbox.id, sandbox.pid, place.upper, sandbox.spec.limits)
         sandbox.count_oom_kills = lambda: self._limiter.oom_kills(sandbox.id)
-        self._keepers[sandbox.id].count_oom_kills = sandbox.count_oom_kills
+        keeper = self._keepers[sandbox.id]
+        keeper.count_oom_kills = sandbox.count_oom_kills
+        keeper.count_refused_forks = lambda: self._limiter.refused_forks(sandbox.id)
 
     async def _on_gone(self, sandbox_id: str, place: Place) -> None:
         if place.uid is not None:

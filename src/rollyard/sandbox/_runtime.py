@@ -82,6 +82,9 @@ class LaunchedRuntime(ABC):
         """The same error with what can be done about it."""
         return error
 
+    async def _wait_for_room(self) -> None:  # noqa: B027
+        """Until the machine can bear one more. Nothing of the sandbox is there yet; `close` ends it."""
+
     async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
         """Preparations, off the loop. Descriptors for the launcher to enter a cgroup by, ours to close."""
         return ()
@@ -136,11 +139,10 @@ class LaunchedRuntime(ABC):
         if self._lock < 0:
             return
         lock, self._lock = self._lock, -1  # no start begins from here on
-        while self._live:
-            endings = [
-                self._end(sandbox, SandboxEnd("killed", "the runtime closed")) for sandbox in self._live.values()
-            ]
-            await asyncio.wait(endings)
+        while self._live or self._endings:
+            for sandbox in list(self._live.values()):
+                self._end(sandbox, SandboxEnd("killed", "the runtime closed"))
+            await asyncio.wait(list(self._endings.values()))  # those too whose files are still being deleted
         if self._timer is not None:
             self._timer.cancel()
         await self._zygote.close()
@@ -175,11 +177,17 @@ class LaunchedRuntime(ABC):
             return await self._start(spec, lease_s)  # the launcher died under it; there is a new one by now
 
     async def _start(self, spec: SandboxSpec, lease_s: float) -> LaunchedSandbox:
+        await self._wait_for_room()
         if self._lock < 0:
             raise SandboxStartFailed("the runtime is closed")
         sandbox_id = new_id("sbx")
-        place, config = self._prepare(sandbox_id, spec)
         keeper = Keeper()
+        try:
+            place, config = self._prepare(sandbox_id, spec)
+        except BaseException:
+            keeper.finish(SandboxEnd("killed", "it was never asked for"), by_signal=False)
+            keeper.sent()
+            raise
         sandbox = LaunchedSandbox(
             sandbox_id, spec, keeper, place, on_kill=self._kill, on_renew=lambda sandbox: self._arm(sandbox.expires_at)
         )
@@ -197,14 +205,16 @@ class LaunchedRuntime(ABC):
                 close_all(groups)
             async with asyncio.timeout(self._start_s):
                 await asyncio.shield(keeper.ready)
+            if sandbox.ending is not None or keeper.end is not None:
+                raise SandboxStartFailed("it ended as soon as it stood")
+            self._on_started(sandbox, place)
+            sandbox.open_doorway()
         except BaseException as error:
             ending = self._end(sandbox, SandboxEnd("killed", "its start did not succeed"))
             await asyncio.wait([ending])
             if isinstance(error, TimeoutError):
                 raise SandboxStartFailed(f"it did not stand within {self._start_s} s") from None
             raise
-        self._on_started(sandbox, place)
-        sandbox.open_doorway()
         sandbox.renew(lease_s)
         log.debug("sandbox started", extra={"sandbox": sandbox_id, "owner": spec.owner, "runtime": self.name})
         return sandbox
@@ -254,8 +264,10 @@ class LaunchedRuntime(ABC):
                     raise ValueError(f"a layer lies below {self.layer_root}")
                 await self._keep(sandbox.id, place.upper, frozen)
         finally:
-            await self._on_gone(sandbox.id, place)
-            await self._remove([str(place.folder), str(place.control)])
+            try:
+                await self._on_gone(sandbox.id, place)
+            finally:
+                await self._remove([str(place.folder), str(place.control)])
 
     async def _keep(self, sandbox_id: str, upper: Path, frozen: Frozen) -> None:
         """What a dead sandbox wrote, less what it wrote where it must not count, becomes a layer."""

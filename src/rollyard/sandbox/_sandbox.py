@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollyard.core.failure import SandboxLost
+from rollyard.core.failure import MemoryLimit, SandboxLost
 from rollyard.sandbox._keeper import Job, Keeper, pid_of
 from rollyard.sandbox._wire import Collector, Feeder, Message
 from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ExecResult, SandboxEnd, SandboxSpec
@@ -284,6 +284,8 @@ class LaunchedSandbox:
                 raise ValueError(f"{path}: {answer['strerror']}")
             raise OSError(answer["errno"], answer["strerror"], path)
         if "done" not in answer:
+            if self._is_out_of_memory(answer.get("status", 0)):  # what it packs is the sandbox's, and so is its memory
+                raise MemoryLimit(f"{path} could not be handled within the sandbox's memory")
             raise SandboxLost(f"a file job was killed (status {answer.get('status')})")
         return answer
 

@@ -147,7 +147,7 @@ class Warden:
 
     def handle(self, message: Message) -> None:
         if message["op"] == "machine":
-            self.reserves = message
+            self.reserves, self.is_low = message, message["is_low"]
             return
         if gone := self.watched.pop(message["id"], None):
             gone.close()

@@ -54,6 +54,7 @@ class Warden:
             "memory_reserve_bytes": memory_reserve_bytes,
             "disk_reserve_bytes": disk_reserve_bytes if disk_path else 0,
             "disk_path": str(disk_path) if disk_path else "",
+            "is_low": False,  # as last told: a warden started anew has to tell of the recovery
         }
         self._watched: dict[str, Message] = {}
         self._oom_kills: dict[str, int] = {}
@@ -147,6 +148,7 @@ class Warden:
         if message is None:
             self._on_end()
         elif message.get("event") == "pressure":
+            self._reserves["is_low"] = message["is_low"]
             if self._on_pressure:
                 self._on_pressure(message["is_low"], message["memory_available_bytes"], message["disk_free_bytes"])
         elif message["id"] not in self._watched:

@@ -67,6 +67,16 @@ class Zygote:
 
     async def remove(self, paths: Sequence[str]) -> bool:
         """Deletes folders in a child of the launcher. False: something of them is still there."""
+        for _ in range(3):
+            answer = await self._remove(paths)
+            if answer:
+                return answer == b"0"
+            if self._wire is not None:
+                self._wire.drain()  # it died under it, and we may not have read of it yet: the next one does it
+        return False
+
+    async def _remove(self, paths: Sequence[str]) -> bytes:
+        """What it answered; nothing if it died."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reader, False)
         try:
@@ -75,7 +85,7 @@ class Zygote:
             finally:
                 os.close(writer)
             await readable(reader)
-            return os.read(reader, 1) == b"0"
+            return os.read(reader, 1)
         finally:
             os.close(reader)
 

@@ -35,16 +35,17 @@ class ApptainerRuntime(NamespacedRuntime):
     namespaces: ClassVar[int | None] = 1  # Apptainer's own; none for what runs inside
 
     async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        await asyncio.to_thread(make_skeleton, self._root / "skeleton")
         self._gates: dict[str | None, asyncio.Semaphore] = {}
-        return self
+        return await super().__aenter__()
 
     def _gate(self, spec: SandboxSpec) -> asyncio.Semaphore:
         return self._gates.setdefault(spec.image, asyncio.Semaphore(AT_ONCE))
 
     def _host_trees(self) -> list[Tree]:
         return [("skeleton", self._root / "skeleton", MUST_MAP)]
+
+    def _make_host_files(self) -> None:
+        make_skeleton(self._root / "skeleton")
 
     def _lowers(self) -> tuple[str, ...]:
         return ("skeleton",)

@@ -5,8 +5,8 @@
        └── the probe starts ── half open: one start may try; if it fails, open again
 
 Invariants. While it is open a start fails at once, naming the last real error and when to come again. Only failures
-of infrastructure count: a task's own, and a start that was cancelled, say nothing about the machine. What works leaves
-no trace here; what fails is bounded by `MOST`.
+of infrastructure count: a task's own, and a start that was cancelled, say nothing about the machine, unless its caller
+had waited long and tells (`failed`). What works leaves no trace here; what fails is bounded by `MOST`.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ an image (a folder or a SIF file) under a private overlay. The user inside is 10
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox._host import BOUND_ETC, HOME, SYSTEM, UID, make_etc
@@ -25,13 +24,11 @@ INSTALL = "install it: apt-get install bubblewrap (0.8 or newer)"
 class BubblewrapRuntime(NamespacedRuntime):
     name: ClassVar[str] = "bubblewrap"
 
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        await asyncio.to_thread(make_etc, self._root / "etc")
-        return self
-
     def _host_trees(self) -> list[Tree]:
         return [("etc", self._root / "etc", AS_IT_IS)]
+
+    def _make_host_files(self) -> None:
+        make_etc(self._root / "etc")
 
     def _lowers(self) -> tuple[str, ...]:
         return ()

@@ -208,7 +208,8 @@ class Layers:
     # --- set-ups that failed ---
 
     def _remember(self, key: str, terms: str, error: RollyardError) -> None:
-        self._failures[key, terms] = (time.monotonic() + FAILED_S, error.with_traceback(None))
+        # A copy has neither traceback nor cause, whose frames would keep the dead sandbox and all that it had.
+        self._failures[key, terms] = (time.monotonic() + FAILED_S, copy.copy(error))
         while len(self._failures) > MOST_FAILED:
             self._failures.popitem(last=False)
 

@@ -72,6 +72,7 @@ class Limiter:
         )
 
     async def close(self) -> None:
+        self._has_room.set()  # who still waits learns that all is closed
         if self._warden is not None:
             await self._warden.close()
         if self._cgroups is not None:
@@ -135,8 +136,15 @@ class Limiter:
         if self._cgroups is None:
             return ()
         wanted = self.wanted(limits)
-        group = await asyncio.to_thread(self._cgroups.make, name, wanted.memory_bytes, wanted.processes, wanted.cpus)
-        self._groups[name] = group
+        what = (name, wanted.memory_bytes, wanted.processes, wanted.cpus)
+        making = asyncio.get_running_loop().run_in_executor(None, self._cgroups.make, *what)
+        try:
+            await asyncio.shield(making)
+        finally:  # a caller who is cancelled stops no thread: what it makes is known to `forget` all the same
+            await asyncio.wait([making])
+            if making.exception() is None:
+                self._groups[name] = making.result()
+        group = making.result()
         folder = group.open_folder()
         return group.open_procs() if folder is None else (folder,)
 
@@ -159,6 +167,11 @@ class Limiter:
         """Processes that the kernel has killed at the memory limit so far."""
         group = self._groups.get(name)
         return group.events().oom_kills if group is not None else 0
+
+    def refused_forks(self, name: str) -> int:
+        """Processes that the kernel has refused at the limit of processes so far."""
+        group = self._groups.get(name)
+        return group.events().processes_refused if group is not None else 0
 
     async def wait_for_room(self) -> None:
         await self._has_room.wait()

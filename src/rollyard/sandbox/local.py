@@ -56,7 +56,11 @@ class LocalRuntime(LaunchedRuntime):
         if spec.layers:
             await asyncio.to_thread(place.folder.mkdir, mode=0o700)
         for layer in reversed(spec.layers):
-            await asyncio.to_thread(copy_tree, layer / "upper", place.upper)
+            copying = asyncio.get_running_loop().run_in_executor(None, copy_tree, layer / "upper", place.upper)
+            try:
+                await asyncio.shield(copying)
+            finally:  # a caller who is cancelled stops no thread: it would write into what is being deleted
+                await asyncio.wait([copying])
         return ()
 
     def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:

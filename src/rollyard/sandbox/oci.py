@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -27,15 +28,18 @@ from typing import ClassVar, Self
 
 from rollyard.core.failure import SandboxLost, SandboxStartFailed
 from rollyard.sandbox import _launcher, _seccomp
+from rollyard.sandbox._cgroups import group_of
 from rollyard.sandbox._kernel import send
 from rollyard.sandbox._namespaced import UIDS
 from rollyard.sandbox._runtime import LaunchedRuntime
-from rollyard.sandbox._sandbox import Frozen, Place
+from rollyard.sandbox._sandbox import Frozen, LaunchedSandbox, Place
 from rollyard.sandbox._wire import Message
 from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ImageKind, SandboxLimits, SandboxSpec
 from rollyard.sandbox.doorway import DOORWAY_PORT
 from rollyard.sandbox.limits import DEFAULTS, Limiter, mark_of
 from rollyard.sandbox.python import INSIDE, PortablePython, PythonShelf
+
+log = logging.getLogger("rollyard.sandbox")
 
 INSTALL = "install podman or docker (apt-get install podman runc), and set oci_command if it needs options"
 LAUNCHER = "/.rollyard-launcher"
@@ -47,7 +51,6 @@ HOME = "/home/agent"
 class OciRuntime(LaunchedRuntime):
     name: ClassVar[str] = "oci"
     is_isolated: ClassVar[bool] = True
-    is_killed_by_signal: ClassVar[bool] = False  # the engine may have given it a uid that is not ours to signal
     image_kinds: ClassVar[tuple[ImageKind, ...]] = ("folder",)
 
     def __init__(
@@ -73,7 +76,8 @@ class OciRuntime(LaunchedRuntime):
         self._limiter = Limiter(defaults, has_cgroups=False)
         self._pythons = pythons or PythonShelf(root / "python")
         self._launching: dict[str, asyncio.Future[None]] = {}
-        self._importing = asyncio.Lock()
+        self._images: dict[str, str] = {}  # sandbox → what it starts from
+        self._imports: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -84,6 +88,11 @@ class OciRuntime(LaunchedRuntime):
             await self.close()
             raise
         return self
+
+    async def close(self) -> None:
+        await super().close()
+        if self._imports:
+            await asyncio.wait(list(self._imports.values()))
 
     # --- the engine ---
 
@@ -104,7 +113,9 @@ class OciRuntime(LaunchedRuntime):
         """podman's container gets uids of its own; with docker that is a setting of its daemon (userns-remap)."""
         return os.geteuid() == 0 and "podman" in Path(self._engine()[0]).name
 
-    async def _call(self, *words: str, bound_s: float = CALL_S, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    async def _call(
+        self, *words: str, bound_s: float = CALL_S, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         argv = [*self._engine(), *words]
         try:
             return await asyncio.to_thread(
@@ -148,7 +159,7 @@ class OciRuntime(LaunchedRuntime):
         in_force |= {
             "open_files": "rlimit",
             "calls": "seccomp",
-            "user": "own" if os.geteuid() == 0 else "the service's",
+            "user": "own" if self._has_uids else "the service's",
         }
         config: Message = {
             "id": sandbox_id,
@@ -164,13 +175,19 @@ class OciRuntime(LaunchedRuntime):
         env = {"HOME": HOME, "LANG": "C.UTF-8", **spec.env}
         return Place(folder, folder / "upper", control, env, limits, in_force), config
 
+    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
+        """What is done once and may take minutes: not in the time of a start."""
+        self._images[place.folder.name] = await self._image_of(spec)
+        await self._pythons.get()
+        return ()
+
     async def _launch(self, config: Message, fds: Sequence[int]) -> None:
         spec: SandboxSpec = config["spec"]
         control: Path = config["control"]
         for folder, mode in zip(config["folders"], (0o700, 0o755), strict=True):
             folder.mkdir()
             folder.chmod(mode)
-        image = await self._image_of(spec)
+        image = self._images.pop(config["id"])
         python = await self._pythons.get()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(control / "socket"))
@@ -227,10 +244,21 @@ class OciRuntime(LaunchedRuntime):
         found = await asyncio.to_thread(os.stat, image)
         digest = blake2b(f"{image}\0{found.st_ino}\0{found.st_mtime_ns}".encode(), digest_size=12).hexdigest()
         name = f"localhost/rollyard:{digest}"
-        async with self._importing:
-            if (await self._call("image", "inspect", name)).returncode != 0:
-                await asyncio.to_thread(_import, self._engine(), image, name)
+        if name not in self._imports:
+            self._imports[name] = asyncio.get_running_loop().create_task(self._import(image, name))
+            self._imports[name].add_done_callback(lambda _: self._imports.pop(name))
+        await asyncio.shield(self._imports[name])  # nobody who gives up stops it: the next one would begin anew
         return name
+
+    async def _import(self, folder: str, name: str) -> None:
+        if (await self._call("image", "inspect", name)).returncode != 0:
+            await asyncio.to_thread(_import, self._engine(), folder, name)
+
+    def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
+        """The engine limits it, and tells nobody what that did: the kernel does."""
+        group, keeper = group_of(sandbox.pid), self._keepers[sandbox.id]
+        sandbox.count_oom_kills = keeper.count_oom_kills = lambda: group.events().oom_kills
+        keeper.count_refused_forks = lambda: group.events().processes_refused
 
     # --- an end ---
 
@@ -248,10 +276,15 @@ class OciRuntime(LaunchedRuntime):
         (frozen.target / "image.json").write_text(json.dumps({"image": name}))
 
     async def _on_gone(self, sandbox_id: str, place: Place) -> None:
+        self._images.pop(sandbox_id, None)
         launching = self._launching.pop(sandbox_id, None)
         if launching is not None:  # PID 1 is gone; the engine may still be telling us that it runs
             await asyncio.wait([launching])
-            await self._call("rm", "--force", f"rollyard-{sandbox_id}")
+            done = await self._call("rm", "--force", f"rollyard-{sandbox_id}")
+            if done.returncode != 0 and "no such container" not in done.stderr.lower():
+                log.warning(
+                    "a container could not be removed", extra={"sandbox": sandbox_id, "detail": done.stderr[-500:]}
+                )
 
     async def remove(self, paths: Sequence[Path]) -> bool:
         for path in paths:

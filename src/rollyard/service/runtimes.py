@@ -20,9 +20,9 @@ def make_runtime(name: str, settings: Settings, root: Path | None = None) -> Any
     limits = settings.sandbox_limits
     match name:
         case "bubblewrap":
-            return BubblewrapRuntime(root=root, uids=settings.uid_range, limiter=Limiter(limits))
+            return BubblewrapRuntime(root=root, uids=uids_of(name, settings), limiter=Limiter(limits))
         case "apptainer":
-            return ApptainerRuntime(root=root, uids=settings.uid_range, limiter=Limiter(limits))
+            return ApptainerRuntime(root=root, uids=uids_of(name, settings), limiter=Limiter(limits))
         case "oci":
             image = settings.oci_image or None
             pythons = PythonShelf(settings.data_dir / "python")
@@ -30,3 +30,15 @@ def make_runtime(name: str, settings: Settings, root: Path | None = None) -> Any
         case "local":
             return LocalRuntime(root=root)
     raise SettingsError(f"runtimes: there is no runtime {name!r}; there are: {', '.join(NAMES)}")
+
+
+def uids_of(name: str, settings: Settings) -> range | None:
+    """Its share of `sandbox_uids`: each runtime gives one to each sandbox, and no two may give the same."""
+    sharing = [each for each in dict.fromkeys(settings.runtimes) if each in ("bubblewrap", "apptainer")]
+    uids = settings.uid_range
+    if uids is None or name not in sharing:
+        return uids
+    share = uids[sharing.index(name) :: len(sharing)]
+    if not share:  # an empty one would mean root
+        raise SettingsError(f"sandbox_uids: there are fewer uids than runtimes ({', '.join(sharing)})")
+    return share

@@ -27,6 +27,9 @@ from rollyard.sandbox.base import SandboxLimits
 PREFIX = "ROLLYARD_"
 _NOT_SETTINGS = ("CONFIG", "URL", "TOKEN")  # ROLLYARD_… that the client and the loader read themselves
 
+FIRST_UID, LAST_UID = 1000, (1 << 32) - 3
+"""Of sandboxes: below are the system's own, above it are `nobody` of 32 bits and −1, which is no user."""
+
 
 class SettingsError(Exception):
     """A setting that cannot be. The message says which, from where, and what would be right."""
@@ -185,6 +188,9 @@ class Settings(BaseModel):
     def _fits_together(self) -> Settings:
         if self.runtime not in self.runtimes:
             raise ValueError(f"runtime {self.runtime!r} is not among runtimes ({', '.join(self.runtimes)})")
+        uids = self.uid_range
+        if uids is not None and not (uids and uids.start >= FIRST_UID and uids.stop <= LAST_UID + 1):
+            raise ValueError(f"sandbox_uids: a range upward within {FIRST_UID}-{LAST_UID} was expected")
         scheme, separator, _ = self.store.partition("://")
         if separator and scheme != "sqlite":
             raise ValueError(f"store: only SQLite files can be named here, not {scheme}://")

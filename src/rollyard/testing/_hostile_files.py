@@ -47,7 +47,7 @@ async def reading_another_sandboxs_files(runtime: Runtime) -> None:
         (victim.control_dir / name).write_text("not yours")
         found = await thief.exec(["find", "/", "-name", name], timeout_s=LONG_S)
         assert found.stdout == b"", found.stdout
-        for path in (victim.control_dir / name, Path("/proc/1/root/workspace") / name):
+        for path in (victim.control_dir / name, Path("/proc/1/root", "workspace", name)):
             assert (await thief.exec(["cat", str(path)], timeout_s=SECONDS)).status != 0
         await thief.write("planted", b"")
         assert (await victim.exec(["ls", "planted"], timeout_s=SECONDS)).status != 0

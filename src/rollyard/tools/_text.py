@@ -80,6 +80,6 @@ class TextFile:
         shown = self.lines()[first - 1 : last]
         return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(shown, first))
 
-    def around(self, line: int, new: str) -> str:
-        """The lines about a text that now begins in that line."""
-        return self.numbered(max(1, line - CONTEXT_LINES), line + CONTEXT_LINES + new.count("\n"))
+    def around(self, line: int, new: str) -> tuple[int, int]:
+        """The first and the last of the lines about a text that now begins in that line."""
+        return max(1, line - CONTEXT_LINES), line + CONTEXT_LINES + new.count("\n")

@@ -26,6 +26,9 @@ from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
 FILE_BYTES = 1 << 20
 """The largest file that is shown or changed. Text that people write is smaller; the shell has tools for the rest."""
 
+QUICK_CHARS = 64 << 10
+"""Text longer than this is numbered in a thread: a megabyte of empty lines would hold the event loop for 0.6 s."""
+
 SHOWN_CHARS = 1000
 """Of a text that did not match, in the message that says so."""
 
@@ -90,7 +93,7 @@ class EditorTool:
         first, last, note = 1, len(file.lines()), ""
         if call.view_range is not None:
             first, last, note = _range(call.view_range, last)
-        return f"Here's the result of running `cat -n` on {call.path}:\n{file.numbered(first, last)}\n{note}"
+        return f"Here's the result of running `cat -n` on {call.path}:\n{await numbered(file, first, last)}\n{note}"
 
     async def _list(self, path: str, timeout_s: float) -> str:
         result = await self._sandbox.exec(
@@ -169,7 +172,7 @@ class EditorTool:
         note = "" if edit.after == mark(file.data) else " What something else had changed in it since is undone too."
         await self._write(call.path, edit.before, file.data, timeout_s)
         self._history.drop(edit)
-        shown = TextFile.of(edit.before).numbered()
+        shown = await numbered(TextFile.of(edit.before))
         return (
             f"Last edit to {call.path} undone successfully.{note} Here's the result of running `cat -n` on"
             f" {call.path}:\n{shown}\n"
@@ -203,7 +206,7 @@ class EditorTool:
         self._history.add(path, before, after)
         return (
             f"The file {path} has been edited.{note} Here's the result of running `cat -n` on a snippet of {path}:\n"
-            f"{edited.around(line, new)}\n"
+            f"{await numbered(edited, *edited.around(line, new))}\n"
             "Review the changes and make sure they are as expected (correct indentation, no duplicate lines, etc)."
             " Edit the file again if necessary."
         )
@@ -233,6 +236,12 @@ class EditorTool:
         except (OSError, ValueError):
             is_whole = False
         return "The file is as it was." if is_whole else "The file may be cut short now."
+
+
+async def numbered(file: TextFile, first: int = 1, last: int | None = None) -> str:
+    if len(file.text) <= QUICK_CHARS:
+        return file.numbered(first, last)
+    return await asyncio.to_thread(file.numbered, first, last)
 
 
 def _range(wanted: tuple[int, int], lines: int) -> tuple[int, int, str]:

@@ -1,8 +1,9 @@
 """A registry (the Docker v2 / OCI distribution protocol), read only.
 
-HTTPS, but for loopback or where it was said that plain HTTP is fine; a redirect never leads from one to the other, and
-a login never to another host. A download that breaks goes on where it broke (Range), also after a crash: the file so
-far is kept as `.part`. A blob gets its name only when its sha256 and size are right.
+HTTPS, but for loopback or where it was said that plain HTTP is fine; a redirect never leads from one to the other. A
+login goes to the registry, and to where its own challenge says that tokens are given; never to where it redirects. A
+download that breaks goes on where it broke (Range), also after a crash: the file so far is kept as `.part`. Nothing is
+used whose sha256 and size are not right.
 """
 
 # One file is looked at and opened now and then; what takes time (writing, hashing) is done in threads.
@@ -98,7 +99,7 @@ class Registry:
     async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
         target = folder / blob.digest.removeprefix("sha256:")
         part = target.with_name(target.name + ".part")
-        if target.is_file():
+        if target.is_file() and await asyncio.to_thread(verify_file, target, blob):  # again: it was not fsynced
             told(blob.size)
             return target
         part.touch()
@@ -193,7 +194,8 @@ class Registry:
     async def _open(self, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
         used = self._authorization
         reply = await self._follow(self._base / path, headers, used)
-        if reply.status == 401 and "WWW-Authenticate" in reply.headers:
+        is_its_own = reply.url.origin() == self._base.origin()  # not where it has sent us: that gets no login
+        if reply.status == 401 and is_its_own and "WWW-Authenticate" in reply.headers:
             challenge = reply.headers["WWW-Authenticate"]
             reply.release()
             async with self._asking:

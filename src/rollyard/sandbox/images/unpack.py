@@ -80,7 +80,16 @@ class Unpacker:
                 for member in tar:
                     self._member(tar, member)
                     tar.members = []  # type: ignore[attr-defined]  # it would keep them all: gigabytes for a hostile one
-        except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError, OverflowError) as error:
+        # RecursionError: `tarfile` reads headers that follow each other by calling itself.
+        except (
+            tarfile.TarError,
+            EOFError,
+            gzip.BadGzipFile,
+            zlib.error,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ImageError(f"layer {what} is not a whole tar archive: {error}") from error
         except OSError as error:
             raise ImageError(f"layer {what} cannot be unpacked: {error}") from error

@@ -1,0 +1,81 @@
+"""What containers do beyond the conformance suite: who is blamed for their end, and what a start may leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollyard.core.failure import PolicyFailure
+from rollyard.sandbox import OciRuntime, SandboxLimits, SandboxSpec
+from rollyard.testing.sandbox_conformance import eventually, started
+from tests.sandbox.runtimes import OciByPodman
+
+pytestmark = pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed")
+
+SPEC = SandboxSpec(owner="test")
+
+
+async def test_no_signal_from_inside_ends_its_first_process(tmp_path: Path) -> None:
+    """Python has a handler for SIGINT by itself, and the kernel keeps from PID 1 only what it has no handler for."""
+    async with OciByPodman(root=tmp_path) as runtime, started(runtime, SPEC) as sandbox:
+        await sandbox.exec("for n in $(seq 1 31) $(seq 34 64); do kill -$n 1; done", timeout_s=20.0)
+        assert (await sandbox.exec(["echo", "on"], timeout_s=20.0)).stdout == b"on\n"
+        assert sandbox.end is None
+
+
+async def test_memory_that_leaves_nothing_alive_is_the_policys_doing(tmp_path: Path) -> None:
+    """Files in memory belong to no process: the kernel kills all there are, PID 1 among them."""
+    spec = SandboxSpec(limits=SandboxLimits(memory_bytes=48 << 20))
+    async with OciByPodman(root=tmp_path) as runtime, started(runtime, spec) as sandbox:
+        if sandbox.limits_in_force["memory"] == "none":
+            pytest.skip("the engine limits no memory here")
+        with pytest.raises(PolicyFailure):
+            for _ in range(50):
+                await sandbox.exec("cat /dev/zero >> /dev/shm/x", timeout_s=20.0)
+        assert sandbox.end is None or sandbox.end.reason == "memory"
+
+
+async def test_a_command_that_is_killed_at_the_memory_limit_says_so(tmp_path: Path) -> None:
+    spec = SandboxSpec(limits=SandboxLimits(memory_bytes=64 << 20))
+    async with OciByPodman(root=tmp_path) as runtime, started(runtime, spec) as sandbox:
+        code = "x = b'x' * (256 << 20)"
+        result = await sandbox.exec(["python3", "-c", code], timeout_s=20.0)
+        assert result.is_out_of_memory, result
+        assert sandbox.oom_kills
+
+
+async def test_an_image_is_imported_once_although_who_asked_for_it_gave_up(tmp_path: Path) -> None:
+    """A large one takes minutes: each start that ran out of time would begin another import of it."""
+    (tmp_path / "image" / "tmp").mkdir(parents=True)
+    program, log, go = tmp_path / "podman-slow", tmp_path / "log", tmp_path / "go"
+    wait = f"echo once >> {log}; until [ -e {go} ]; do sleep 0.05; done"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *" import "*) {wait};; esac\nexec podman "$@"\n')
+    program.chmod(0o755)
+    command = f"{program} --runtime {shutil.which('runc') or 'crun'}"
+    spec = SandboxSpec(image=str(tmp_path / "image"))
+    async with OciRuntime(root=tmp_path / "root", command=command) as runtime:
+        first = asyncio.ensure_future(runtime.start(spec, lease_s=60.0))
+        await eventually(log.exists, "no import began")
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.ensure_future(runtime.start(spec, lease_s=60.0))
+        await asyncio.wait([second], timeout=1.0)  # room for the mistake: nothing depends on how long it is
+        go.touch()
+        await (await second).kill()
+        await runtime.forget(str(tmp_path / "image"))
+    assert log.read_text() == "once\n"
+
+
+async def test_a_first_process_that_was_stopped_is_ended_all_the_same(tmp_path: Path) -> None:
+    async with OciByPodman(root=tmp_path) as runtime:
+        sandbox = await runtime.start(SPEC, lease_s=60.0)
+        os.kill(sandbox.pid, signal.SIGSTOP)
+        await sandbox.kill()
+        assert (await sandbox.ended()).reason == "killed"
+        left = await runtime._call("ps", "--all", "--quiet", "--filter", f"name=rollyard-{sandbox.id}")
+        assert not left.stdout
