@@ -665,7 +665,7 @@ async def test_a_service_may_work_in_a_folder_that_only_its_user_may_enter(
 
 
 async def test_a_folder_that_is_shut_keeps_nothing_from_being_left_out(tmp_path: Path) -> None:
-    """As an ordinary user the service is refused like anybody else. (Root is never refused: then this shows nothing.)"""
+    """Shows something only as an ordinary user: root is never refused."""
     async with BubblewrapRuntime(root=tmp_path) as runtime:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
         await sandbox.exec("echo x > ~/.profile; echo y > ~/kept; chmod 0 ~", timeout_s=5.0)
