@@ -14,11 +14,10 @@ HOME = "/home/agent"
 
 _ETC = (
     # What normal programs read, and nothing that could hold a secret: a service run as root owns /etc/ssl/private.
-    "ca-certificates ca-certificates.conf debian_version gai.conf host.conf inputrc java-*"
+    "alternatives ca-certificates ca-certificates.conf debian_version gai.conf host.conf inputrc java-*"
     " ld.so.cache ld.so.conf ld.so.conf.d locale.alias localtime magic magic.mime mime.types networks os-release perl"
-    " pki/ca-trust pki/tls/certs protocols python3* rpc services shells ssl/openssl.cnf terminfo timezone vim"
+    " pki/ca-trust pki/tls/certs protocols python3* rpc services shells ssl/certs ssl/openssl.cnf terminfo timezone vim"
 )
-BOUND_ETC = ("alternatives", "ssl/certs")  # hundreds of links each: shown, not copied
 _OWN_ETC = {
     "passwd": f"root:x:0:0:root:/root:/bin/sh\nagent:x:{UID}:{UID}:agent:{HOME}:/bin/bash\n"
     "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
@@ -46,8 +45,6 @@ def make_etc(etc: Path) -> None:
                     shutil.copy2(path, target, follow_symlinks=False)
             except (OSError, shutil.Error):  # what this user may not read, the sandbox does without
                 continue
-    for name in BOUND_ETC:
-        (etc / name).mkdir(parents=True, exist_ok=True)
     for name, text in _OWN_ETC.items():
         (etc / name).unlink(missing_ok=True)
         (etc / name).write_text(text)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from rollyard.core.failure import SandboxStartFailed
-from rollyard.sandbox._host import BOUND_ETC, SYSTEM, make_skeleton
+from rollyard.sandbox._host import SYSTEM, make_skeleton
 from rollyard.sandbox._namespaced import ALLOW, MUST_MAP, NamespacedRuntime, Parts, Tree
 from rollyard.sandbox._runtime import PATH
 from rollyard.sandbox.base import CONTROL_DIR, ImageKind, SandboxSpec
@@ -66,7 +66,6 @@ class ApptainerRuntime(NamespacedRuntime):
         if not parts.has_image:
             binds.append(("/usr", "/usr", True))
             binds += [(f"/{name}", f"/{name}", True) for name in SYSTEM if _is_folder(Path("/", name))]
-            binds += [(f"/etc/{name}", f"/etc/{name}", True) for name in BOUND_ETC if Path("/etc", name).is_dir()]
         binds += [(f"{parts.at}/{name}", inside, is_read_only) for name, inside, is_read_only in parts.binds]
         for host, inside, is_read_only in binds:
             argv += ["--bind", f"{host}:{inside}{':ro' if is_read_only else ''}"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rollyard.core.failure import SandboxStartFailed
-from rollyard.sandbox._host import BOUND_ETC, HOME, SYSTEM, UID, make_etc
+from rollyard.sandbox._host import HOME, SYSTEM, UID, make_etc
 from rollyard.sandbox._namespaced import ALLOW, AS_IT_IS, NamespacedRuntime, Parts, Tree
 from rollyard.sandbox._runtime import PATH
 from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, SandboxSpec
@@ -97,7 +97,4 @@ def _host_root(at: str) -> Iterator[str]:
         elif path.is_dir():
             yield from ("--ro-bind", str(path), str(path))
     yield from ("--ro-bind", f"{at}/etc", "/etc")
-    for name in BOUND_ETC:
-        if Path("/etc", name).is_dir():
-            yield from ("--ro-bind", f"/etc/{name}", f"/etc/{name}")
     yield from ("--dir", "/run", "--dir", "/var", "--symlink", "/tmp", "/var/tmp")

@@ -280,11 +280,18 @@ class OciRuntime(LaunchedRuntime):
         launching = self._launching.pop(sandbox_id, None)
         if launching is not None:  # PID 1 is gone; the engine may still be telling us that it runs
             await asyncio.wait([launching])
+            await self._remove_container(sandbox_id)
+
+    async def _remove_container(self, sandbox_id: str) -> None:
+        """Again if need be: podman's own cleaning up may be at work in it (its shm mount is busy then)."""
+        done = None
+        for wait_s in (0.0, 0.1, 0.3, 1.0):
+            await asyncio.sleep(wait_s)
             done = await self._call("rm", "--force", f"rollyard-{sandbox_id}")
-            if done.returncode != 0 and "no such container" not in done.stderr.lower():
-                log.warning(
-                    "a container could not be removed", extra={"sandbox": sandbox_id, "detail": done.stderr[-500:]}
-                )
+            if done.returncode == 0 or "no such container" in done.stderr.lower():
+                return
+        detail = done.stderr[-500:] if done else ""
+        log.warning("a container could not be removed", extra={"sandbox": sandbox_id, "detail": detail})
 
     async def remove(self, paths: Sequence[Path]) -> bool:
         for path in paths:
