@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.sandbox import SandboxLimits, _cgroup_files, _cgroups
+from rollyard.core.failure import SandboxStartFailed
+from rollyard.sandbox import BubblewrapRuntime, SandboxLimits, SandboxSpec, _cgroup_files, _cgroups
 from rollyard.sandbox._cgroups import Cgroups, Group
-from rollyard.sandbox.limits import Limiter, mark_of
+from rollyard.sandbox.limits import mark_of
+from rollyard.testing.sandbox_conformance import eventually
 
 MIB = 1 << 20
 
@@ -77,6 +79,10 @@ def resident(group: Group) -> Generator[subprocess.Popen[bytes], None, None]:
 
 def folders_of(mark: str) -> list[str]:
     return [str(path) for path in Path("/sys/fs/cgroup").rglob(f"rollyard-{mark}*")]
+
+
+def groups_in(mark: str) -> list[str]:
+    return [str(path) for folder in folders_of(mark) for path in Path(folder).glob("sbx_*")]
 
 
 def test_a_means_is_found_and_says_what_it_enforces(cgroups: Cgroups):
@@ -214,19 +220,23 @@ def test_the_sweep_ends_what_an_earlier_process_left_and_nothing_else(cgroups: C
     other.close()
 
 
-async def test_who_is_cancelled_while_a_group_is_made_leaves_none(cgroups: Cgroups, mark: str, tmp_path: Path):
-    limiter = Limiter()
-    await limiter.open(tmp_path, lambda *_: None)
-    making = asyncio.ensure_future(limiter.group(f"sbx_{mark}", SandboxLimits()))
-    await asyncio.sleep(0)
-    while not any(Path("/sys/fs/cgroup").rglob(f"sbx_{mark}")):
-        pass  # without a turn of the loop, which must not learn that it was made
-    making.cancel()
-    await asyncio.wait([making])
-    await limiter.forget(f"sbx_{mark}")
-    await limiter.close()
-    assert making.cancelled()
-    assert not folders_of(mark_of(tmp_path))
+async def test_starts_that_are_cancelled_or_fail_leave_no_group(cgroups: Cgroups, tmp_path: Path):
+    async with BubblewrapRuntime(root=tmp_path) as runtime:
+        for delay_s in (0.0, 0.001, 0.002, 0.004, 0.006, 0.008, 0.012):
+            starting = asyncio.ensure_future(runtime.start(SandboxSpec(), lease_s=60.0))
+            await asyncio.sleep(delay_s)
+            starting.cancel()
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                await starting.result().kill()
+        with pytest.raises(SandboxStartFailed):  # a value that the kernel refuses: half of the group was made
+            await runtime.start(SandboxSpec(limits=SandboxLimits(processes=1 << 40)), lease_s=60.0)
+        sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
+        mark = mark_of(tmp_path)
+        assert groups_in(mark)
+        await sandbox.kill()
+        await eventually(lambda: not groups_in(mark), "no group is left")
+    assert not folders_of(mark)
 
 
 def test_close_leaves_no_folder(mark: str):

@@ -57,6 +57,10 @@ class Group:
         self._unique = list(dict.fromkeys(folders.values()))
 
     @property
+    def unique_folders(self) -> list[str]:
+        return self._unique
+
+    @property
     def procs_files(self) -> list[str]:
         """Where "0" is written by the process that enters; see above."""
         return [os.path.join(folder, "cgroup.procs" if self.is_v2 else "tasks") for folder in self._unique]
@@ -129,10 +133,12 @@ class Cgroups:
                 partial = partial or found
         return partial
 
-    def make(self, name: str, memory_bytes: int | None, processes: int | None, cpus: float | None) -> Group:
-        """A new, empty group; None is no limit. OSError, and nothing left, if the kernel refuses one of them.
+    def plan(
+        self, name: str, memory_bytes: int | None, processes: int | None, cpus: float | None
+    ) -> tuple[Group, list[tuple[str, list[tuple[str, str, bool]]]]]:
+        """A group that is still to be made: each folder, with (file, value, is optional) to write in it.
 
-        A limit that this means cannot enforce (see `enforces`) is left out: the caller has to report it.
+        None is no limit. One that this means cannot enforce (see `enforces`) is left out: the caller reports it.
         """
         wanted = {"memory": memory_bytes, "pids": processes, "cpu": cpus}
         folders = {
@@ -141,14 +147,22 @@ class Cgroups:
             if wanted[controller] is not None
         }
         group = Group(folders, is_v2=self.means != "cgroup v1")
+        work: dict[str, list[tuple[str, str, bool]]] = {folder: [] for folder in folders.values()}
+        for controller, folder in folders.items():
+            settings = files.settings(controller, wanted[controller] or 0, group.is_v2)
+            work[folder] += [(file, value, file in files.SWAP) for file, value in settings]
+        return group, list(work.items())
+
+    def make(self, name: str, memory_bytes: int | None, processes: int | None, cpus: float | None) -> Group:
+        """A new, empty group. OSError, and nothing left, if the kernel refuses one of its limits."""
+        group, work = self.plan(name, memory_bytes, processes, cpus)
         made: list[str] = []
         try:
-            for folder in dict.fromkeys(folders.values()):
+            for folder, settings in work:
                 os.mkdir(folder)
                 made.append(folder)
-            for controller, folder in folders.items():
-                for file, value in files.settings(controller, wanted[controller] or 0, group.is_v2):
-                    files.write(os.path.join(folder, file), value, is_optional=file in files.SWAP)
+                for file, value, is_optional in settings:
+                    files.write(os.path.join(folder, file), value, is_optional=is_optional)
         except OSError:
             for folder in made:
                 files.rmdir(folder, 0.0)

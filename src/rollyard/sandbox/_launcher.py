@@ -287,7 +287,7 @@ def run_program(argv: list[str], env: dict[bytes, bytes]) -> None:
 def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
     """In the zygote's child, the keeper to be. `step` names for the service what could not be done."""
     kernel.reset_signals()
-    for group in config.get("tasks", ()):  # cgroup v1: who may is decided by who opened them
+    for group in config["tasks"]:  # cgroup v1: who may is decided by who opened them
         os.write(group, b"0")
     kernel.place({3: fds[0], 4: fds[1], 5: fds[2]})
     kernel.close_from(6)
@@ -560,6 +560,37 @@ def remove_small(path: str, depth: int = 0) -> None:
     os.rmdir(path)
 
 
+GROUP_MS = 50
+
+
+def make_group(wanted: Message | None, fds: list[int]) -> list[int]:
+    """Its cgroup, to be born in (v2: a folder) or to enter (v1: files of tasks). `fds` are the zygote's to close."""
+    opened: list[int] = []
+    for folder, settings in wanted["make"] if wanted else ():
+        os.mkdir(folder)
+        for file, value, is_optional in settings:
+            try:
+                kernel.write_file(f"{folder}/{file}", value)
+            except (FileNotFoundError, PermissionError):  # EPERM: no such file, and none can be made there
+                if not is_optional:
+                    raise
+        is_v2 = wanted is not None and wanted["is_v2"]
+        path, flags = (folder, os.O_RDONLY | os.O_DIRECTORY) if is_v2 else (f"{folder}/tasks", os.O_WRONLY)
+        opened.append(os.open(path, flags | os.O_CLOEXEC))
+        fds.append(opened[-1])
+    return opened
+
+
+def is_removed(folder: str) -> bool:
+    try:
+        os.rmdir(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 class Zygote:
     def __init__(self, sock: socket.socket, kind: str) -> None:
         self.sock, self.kind, self.wake = sock, kind, kernel.watch_children()
@@ -568,21 +599,25 @@ class Zygote:
         self.flags = 0 if kind == "local" else spaces
         self.keepers: set[int] = set()
         self.removals: dict[int, Removal] = {}
+        self.groups: list[str] = []  # empty, or about to be: the kernel may need a moment
 
     def serve(self) -> NoReturn:
         poller = select.poll()
         poller.register(self.sock, select.POLLIN)
         poller.register(self.wake, select.POLLIN)
         while True:
-            for fd, _ in poller.poll():
+            self.groups = [folder for folder in self.groups if not is_removed(folder)]
+            for fd, _ in poller.poll(GROUP_MS if self.groups else None):
                 if fd == self.wake:
                     for pid, status in kernel.reaped(self.wake):
                         self.on_end(pid, status)
                     continue
                 message, fds = kernel.receive(self.sock)
-                if message is None:
-                    os._exit(0)  # the service is gone; the keepers see it too
+                if message is None:  # the service is gone; the keepers see it too
+                    self.groups = [folder for folder in self.groups if not is_removed(folder)]
+                    os._exit(0)
                 if message["op"] == "remove":
+                    self.groups += message["groups"]
                     self.remove(Removal(message["paths"], fds[0]))
                 else:
                     self.start(message, fds)
@@ -594,15 +629,16 @@ class Zygote:
             for folder, mode in message["folders"]:
                 os.mkdir(folder)
                 os.chmod(folder, mode)
+            step = "cgroup"
+            groups = make_group(message.get("cgroup"), fds)
             step = "namespaces"
-            ctl, lifeline, *groups = fds
-            is_v2 = message.get("cgroup") == "folder"
+            is_v2 = bool(groups) and message["cgroup"]["is_v2"]
             pid = kernel.clone_into(self.flags, groups[0]) if is_v2 else kernel.clone(self.flags)
             if pid == 0:
                 gate.close()
                 try:
-                    tasks = [] if is_v2 else groups
-                    start({**message, "tasks": tasks}, self.kind, [ctl, lifeline, theirs.fileno()])
+                    message["tasks"] = [] if is_v2 else groups
+                    start(message, self.kind, [fds[0], fds[1], theirs.fileno()])
                 finally:
                     os._exit(1)
             self.keepers.add(pid)

@@ -16,7 +16,6 @@ import os
 import shutil
 import tempfile
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -177,6 +176,7 @@ class NamespacedRuntime(LaunchedRuntime):
         uid = self._take_uid()
         limits, in_force = self._limiter.rlimits(spec.limits)
         in_force = {**in_force, "calls": "seccomp", "user": "own" if uid is not None else "the service's"}
+        cgroup, groups = self._limiter.group(sandbox_id, spec.limits)
         config: Message = {
             "user": uid,
             "folders": [(str(path), mode) for path, mode in folders],
@@ -184,7 +184,7 @@ class NamespacedRuntime(LaunchedRuntime):
             "stage": {"at": at, "trees": [(name, str(path), mode) for name, path, mode in trees]},
             "root": root if lowers else None,
             "namespaces": self.namespaces,
-            "cgroup": self._limiter.way_in,
+            "cgroup": cgroup,
             "shm_bytes": self._shm_bytes,
             "seccomp": self._refused,
             "program": program,
@@ -192,7 +192,7 @@ class NamespacedRuntime(LaunchedRuntime):
             "env": env,
         }
         user_env = {"HOME": HOME, "LANG": "C.UTF-8", **self._user_env(), **spec.env}
-        return Place(folder, upper, control, user_env, limits, in_force, uid=uid), config
+        return Place(folder, upper, control, user_env, limits, in_force, uid=uid, groups=groups), config
 
     def _image(self, image: Path, root: Message) -> Tree:
         if set(str(image)) & _BAD:
@@ -228,9 +228,6 @@ class NamespacedRuntime(LaunchedRuntime):
     async def _wait_for_room(self) -> None:
         await self._limiter.wait_for_room()
 
-    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
-        return await self._limiter.group(place.folder.name, spec.limits)
-
     def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
         self._limiter.watch(sandbox.id, sandbox.pid, place.upper, sandbox.spec.limits)
         sandbox.count_oom_kills = lambda: self._limiter.oom_kills(sandbox.id)
@@ -241,7 +238,7 @@ class NamespacedRuntime(LaunchedRuntime):
     async def _on_gone(self, sandbox_id: str, place: Place) -> None:
         if place.uid is not None:
             self._uids.append(place.uid)
-        await self._limiter.forget(sandbox_id)
+        self._limiter.forget(sandbox_id)
 
     def _over_limit(self, sandbox_id: str, limit: str, detail: str) -> None:
         sandbox = self._live.get(sandbox_id)

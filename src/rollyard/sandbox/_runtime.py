@@ -27,7 +27,7 @@ from rollyard.core.ids import new_id
 from rollyard.sandbox._freeze import covering, settle
 from rollyard.sandbox._keeper import Keeper
 from rollyard.sandbox._sandbox import Frozen, LaunchedSandbox, Place
-from rollyard.sandbox._wire import Message, close_all, readable
+from rollyard.sandbox._wire import Message, readable
 from rollyard.sandbox._zygote import Zygote
 from rollyard.sandbox.base import ImageKind, SandboxEnd, SandboxSpec
 
@@ -85,12 +85,11 @@ class LaunchedRuntime(ABC):
     async def _wait_for_room(self) -> None:  # noqa: B027
         """Until the machine can bear one more. Nothing of the sandbox is there yet; `close` ends it."""
 
-    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
-        """Preparations, off the loop. Descriptors for the launcher to enter a cgroup by, ours to close."""
-        return ()
+    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> None:  # noqa: B027
+        """Preparations that take a while, off the loop."""
 
     async def _launch(self, config: Message, fds: Sequence[int]) -> None:
-        """Hands the descriptors (socket, lifeline, cgroups) to a keeper to be. They may be closed after it."""
+        """Hands the descriptors (socket, lifeline) to a keeper to be. They may be closed after it."""
         self._zygote.post(config, fds)
 
     def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:  # noqa: B027
@@ -193,16 +192,14 @@ class LaunchedRuntime(ABC):
         )
         self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, keeper, place
         keeper.ended.add_done_callback(lambda _: sandbox.close_doorway())
-        groups: Sequence[int] = ()
         try:
             try:
-                groups = await self._ready_to_start(place, spec)
+                await self._ready_to_start(place, spec)
                 config = {**config, "op": "start", "record": str(place.folder / "record.json")}
                 async with asyncio.timeout(self._start_s):
-                    await self._launch(config, [*keeper.remote_fds, *groups])
+                    await self._launch(config, keeper.remote_fds)
             finally:
                 keeper.sent()
-                close_all(groups)
             async with asyncio.timeout(self._start_s):
                 await asyncio.shield(keeper.ready)
             if sandbox.ending is not None or keeper.end is not None:
@@ -267,7 +264,7 @@ class LaunchedRuntime(ABC):
             try:
                 await self._on_gone(sandbox.id, place)
             finally:
-                await self._remove([str(place.folder), str(place.control)])
+                await self._remove([str(place.folder), str(place.control)], place.groups)
 
     async def _keep(self, sandbox_id: str, upper: Path, frozen: Frozen) -> None:
         """What a dead sandbox wrote, less what it wrote where it must not count, becomes a layer."""
@@ -280,12 +277,12 @@ class LaunchedRuntime(ABC):
         """Deletes folders of ours (layers), whatever is in them. False: something is left."""
         return await self._zygote.remove([str(path) for path in paths])
 
-    async def _remove(self, paths: list[str]) -> None:
+    async def _remove(self, paths: list[str], groups: Sequence[str] = ()) -> None:
         is_gone = False
         # OSError: no descriptor, no process to be had. The processes are gone; the files are left for the sweep.
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(REMOVE_S):
-                is_gone = await self._zygote.remove(paths)
+                is_gone = await self._zygote.remove(paths, groups)
         if not is_gone:
             log.warning("files of a sandbox could not be deleted", extra={"paths": paths})
 

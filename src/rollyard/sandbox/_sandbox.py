@@ -37,6 +37,7 @@ class Place:
     limits_in_force: Mapping[str, str] = field(default_factory=dict[str, str])
     is_mapped: bool = True  # False: WORKDIR and CONTROL_DIR exist only as names for host folders
     uid: int | None = None  # the host's, where it is not ours
+    groups: Sequence[str] = ()  # folders of its cgroup, to be removed when it is gone
 
     @property
     def work(self) -> Path:

@@ -65,23 +65,24 @@ class Zygote:
             process.kill()
             process.wait()
 
-    async def remove(self, paths: Sequence[str]) -> bool:
-        """Deletes folders in a child of the launcher. False: something of them is still there."""
+    async def remove(self, paths: Sequence[str], groups: Sequence[str] = ()) -> bool:
+        """Deletes folders in a child of the launcher, and empty cgroups as soon as it can. False: something of the
+        folders is still there."""
         for _ in range(3):
-            answer = await self._remove(paths)
+            answer = await self._remove(paths, groups)
             if answer:
                 return answer == b"0"
             if self._wire is not None:
                 self._wire.drain()  # it died under it, and we may not have read of it yet: the next one does it
         return False
 
-    async def _remove(self, paths: Sequence[str]) -> bytes:
+    async def _remove(self, paths: Sequence[str], groups: Sequence[str]) -> bytes:
         """What it answered; nothing if it died."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reader, False)
         try:
             try:
-                self.post({"op": "remove", "paths": list(paths)}, [writer])
+                self.post({"op": "remove", "paths": list(paths), "groups": list(groups)}, [writer])
             finally:
                 os.close(writer)
             await readable(reader)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -32,6 +32,9 @@ DEFAULTS = SandboxLimits(memory_bytes=8 * GIB, processes=2048, disk_bytes=20 * G
 MEMORY_RESERVE_BYTES = 256 << 20
 DISK_RESERVE_BYTES = 512 << 20
 SHM = "/dev/shm"
+
+UNWATCHED_S = 0.5
+"""Most sandboxes that only judge are gone by then, and cost the warden nothing. A disk takes longer to fill."""
 
 OnLimit = Callable[[str, str, str], None]
 
@@ -54,6 +57,7 @@ class Limiter:
         self._cgroups: Cgroups | None = None
         self._groups: dict[str, Group] = {}
         self._warden: Warden | None = None
+        self._waiting: dict[str, asyncio.TimerHandle] = {}
         self._has_room = asyncio.Event()
         self._has_room.set()
 
@@ -126,31 +130,26 @@ class Limiter:
 
     # --- along a sandbox's life ---
 
-    @property
-    def way_in(self) -> str:
-        """How the launcher's child enters what `group` returns: cgroup v2 as a folder, v1 by its files of tasks."""
-        return "folder" if self._cgroups is not None and self._cgroups.means != "cgroup v1" else "tasks"
-
-    async def group(self, name: str, limits: SandboxLimits) -> Sequence[int]:
-        """Makes its cgroup; descriptors for the launcher, the caller's to close."""
+    def group(self, name: str, limits: SandboxLimits) -> tuple[dict[str, object] | None, list[str]]:
+        """The launcher's part of making its cgroup, and the folders that are to be removed when it has ended."""
         if self._cgroups is None:
-            return ()
+            return None, []
         wanted = self.wanted(limits)
-        what = (name, wanted.memory_bytes, wanted.processes, wanted.cpus)
-        making = asyncio.get_running_loop().run_in_executor(None, self._cgroups.make, *what)
-        try:
-            await asyncio.shield(making)
-        finally:  # a caller who is cancelled stops no thread: what it makes is known to `forget` all the same
-            await asyncio.wait([making])
-            if making.exception() is None:
-                self._groups[name] = making.result()
-        group = making.result()
-        folder = group.open_folder()
-        return group.open_procs() if folder is None else (folder,)
+        group, work = self._cgroups.plan(name, wanted.memory_bytes, wanted.processes, wanted.cpus)
+        self._groups[name] = group
+        return {"is_v2": group.is_v2, "make": work}, group.unique_folders
 
     def watch(self, name: str, pid: int, upper: Path, limits: SandboxLimits) -> None:
-        """What the kernel does not enforce, or enforces without telling."""
+        """What the kernel does not enforce, or enforces without telling; from the beginning only if that is memory."""
+        if self.is_memory_watched:
+            self._watch(name, pid, upper, limits)
+        else:
+            later = asyncio.get_running_loop().call_later(UNWATCHED_S, self._watch, name, pid, upper, limits)
+            self._waiting[name] = later
+
+    def _watch(self, name: str, pid: int, upper: Path, limits: SandboxLimits) -> None:
         assert self._warden is not None
+        self._waiting.pop(name, None)
         wanted, group = self.wanted(limits), self._groups.get(name)
         self._warden.watch(
             name,
@@ -188,11 +187,12 @@ class Limiter:
             log.info("there is room for sandboxes again", extra=free)
             self._has_room.set()
 
-    async def forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        self._groups.pop(name, None)
+        if (later := self._waiting.pop(name, None)) is not None:
+            later.cancel()
         if self._warden is not None:
             self._warden.forget(name)
-        if (group := self._groups.pop(name, None)) is not None:
-            await asyncio.to_thread(group.remove)
 
 
 def mark_of(root: Path) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -51,7 +51,7 @@ class LocalRuntime(LaunchedRuntime):
         folders = [control] if spec.layers else [folder, control, upper, work, tmp]
         return place, {"folders": [(str(path), 0o700) for path in folders]}
 
-    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
+    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> None:
         """Without mounts a layer can only be copied."""
         if spec.layers:
             await asyncio.to_thread(place.folder.mkdir, mode=0o700)
@@ -61,7 +61,6 @@ class LocalRuntime(LaunchedRuntime):
                 await asyncio.shield(copying)
             finally:  # a caller who is cancelled stops no thread: it would write into what is being deleted
                 await asyncio.wait([copying])
-        return ()
 
     def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
         """A doorway here is a port of the host's loopback, which everyone on this machine can reach."""

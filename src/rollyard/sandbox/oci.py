@@ -175,11 +175,10 @@ class OciRuntime(LaunchedRuntime):
         env = {"HOME": HOME, "LANG": "C.UTF-8", **spec.env}
         return Place(folder, folder / "upper", control, env, limits, in_force), config
 
-    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> Sequence[int]:
+    async def _ready_to_start(self, place: Place, spec: SandboxSpec) -> None:
         """What is done once and may take minutes: not in the time of a start."""
         self._images[place.folder.name] = await self._image_of(spec)
         await self._pythons.get()
-        return ()
 
     async def _launch(self, config: Message, fds: Sequence[int]) -> None:
         spec: SandboxSpec = config["spec"]
