@@ -58,7 +58,7 @@ def test_the_socket_says_that_it_is_tcp(tmp_path: Path) -> None:
 
 
 async def test_an_unknown_runtime_is_a_wrong_setting(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no runtime 'docker'; there are: bubblewrap, local"):
+    with pytest.raises(SettingsError, match="no runtime 'docker'; there are: bubblewrap, apptainer, oci, local"):
         async with serve(settings(tmp_path, runtimes=["docker"])):
             pass
 

@@ -440,12 +440,16 @@ def run_inner(config: Message, kind: str, lifeline: int, vital: tuple[int, ...])
         arguments = os.memfd_create("arguments", os.MFD_CLOEXEC)  # `ps` need not show them
         files.write_all(arguments, b"".join(os.fsencode(word) + b"\0" for word in argv))
         os.lseek(arguments, 0, os.SEEK_SET)
-        refused = os.memfd_create("seccomp", os.MFD_CLOEXEC)  # for the idle program too: it is the image's
-        files.write_all(refused, base64.b64decode(config["seccomp"]))
-        os.lseek(refused, 0, os.SEEK_SET)
-        given += [info_in, arguments, refused]
-        argv = ["bwrap", "--info-fd", "3", "--args", "4", "--seccomp", "5", "--", "cat"]
-    # All of ours have numbers above 4: none is overwritten before it is used.
+        given += [info_in, arguments]
+        argv = ["bwrap", "--info-fd", "3", "--args", "4"]
+        if config["seccomp"]:  # for the idle program too: it is the image's
+            refused = os.memfd_create("seccomp", os.MFD_CLOEXEC)
+            files.write_all(refused, base64.b64decode(config["seccomp"]))
+            os.lseek(refused, 0, os.SEEK_SET)
+            given.append(refused)
+            argv += ["--seccomp", "5"]
+        argv += ["--", "cat"]
+    # All of ours have numbers above 4, and only the last goes to 5: none is overwritten before it is used.
     actions = [(os.POSIX_SPAWN_DUP2, fd, slot) for slot, fd in enumerate(given)]
     idle = os.posix_spawn(config["program"], argv, config["env"], file_actions=actions, setsigdef=kernel.DEFAULTED)
     for fd in {*given, info_in}:
