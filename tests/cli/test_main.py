@@ -29,13 +29,14 @@ COMMANDS = leaves(get_command(app))
 def test_the_commands_are_those_that_are_promised():
     names = {path[0] for path in COMMANDS}
     assert names == {
-        *("serve", "submit", "rollouts", "engines", "images", "runs", "top"),
+        *("serve", "submit", "rollouts", "engines", "images", "runs", "tokens", "top"),
         *("shell", "doctor", "bench", "config", "demo"),
     }
     assert {path[1] for path in COMMANDS if path[0] == "rollouts"} == {"list", "show", "cancel", "traces", "rescore"}
     assert {path[1] for path in COMMANDS if path[0] == "engines"} == {"list", "add", "remove", "clear"}
     assert {path[1] for path in COMMANDS if path[0] == "images"} == {"pull", "build", "list", "prune", "remove"}
     assert {path[1] for path in COMMANDS if path[0] == "runs"} == {"list", "create", "delete"}
+    assert {path[1] for path in COMMANDS if path[0] == "tokens"} == {"check"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)

@@ -17,6 +17,7 @@ from rollyard.cli.runs import runs
 from rollyard.cli.serve import serve
 from rollyard.cli.shell import shell
 from rollyard.cli.submit import submit
+from rollyard.cli.tokens import tokens
 from rollyard.cli.top import top
 
 app = typer.Typer(
@@ -66,6 +67,7 @@ app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list
 app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))
 app.add_typer(images, name="images", epilog=_example("rollyard images pull docker://ubuntu:24.04"))
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
+app.add_typer(tokens, name="tokens", epilog=_example("rollyard tokens check Qwen/Qwen3-0.6B"))
 app.command(epilog=_example("rollyard top --interval 0.5"))(top)
 app.command(epilog=_example("rollyard shell tasks.jsonl:3 --eval"))(shell)
 app.command(epilog=_example("rollyard doctor --json"))(doctor)

@@ -22,13 +22,18 @@ def load_renderer(tokenizer: Tokenizer, model_name: str, renderer_name: str = ""
     """The renderer for a model, or `InvalidRequest` with the choices. May import much: call it off the loop.
 
     An unnamed model gets our ChatML only if its template, filled in for a small conversation, gives exactly the
-    same tokens: shown, not guessed.
+    same tokens: shown, not guessed. Any other is rendered by its template, if that closes its turns (general.py).
     """
     if renderer_name == "chatml":
         try:
             return ChatML(tokenizer, _default_system(tokenizer))
         except ValueError as error:
             raise InvalidRequest(f"renderer 'chatml' does not fit: {error}") from error
+    if renderer_name == "template":
+        try:
+            return _by_template(tokenizer)
+        except ValueError as error:
+            raise InvalidRequest(f"renderer 'template' does not fit: {error}") from error
     if renderer_name:
         from rollyard.tokens.library import LibraryRenderer
 
@@ -42,12 +47,21 @@ def load_renderer(tokenizer: Tokenizer, model_name: str, renderer_name: str = ""
                 return LibraryRenderer(tokenizer, found)
     if _speaks_chatml(tokenizer):
         return ChatML(tokenizer, _default_system(tokenizer))
-    from rollyard.tokens.library import library_names
+    try:
+        return _by_template(tokenizer)
+    except ValueError as error:
+        from rollyard.tokens.library import library_names
 
-    raise InvalidRequest(
-        f"no renderer is known for model {model_name!r}, and its chat template is not plain ChatML; "
-        f"name one for this engine (renderer): chatml, {', '.join(library_names())}"
-    )
+        raise InvalidRequest(
+            f"no renderer is known for model {model_name!r}, and its chat template is not plain ChatML ({error}); "
+            f"name one for this engine (renderer): chatml, template, {', '.join(library_names())}"
+        ) from error
+
+
+def _by_template(tokenizer: Tokenizer) -> Renderer:
+    from rollyard.tokens.general import TemplateRenderer
+
+    return TemplateRenderer(tokenizer)
 
 
 def _speaks_chatml(tokenizer: Tokenizer) -> bool:

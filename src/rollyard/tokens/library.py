@@ -141,7 +141,7 @@ def _create(tokenizer: Tokenizer, name: str) -> Any:
     base = _package()
     names = library_names()
     if name not in names:
-        raise InvalidRequest(f"there is no renderer {name!r}; there are chatml, {', '.join(names)}")
+        raise InvalidRequest(f"there is no renderer {name!r}; there are chatml, template, {', '.join(names)}")
     config = import_module("renderers.configs").config_from_name(name)
     retained = type(config)(thinking_retention="all")
     try:

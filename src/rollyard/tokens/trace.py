@@ -142,6 +142,10 @@ class TraceBuilder:
             self._columns[f"{name}/{turn}"] = value
         self._sampled_tokens += len(added)
 
+    def untrainable(self, reason: str) -> None:
+        """Whatever else it has or lacks, this trace is not to be learned from."""
+        self._untrainable = self._untrainable or reason
+
     def copies(self, spans: Sequence[Span]) -> None:
         """Marks stretches of this trace as copies of spans that an earlier trace owns."""
         self._spans += [replace(span, is_owned=False) for span in spans]

@@ -1,0 +1,294 @@
+"""Any model with a chat template: rendered by the template itself, extended only where that can be shown.
+
+For models that have no renderer of their own. What follows a closed assistant turn is learnt by filling the template
+in for a small stand-in conversation (somebody asks, the assistant answers, then the new messages) and cutting behind
+the close token of the answer. The stand-in is compared with what a model would have been sent and have sampled:
+
+- the prompt for the answer, as it was sent, is still there unchanged, and the answer follows it directly;
+- thinking, if there is any in the real tokens, is still there too (templates that strip it: None);
+- the answer ends as it does where nothing follows, and the cut is one between tokens.
+
+At construction the same is tried behind several histories. A role whose tokens depend on what came before (a counter,
+say), that the template refuses, or whose words it drops, is one that `extend` answers with None.
+
+Invariants. `extend(p, s, …)[:len(p)+len(s)] == p + s`, or None. What users and tools said is escaped. Thinking and
+tool calls are found by the ids of <think> and <tool_call> (JSON in it, as Hermes and Qwen write) where those are added
+tokens of the vocabulary; in any other format they stay plain content.
+
+Not shown: that the tokens do not depend on more than the histories tried, or on the day. A date that a template puts
+in front stays what it was when the prompt was first rendered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from rollyard.core import Json, Message
+from rollyard.core.failure import TaskInvalid
+from rollyard.tokens.base import Parsed, ToolSchema
+from rollyard.tokens.calls import assistant_message, named_arguments, read_call, read_json
+from rollyard.tokens.tokenizer import Tokenizer
+
+_WORD = "Kestrel"
+_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
+_ASKED: Message = {"role": "user", "content": "One plus one?"}
+_CALLED: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "aaaaaaaa1", "type": "function", "function": {"name": "look", "arguments": {}}}],
+}
+_RESULT: Message = {"role": "tool", "name": "look", "tool_call_id": "aaaaaaaa1", "content": "2"}
+_HISTORIES: tuple[tuple[Message, ...], ...] = (
+    (_ASKED,),
+    (_ASKED, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "Und zwei plus zwei?"}),
+    ({"role": "system", "content": "Be brief."}, _ASKED),
+    (_ASKED, _CALLED, _RESULT),
+)
+_NEEDED = 2  # of the histories: a template may know neither system turns nor tools
+
+
+class TemplateRenderer:
+    """See the module. A template that does not close the assistant's turn with a token of its own is a ValueError."""
+
+    name = "template"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._close_text, self._close, opening = self._find_close()
+        self._opens_thinking = "<think>" in opening and "</think>" not in opening
+        stops = dict.fromkeys((self._close, tokenizer.eos_token_id))
+        self.stop_token_ids: tuple[int, ...] = tuple(token for token in stops if token is not None)
+        self._call = (tokenizer.special_id("<tool_call>"), tokenizer.special_id("</tool_call>"))
+        self._think = (tokenizer.special_id("<think>"), tokenizer.special_id("</think>"))
+        self._follows = {has_tools: self._probe((_TOOL,) if has_tools else ()) for has_tools in (False, True)}
+
+    @property
+    def close(self) -> tuple[str, int]:
+        """The token that ends an assistant's turn: its text and its id."""
+        return self._close_text, self._close
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        try:
+            text = self._fill(messages, tools, True)
+        except Exception as error:  # a template may raise anything
+            raise TaskInvalid(f"the model's chat template cannot render these messages: {error}") from error
+        return self._tokenizer.encode(text)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+    ) -> list[int] | None:
+        if not all(message.get("role") in self._follows[bool(tools)] for message in new_messages):
+            return None
+        said = json.dumps([[self._message(message) for message in new_messages], list(tools)], default=str)
+        word = _WORD
+        while word in said:  # the stand-in's words are found again by searching: nobody else may say them
+            word += "q"
+        has_thinking = self._has_thinking(prompt_ids, sampled_ids)
+        suffix = self._suffix(_HISTORIES[0], new_messages, tools, word, has_thinking)
+        if suffix is None:
+            return None
+        ids = [*prompt_ids, *sampled_ids]
+        if self._close not in sampled_ids:  # it was cut off
+            return [*ids, self._close, *suffix]
+        after = list(sampled_ids[list(sampled_ids).index(self._close) + 1 :])
+        if suffix[: len(after)] != after or self.decode(after).strip():
+            return None  # it went on behind its own end
+        return ids + suffix[len(after) :]
+
+    def parse(
+        self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
+    ) -> Parsed:
+        end = next((at for at, token in enumerate(sampled_ids) if token in self.stop_token_ids), len(sampled_ids))
+        thought, rest = self._split_thinking(list(sampled_ids[:end]))
+        said, raws = self._split_calls(rest)
+        calls = tuple(
+            read_call(raw, f"call_{len(prompt_ids)}_{index}", is_closed=is_closed)
+            for index, (raw, is_closed) in enumerate(raws)
+        )
+        content, reasoning = self.decode(said).strip(), self.decode(thought).strip()
+        return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    # --- what follows a turn ---
+
+    def _find_close(self) -> tuple[str, int, str]:
+        """(the close token, its id, what is written behind a question)."""
+        name = self._tokenizer.name_or_path
+        if not self._tokenizer.has_chat_template:
+            raise ValueError(f"{name}: it has no chat template")
+        try:
+            text = self._fill([_ASKED, {"role": "assistant", "content": _WORD}], (), False)
+            _, _, opening = self._fill([_ASKED], (), True).rpartition(str(_ASKED["content"]))
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"{name}: its chat template fails for a small conversation: {error}") from error
+        _, found, tail = text.rpartition(_WORD)
+        first = self._tokenizer.encode(tail.lstrip())[:1] if found else []
+        close = self.decode(first)
+        if not first or self._tokenizer.special_id(close) != first[0]:
+            raise ValueError(f"{name}: its chat template does not close the assistant's turn with a special token")
+        return close, first[0], opening
+
+    def _probe(self, tools: Sequence[ToolSchema]) -> frozenset[str]:
+        """The roles that may follow an assistant's turn, with tokens that do not depend on what was before it."""
+        follows: set[str] = set()
+        for role in ("user", "tool", "system", "developer"):
+            new: Message = {**_RESULT, "content": "Heron"} if role == "tool" else {"role": role, "content": "Heron"}
+            found = [self._suffix(before, [new], tools, _WORD, self._opens_thinking) for before in _HISTORIES]
+            first = found[0]
+            if first is None or "Heron" not in self.decode(first):
+                continue
+            if None not in found[:_NEEDED] and all(other in (None, first) for other in found):
+                follows.add(role)
+        return frozenset(follows)
+
+    def _suffix(
+        self,
+        before: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        word: str,
+        has_thinking: bool,
+    ) -> list[int] | None:
+        """The tokens behind the close token of a stand-in turn that is followed by `new`; None if not shown."""
+        said, called, thought = f"{word}said", f"{word}called", f"{word}thought"
+        turn = self._stand_in(new, said, called, thought if has_thinking else "")
+        try:
+            sent = self._fill(before, tools, True)
+            alone = self._fill([*before, turn], tools, False)
+            whole = self._fill([*before, turn, *new], tools, True)
+        except Exception:  # a template may raise anything; whatever it is, nothing is shown
+            return None
+        if any(alone.count(mark) != whole.count(mark) for mark in (said, called)):
+            return None  # put together by the template, or left out by it
+        start = whole.find(said)
+        if not whole.startswith(sent) or (has_thinking and thought not in whole):
+            return None
+        between = whole[len(sent) : start if start >= 0 else whole.find(called)]
+        if not has_thinking and ("<think>" in between or (start >= 0 and between.strip())):
+            return None
+        ends = [self._end_of_turn(text, said, called) for text in (alone, whole)]
+        (alone_at, alone_cut), (whole_at, cut) = ends
+        if min(alone_cut, cut) < 0 or alone[alone_at:alone_cut] != whole[whole_at:cut]:
+            return None
+        if not whole[cut:].startswith(alone[alone_cut:]):
+            return None
+        head, ids = self._tokenizer.encode(whole[:cut]), self._tokenizer.encode(whole)
+        return ids[len(head) :] if ids[: len(head)] == head and head[-1] == self._close else None
+
+    def _end_of_turn(self, text: str, said: str, called: str) -> tuple[int, int]:
+        """(behind the last of the stand-in's words, behind its close token); -1 for what is not there."""
+        at = max(text.rfind(word) + len(word) if word in text else -1 for word in (said, called))
+        cut = text.find(self._close_text, at) if at >= 0 else -1
+        return at, cut + len(self._close_text) if cut >= 0 else -1
+
+    def _stand_in(self, new: Sequence[Message], said: str, called: str, thought: str) -> Message:
+        """A turn that `new` may answer: with a call for each tool result, and thinking in the form `parse` gives."""
+        turn: dict[str, Json] = {"role": "assistant", "content": said}
+        if thought and None in self._think:
+            turn["content"] = f"<think>\n{thought}\n</think>\n\n{said}"
+        elif thought:
+            turn["reasoning_content"] = thought
+        results = [message for message in new if message.get("role") == "tool"]
+        if results:
+            turn["tool_calls"] = [
+                {
+                    "id": result.get("tool_call_id") or "aaaaaaaa1",
+                    "type": "function",
+                    "function": {"name": result.get("name") or "look", "arguments": {"at": called}},
+                }
+                for result in results
+            ]
+        return turn
+
+    def _has_thinking(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> bool:
+        """Anywhere: a new question makes some templates strip all earlier thinking, not only the last turn's."""
+        if None not in self._think:
+            return any(token in ids for token in self._think for ids in (sampled_ids, prompt_ids))
+        return self._opens_thinking or "</think>" in self.decode([*prompt_ids, *sampled_ids])
+
+    # --- writing ---
+
+    def _fill(self, messages: Sequence[Message], tools: Sequence[ToolSchema], has_prompt: bool) -> str:
+        schemas = [cast("Mapping[str, Json]", self._escaped(tool)) for tool in tools]
+        filled = [self._message(message) for message in messages]
+        return str(
+            self._tokenizer.apply_chat_template(
+                filled, schemas or None, add_generation_prompt=has_prompt, tokenize=False
+            )
+        )
+
+    def _message(self, message: Message) -> Message:
+        """As templates want it: content is text, arguments are objects where they can be read as such."""
+        out = {name: self._escaped(value) for name, value in message.items() if name != "content"}
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+            content = "".join(part for part in parts if isinstance(part, str))
+        out["content"] = self._tokenizer.escape(content) if isinstance(content, str) else ""
+        calls = out.get("tool_calls")
+        if isinstance(calls, Sequence) and calls:
+            out["tool_calls"] = [_tool_call(call) for call in calls if isinstance(call, Mapping)]
+        else:
+            out.pop("tool_calls", None)
+        return out
+
+    def _escaped(self, value: Json) -> Json:
+        if isinstance(value, str):
+            return self._tokenizer.escape(value)
+        if isinstance(value, Mapping):
+            return {self._tokenizer.escape(str(name)): self._escaped(item) for name, item in value.items()}
+        return [self._escaped(item) for item in value] if isinstance(value, Sequence) else value
+
+    # --- reading ---
+
+    def _split_thinking(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """(what it thought, what it said). Thinking that was never closed goes to the end."""
+        opening, closing = self._think
+        if opening is None or closing is None:
+            return [], ids
+        if closing in ids:
+            at = ids.index(closing)
+            return ids[ids.index(opening) + 1 if opening in ids[:at] else 0 : at], ids[at + 1 :]
+        if opening in ids:
+            at = ids.index(opening)
+            return ids[at + 1 :], ids[:at]
+        return (ids, []) if self._opens_thinking else ([], ids)
+
+    def _split_calls(self, ids: list[int]) -> tuple[list[int], list[tuple[str, bool]]]:
+        """(what is before the first call, each call's text and whether it was closed)."""
+        opening, closing = self._call
+        if opening is None or closing is None or opening not in ids:
+            return ids, []
+        starts = [at for at, token in enumerate(ids) if token == opening]
+        calls: list[tuple[str, bool]] = []
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            block = ids[start + 1 : end]
+            is_closed = closing in block
+            calls.append((self.decode(block[: block.index(closing)] if is_closed else block).strip(), is_closed))
+        return ids[: starts[0]], calls
+
+
+def _tool_call(call: Mapping[str, Json]) -> Json:
+    name, arguments = named_arguments(call)
+    if isinstance(arguments, str):
+        try:
+            value = read_json(arguments or "{}")
+        except ValueError:
+            value = None
+        if isinstance(value, Mapping):
+            arguments = value
+    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
