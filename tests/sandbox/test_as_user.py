@@ -11,7 +11,7 @@ import pytest
 
 from rollyard.testing.sandbox_conformance import alive, eventually, marked
 from tests.sandbox.as_user import UID, run_as_user
-from tests.sandbox.runtimes import ATTACKED, ISOLATED
+from tests.sandbox.runtimes import ISOLATED
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another; this run is an ordinary user's"),
@@ -20,12 +20,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in ISOLATED if name != "oci"])  # it needs subordinate uids, or a daemon
+# Each way that a root is made once: what else differs between the runtimes has been seen by root's own run. Not oci,
+# which needs subordinate uids or a daemon.
+@pytest.mark.parametrize("name", ["bubblewrap", "apptainer-folder", "apptainer-sif"])
 def test_the_runtime_conforms(name: str) -> None:
     run_as_user("tests/sandbox/test_conformance.py", "-k", _only(name), timeout_s=800)
 
 
-@pytest.mark.parametrize("name", ATTACKED)
+@pytest.mark.parametrize("name", ["bubblewrap", "apptainer-folder"])
 def test_the_attacks_fail(name: str) -> None:
     run_as_user("tests/sandbox/test_hostile.py", "-k", _only(name), timeout_s=800)
 
