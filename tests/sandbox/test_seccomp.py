@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.sandbox import _seccomp
+from rollyard.sandbox import _kernel, _seccomp
 
 EPERM, ENOSYS = _seccomp.EPERM, _seccomp.ENOSYS
 COLUMN = 0 if os.uname().machine == "x86_64" else 1
@@ -21,9 +21,9 @@ MEMFD_KINDS = pytest.mark.parametrize("refuse_memfd", [False, True])
 
 PRELUDE = """
 import ctypes, importlib.util, json, os, sys
-spec = importlib.util.spec_from_file_location("seccomp", sys.argv[1])
-seccomp = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(seccomp)
+spec = importlib.util.spec_from_file_location("kernel", sys.argv[1])
+kernel = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
 libc = ctypes.CDLL(None, use_errno=True)
 
 def call(number, *arguments):
@@ -34,7 +34,7 @@ def call(number, *arguments):
 
 def filtered():
     assert libc.prctl(38, 1, 0, 0, 0) == 0
-    seccomp.install(bytes.fromhex(sys.argv[2]))
+    kernel.refuse_calls(bytes.fromhex(sys.argv[2]))
 """
 
 
@@ -43,7 +43,7 @@ def run(body: str, *, is_filtered: bool = True, refuse_memfd: bool = True) -> di
     source = PRELUDE + ("filtered()\n" if is_filtered else "") + "found = {}\n" + textwrap.dedent(body)
     program = _seccomp.program(refuse_memfd=refuse_memfd).hex()
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", source + "\nprint(json.dumps(found))", _seccomp.__file__, program],
+        [sys.executable, "-I", "-S", "-c", source + "\nprint(json.dumps(found))", _kernel.__file__, program],
         capture_output=True,
         timeout=30,
     )
@@ -149,7 +149,7 @@ def filtered_run(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]
     source = PRELUDE + "filtered()\nos.execvp(sys.argv[3], sys.argv[3:])"
     program = _seccomp.program(refuse_memfd=True).hex()
     return subprocess.run(
-        [sys.executable, "-I", "-S", "-c", source, _seccomp.__file__, program, *argv],
+        [sys.executable, "-I", "-S", "-c", source, _kernel.__file__, program, *argv],
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -23,8 +23,9 @@ only when everything in it is dead. No process here holds a descriptor of anothe
 numbers are given anew in the child, so that none can collide. What runs inside has no capability, no way to get
 one, and only the descriptors that the service named. A status comes from waitpid, never from inside.
 
-It must load nothing from the package (it starts before, and outlives, any import), and *nothing at all* after entering
-a sandbox, whose files are not ours: hence the imports of everything at the top.
+Longer than other files because it is one program. It must load nothing from the package (it starts before, and
+outlives, any import), and *nothing at all* after entering a sandbox, whose files are not ours: hence the imports of
+everything at the top.
 """
 
 # Descriptors and raw paths: pathlib would only be more to load.

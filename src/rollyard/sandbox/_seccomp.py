@@ -10,13 +10,11 @@ on x86-64, x32) is refused, whatever its number: numbers mean other calls there.
 to all children, through every exec. The kernel caches its verdict for calls whose arguments are not looked at (since
 5.11), so that read and write cost nothing.
 
-Not for file access, users or capabilities: namespaces do those. `install` needs nothing of this package: the launcher
-carries a copy of it.
+Not for file access, users or capabilities: namespaces do those. `_kernel.refuse_calls` installs it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 from collections.abc import Iterator
@@ -128,14 +126,3 @@ def _look_at(number: int, argument: int, test: int, *values: int) -> Iterator[_I
     for value in values:
         yield from _refuse_if(test, value)
     yield _RETURN, 0, 0, _ALLOW
-
-
-def install(program: bytes) -> None:
-    """Puts the filter on the calling thread, for good. no_new_privs must be set (or CAP_SYS_ADMIN be held)."""
-    instructions = ctypes.create_string_buffer(program, len(program))
-    fprog = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))  # struct sock_fprog
-    libc = ctypes.PyDLL(None, use_errno=True)
-    libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong]
-    if libc.prctl(22, 2, fprog, 0, 0) == -1:  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        number = ctypes.get_errno()
-        raise OSError(number, f"seccomp: {os.strerror(number)}")
