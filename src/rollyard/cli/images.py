@@ -18,7 +18,8 @@ from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, prin
 from rollyard.cli._progress import Progress, size
 
 if TYPE_CHECKING:
-    from rollyard.sandbox.images import Image, ImageStore, KeptKind
+    from rollyard.sandbox.base import ImageKind
+    from rollyard.sandbox.images import Image, ImageStore
     from rollyard.service.settings import Settings
 
 T = TypeVar("T")
@@ -192,7 +193,7 @@ def _store(settings: Settings) -> ImageStore:
     return ImageStore(settings.data_dir / IMAGES)
 
 
-def _kinds(forms: list[str] | None, settings: Settings) -> list[KeptKind]:
+def _kinds(forms: list[str] | None, settings: Settings) -> list[ImageKind]:
     """The forms that were asked for; else the best of each allowed runtime that we can make."""
     from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime
 
@@ -203,9 +204,9 @@ def _kinds(forms: list[str] | None, settings: Settings) -> list[KeptKind]:
             if form not in makable:
                 raise Trouble(f"--as {form}: there are folder and sif", "see `rollyard images pull --help`", 2)
         return [kind for kind in makable if kind in forms]
-    wanted: list[KeptKind] = []
+    wanted: list[ImageKind] = []
     for name in settings.runtimes:
-        best: KeptKind | None = next((kind for kind in there.get(name, ()) if kind != "oci"), None)
+        best: ImageKind | None = next(iter(there.get(name, ())), None)
         if best is not None and best not in wanted:
             wanted.append(best)
     if not wanted:

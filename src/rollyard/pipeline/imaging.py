@@ -16,7 +16,7 @@ from rollyard.core.failure import ImageMissing, RuntimeNotAllowed
 from rollyard.sandbox.base import ImageKind, Runtime
 from rollyard.sandbox.images import Image, ImageError, ImageStore
 
-_FORMS: dict[ImageKind, str] = {"folder": "a folder", "sif": "a SIF file", "oci": "a container engine's image"}
+_FORMS: dict[ImageKind, str] = {"folder": "a folder", "sif": "a SIF file"}
 
 
 @dataclass(frozen=True, slots=True)

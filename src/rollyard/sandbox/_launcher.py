@@ -60,7 +60,7 @@ else:
 
 Message = dict[str, Any]
 
-MUST_MAP, MAY_MAP = 1, 2  # a tree that must, or should if it can, belong to the sandbox's user; 0: as it is
+AS_IT_IS, MUST_MAP, MAY_MAP = 0, 1, 2  # a tree that must, or should if it can, belong to the sandbox's user
 
 # --- the keeper: serves one sandbox for its life ------------------------------------------------------
 

@@ -22,6 +22,7 @@ from typing import ClassVar, Self
 
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox import _seccomp
+from rollyard.sandbox._launcher import AS_IT_IS, MAY_MAP, MUST_MAP
 from rollyard.sandbox._runtime import LaunchedRuntime
 from rollyard.sandbox._sandbox import LaunchedSandbox, Place
 from rollyard.sandbox._sif import squashfs_offset
@@ -34,8 +35,6 @@ HOME = "/home/agent"
 
 UIDS = range(200_000, 265_536)
 """Uids on the host for the sandboxes of a service run as root. None of them has an account."""
-
-MUST_MAP, MAY_MAP, AS_IT_IS = 1, 2, 0  # as the launcher names them
 
 Tree = tuple[str, Path, int]
 """A name at the stage, what is shown there, and whether it is to be the sandbox's user's own."""

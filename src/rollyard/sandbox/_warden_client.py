@@ -8,7 +8,6 @@ nothing here kills: that is the caller's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollyard.sandbox import _warden
-from rollyard.sandbox._wire import Message, Wire, readable
+from rollyard.sandbox._wire import Message, Wire, end_process
 
 log = logging.getLogger("rollyard.sandbox")
 
@@ -180,14 +179,5 @@ class Warden:
             self._wire = None
         self._watched.clear()
         process, self._process = self._process, None
-        if process is None:
-            return
-        pidfd = os.pidfd_open(process.pid)
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(bound_s):
-                    await readable(pidfd)
-            process.kill()
-            process.wait()
-        finally:
-            os.close(pidfd)
+        if process is not None:
+            await end_process(process, bound_s)

@@ -7,8 +7,10 @@ their making to `close()`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -213,3 +215,16 @@ async def readable(fd: int) -> None:
         await future
     finally:
         loop.remove_reader(fd)
+
+
+async def end_process(process: subprocess.Popen[bytes], bound_s: float) -> None:
+    """A program of ours, whose socket is closed, ends by itself; if it does not, it is ended."""
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(bound_s):
+                await readable(pidfd)
+        process.kill()
+        process.wait()
+    finally:
+        os.close(pidfd)

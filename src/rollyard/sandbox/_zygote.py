@@ -6,8 +6,6 @@ which the runtime tries once more.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -17,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollyard.sandbox import _launcher
-from rollyard.sandbox._wire import Message, Wire, readable
+from rollyard.sandbox._wire import Message, Wire, end_process, readable
 
 log = logging.getLogger("rollyard.sandbox")
 
@@ -95,14 +93,5 @@ class Zygote:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-        if process is None:
-            return
-        pidfd = os.pidfd_open(process.pid)
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(bound_s):
-                    await readable(pidfd)
-            process.kill()
-            process.wait()
-        finally:
-            os.close(pidfd)
+        if process is not None:
+            await end_process(process, bound_s)

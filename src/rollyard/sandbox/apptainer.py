@@ -19,7 +19,8 @@ from typing import ClassVar, Self
 
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox._host import SYSTEM, make_skeleton
-from rollyard.sandbox._namespaced import ALLOW, MUST_MAP, NamespacedRuntime, Parts, Tree
+from rollyard.sandbox._launcher import MUST_MAP
+from rollyard.sandbox._namespaced import ALLOW, NamespacedRuntime, Parts, Tree
 from rollyard.sandbox._runtime import PATH
 from rollyard.sandbox.base import CONTROL_DIR, ImageKind, SandboxSpec
 

@@ -50,8 +50,8 @@ class SandboxLimits:
     cpus: float | None = None
 
 
-ImageKind = Literal["folder", "sif", "oci"]
-"""An unpacked root folder, a SIF file, or a reference that a container engine knows by itself."""
+ImageKind = Literal["folder", "sif"]
+"""An unpacked root folder, or a SIF file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox._host import HOME, SYSTEM, UID, make_etc
-from rollyard.sandbox._namespaced import ALLOW, AS_IT_IS, NamespacedRuntime, Parts, Tree
+from rollyard.sandbox._launcher import AS_IT_IS
+from rollyard.sandbox._namespaced import ALLOW, NamespacedRuntime, Parts, Tree
 from rollyard.sandbox._runtime import PATH
 from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, SandboxSpec
 

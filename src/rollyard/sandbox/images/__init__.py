@@ -10,7 +10,7 @@ Invariants. What has a record is whole; a crash leaves a `.partial` that the nex
 
 from rollyard.sandbox.images.build import build_image
 from rollyard.sandbox.images.errors import HostileImage, ImageError, ImageInUse
-from rollyard.sandbox.images.image import Image, KeptKind, Pruned
+from rollyard.sandbox.images.image import Image, Pruned
 from rollyard.sandbox.images.reference import Reference, parse_reference
 from rollyard.sandbox.images.registry import Patience
 from rollyard.sandbox.images.sources import Step, Tell
@@ -24,7 +24,6 @@ __all__ = [
     "ImageError",
     "ImageInUse",
     "ImageStore",
-    "KeptKind",
     "Patience",
     "Pruned",
     "Reference",

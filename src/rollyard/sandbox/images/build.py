@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+from rollyard.sandbox.base import ImageKind
 from rollyard.sandbox.images.errors import ImageError
-from rollyard.sandbox.images.image import Image, KeptKind
+from rollyard.sandbox.images.image import Image
 from rollyard.sandbox.images.index import building_folder
 from rollyard.sandbox.images.programs import ProgramFailed, apptainer, run_program
 from rollyard.sandbox.images.reference import own_name
@@ -28,7 +29,7 @@ RECIPES = ("Dockerfile", "Containerfile")
 async def build_image(
     store: ImageStore,
     recipe: Path,
-    kinds: Sequence[KeptKind],
+    kinds: Sequence[ImageKind],
     *,
     name: str | None = None,
     context: Path | None = None,

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from rollyard.sandbox.base import ImageKind
-
-KeptKind = Literal["folder", "sif"]
-"""The forms that are kept here: those of `ImageKind` that are files."""
 
 
 @dataclass(frozen=True, slots=True)

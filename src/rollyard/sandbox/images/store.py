@@ -20,7 +20,7 @@ from typing import Any
 from rollyard.core.failure import ImageMissing
 from rollyard.sandbox.base import ImageKind
 from rollyard.sandbox.images.errors import ImageError, ImageInUse
-from rollyard.sandbox.images.image import Image, KeptKind, Pruned
+from rollyard.sandbox.images.image import Image, Pruned
 from rollyard.sandbox.images.index import BUILDING, Index, is_abandoned, sync
 from rollyard.sandbox.images.oci import Found
 from rollyard.sandbox.images.programs import apptainer, build_sif, remove_tree
@@ -80,7 +80,7 @@ class ImageStore:
         if record is None:
             return None
         tagged = tuple(sorted(name for name, named in names.items() if named == digest and "@" not in name))
-        kinds: Mapping[KeptKind, int] = record["kinds"]
+        kinds: Mapping[ImageKind, int] = record["kinds"]
         created_at = float(record["created_at"])
         return Image(
             reference=asked or (tagged[0] if tagged else digest),
@@ -101,7 +101,7 @@ class ImageStore:
     async def pull(
         self,
         source: str,
-        kinds: Sequence[KeptKind] = ("folder",),
+        kinds: Sequence[ImageKind] = ("folder",),
         *,
         name: str | None = None,
         is_insecure: bool = False,
@@ -128,7 +128,7 @@ class ImageStore:
             raise ImageError(f"{known} was removed while it was pulled", "pull it again")
         return image
 
-    async def _pull(self, origin: Origin, known: str, source: Source, kinds: Sequence[KeptKind], tell: Tell) -> None:
+    async def _pull(self, origin: Origin, known: str, source: Source, kinds: Sequence[ImageKind], tell: Tell) -> None:
         found = await source.resolve()
         names = {known}
         if origin.reference is not None:
@@ -138,7 +138,7 @@ class ImageStore:
             await self._make(found, source, kinds, lock, tell)
             self._index.change_names(lambda table: {**table, **dict.fromkeys(names, found.digest)})
 
-    async def _make(self, found: Found, source: Source, kinds: Sequence[KeptKind], lock: int, tell: Tell) -> None:
+    async def _make(self, found: Found, source: Source, kinds: Sequence[ImageKind], lock: int, tell: Tell) -> None:
         """Makes the forms that are missing. The lock is ours."""
         place = self._index.folder(found.digest)
         work = place / ".partial"
