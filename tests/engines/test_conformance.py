@@ -19,6 +19,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "vllm before 0.29": {"has_old_logprobs": True},
     "vllm without scale-out": {"is_scale_out": False},
     "sglang": {"dialect": "sglang"},
+    "sglang, incremental": {"dialect": "sglang", "is_incremental": True},
 }
 
 

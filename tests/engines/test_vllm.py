@@ -49,7 +49,7 @@ async def test_it_conforms_by_completions_too(vllm_url: str, http: aiohttp.Clien
     await engine.probe()
     engine._api = "v1/completions"  # as the probe would choose where scale-out is shut
     for check in CHECKS:
-        if "abort" in check.name or "logprob" in check.name:
+        if any(word in check.name for word in ("abort", "logprob", "stream")):
             await check.run(engine, Context(prompt, long_tokens=300))
     await engine.close()
 
@@ -66,6 +66,8 @@ async def test_versions_follow_the_updates(
         assert reply.status == 200
     generation = await engine.generate(GenerateRequest("v", prompt, Sampling(), 3))
     assert generation.versions == (VersionSpan(7, 0, len(generation.token_ids)),)
+    streamed = await engine.generate(GenerateRequest("w", prompt, Sampling(), 3), lambda _: None)
+    assert streamed.versions == (VersionSpan(7, 0, len(streamed.token_ids)),)
 
 
 async def test_a_second_turn_finds_its_prefix_cached(engine: Engine, prompt: list[int]) -> None:
@@ -78,7 +80,11 @@ async def test_a_second_turn_finds_its_prefix_cached(engine: Engine, prompt: lis
     assert salted.cached_tokens == 0, "other weights share no prefix"
 
 
-async def test_an_interrupted_completion_is_continued_by_the_router(vllm_url: str, prompt: list[int]) -> None:
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+async def test_an_interrupted_completion_is_continued_by_the_router(
+    is_streamed: bool, vllm_url: str, prompt: list[int]
+) -> None:
+    told: list[int] = []
     async with Router() as router:
         await router.add(EngineSpec("real", vllm_url, Kind.VLLM))
         async with router.session("default", "s1") as session:
@@ -90,8 +96,10 @@ async def test_an_interrupted_completion_is_continued_by_the_router(vllm_url: st
                 stop_token_ids=(),
                 clock=Deadline(),
                 model_s=0.7,
+                on_tokens=told.extend if is_streamed else None,
             )
         assert len(generation.token_ids) == 60 and generation.finish_reason == "length"
         assert generation.logprobs is not None and len(generation.logprobs) == 60
         assert generation.versions[-1].end == 60
+        assert not is_streamed or told == list(generation.token_ids)
         assert router.stats.continuations > 0

@@ -11,17 +11,16 @@ A turn's seed follows from run, rollout and turn, so another attempt samples ali
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Self
 
 from rollyard.agents.base import Conversation
-from rollyard.core import Deadline, Json, Limits, Message, Run, Task, Trace, sampling_seed
-from rollyard.core.failure import ContextLimit, EngineFailure, EngineRefused, PromptTooLong, RollyardError
+from rollyard.core import Deadline, Json, Message, Run, Task, Trace, sampling_seed
+from rollyard.core.failure import ContextLimit, EngineRefused, PromptTooLong, RollyardError
 from rollyard.engines.base import Engine, Generation, Kind, Session
+from rollyard.engines.watching import CallWatch, max_context_of
 from rollyard.observe.metrics import Metrics
-from rollyard.observe.spans import NO_SPAN, Span, chat_span, set_usage
+from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer, ToolCall, ToolSchema, TraceBuilder
 from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments
 
@@ -70,7 +69,7 @@ class TokenConversation:
         self._run = run
         self._rollout_id = rollout_id
         self._clock = clock
-        self._watch = _CallWatch(session, span, metrics)
+        self._watch = CallWatch(session, span, metrics)
         self._messages: list[Message] = []
         self._builders: list[TraceBuilder] = []
         self._tools: Sequence[ToolSchema] = ()
@@ -99,7 +98,7 @@ class TokenConversation:
         self._messages += new_messages
         trace = self._extend(new_messages, tools)
         prompt = trace.prompt()
-        max_context = _max_context(self._task.limits, self._session)
+        max_context = max_context_of(self._task.limits, self._session)
         if max_context is not None:
             if len(prompt) + 1 > max_context:
                 raise self._too_long(f"the prompt has {len(prompt)} tokens, the context {max_context}")
@@ -211,7 +210,7 @@ class TextConversation:
         self._session = session
         self._task = task
         self._clock = clock
-        self._watch = _CallWatch(session, span, metrics)
+        self._watch = CallWatch(session, span, metrics)
         self._messages: list[Message] = []
         self._sampled_tokens = 0
         self._turns = 0
@@ -283,60 +282,3 @@ def _id_of(call: Json) -> str:
 
 def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _max_context(limits: Limits, session: Session) -> int | None:
-    bounds = [bound for bound in (limits.max_context, session.engine.info.max_context) if bound is not None]
-    return min(bounds, default=None)
-
-
-class _CallWatch:
-    """Tells tracer and metrics of model calls."""
-
-    def __init__(self, session: Session, span: Span, metrics: Metrics | None) -> None:
-        self._session = session
-        self._span = span
-        self._metrics = metrics
-
-    def call(self, turn: int, prompt_tokens: int) -> _Call:
-        engine = self._session.engine
-        span = chat_span(
-            self._span, model=engine.info.model, engine=engine.spec.id, conversation=self._session.id, turn=turn
-        )
-        return _Call(self._session, span, self._metrics, prompt_tokens)
-
-
-class _Call:
-    """One model call, as it is seen from outside."""
-
-    def __init__(self, session: Session, span: Span, metrics: Metrics | None, prompt_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self._session = session
-        self._span = span
-        self._metrics = metrics
-        self._begun = time.monotonic()
-
-    def sampled(self, tokens: int, cached_tokens: int | None, finish: str) -> None:
-        set_usage(
-            self._span,
-            input_tokens=self.prompt_tokens,
-            output_tokens=tokens,
-            cached_tokens=cached_tokens,
-            finish=finish,
-        )
-        if self._metrics is not None:
-            self._metrics.engine_call(
-                self._session.engine.spec.id,
-                time.monotonic() - self._begun,
-                prompt_tokens=self.prompt_tokens,
-                sampled_tokens=tokens,
-                cached_tokens=cached_tokens,
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._span.__exit__(kind, error, trace)
-        if self._metrics is not None and isinstance(error, EngineFailure):
-            self._metrics.engine_failed(self._session.engine.spec.id, error.code)

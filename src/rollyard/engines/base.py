@@ -5,11 +5,14 @@ Invariants, proven for every engine by `rollyard.testing.engine_conformance`:
   that breaks this is `EngineBroken`, not a repaired reply.
 - `abort` ends the generation of a request; the `generate` that waits for it returns what was sampled so far,
   with finish_reason "abort".
+- What was given to `on_tokens` is never taken back: the generation that is returned is exactly that. So a stream
+  that breaks after its first token is a generation with finish_reason "abort", not an error.
 - Errors are the EngineFailure tree and nothing else; cancelling `generate` frees the engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ __all__ = [
     "GenerateRequest",
     "Generation",
     "Kind",
+    "OnTokens",
     "Role",
     "Session",
     "VersionSpan",
@@ -80,6 +84,10 @@ class Generation:
     columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
 
 
+OnTokens = Callable[[Sequence[int]], None]
+"""Is told each batch of newly sampled ids, in order, as they arrive. Quick, and must not raise."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatReply:
     """What a text engine answers."""
@@ -107,9 +115,22 @@ class Engine(Protocol):
         """One cheap question; never raises."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> Generation: ...
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generation:
+        """One completion. With `on_tokens` it is streamed; without, it is one plain call, which is cheaper.
+
+        Each batch that `on_tokens` is told has passed every check that a whole reply must pass; together they are
+        the generation's `token_ids`. A stream that breaks (cut, an error in it, nonsense) after the first token
+        returns what had been told, with finish_reason "abort"; before it, it raises as a plain call does. Which
+        weights sampled the tokens of a broken stream, only some engines can say.
+        """
+        ...
 
     async def abort(self, request_id: str) -> None: ...
+
+    def hang_up(self, request_id: str) -> None:
+        """Reads a streamed call no further: its `generate` ends at once as if the stream had broken there. For a
+        call whose abort is not obeyed. An id that is not being streamed is ignored."""
+        ...
 
     async def chat(
         self,
@@ -156,10 +177,20 @@ class Session(Protocol):
         clock: Deadline,
         model_s: float,
         salvage: Callable[[Generation], None] = lambda _: None,
+        on_tokens: OnTokens | None = None,
+        resume: Generation | None = None,
+        stop: asyncio.Future[None] | None = None,
     ) -> Generation:
         """One completion, its `versions` covering every token. When `clock` runs out the call is aborted, what
         was sampled goes to `salvage`, and DeadlineExpired is raised. An EngineFailure after something had been
-        sampled hands that to `salvage` too: it is what the attempt lost."""
+        sampled hands that to `salvage` too: it is what the attempt lost.
+
+        With `on_tokens` the calls are streamed. It is told every token once, however many calls it takes.
+
+        When `stop` is done (its reader went away), what was sampled so far, perhaps nothing, is returned with
+        finish_reason "abort". `resume` is such a part of the same completion: the completion begins with it,
+        `on_tokens` is told it first, and it counts against `max_tokens`.
+        """
         ...
 
     async def chat(

@@ -8,6 +8,8 @@ from typing import Literal
 
 from rollyard.engines.base import Generation, VersionSpan
 
+NOTHING = Generation(array("i"), array("f"), "abort")
+
 
 class Kept:
     """What the calls of one completion have sampled, joined."""
@@ -34,7 +36,7 @@ class Kept:
                 self._versions.append(VersionSpan(span.version, span.start + shift, span.end + shift))
 
     def generation(self, finish_reason: Literal["stop", "length", "abort"]) -> Generation:
-        first = self._parts[0]
+        first = self._parts[0] if self._parts else NOTHING
         return Generation(
             token_ids=self.token_ids,
             logprobs=self._logprobs,

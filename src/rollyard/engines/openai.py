@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rollyard.core.failure import EngineRefused
-from rollyard.engines.base import EngineInfo, GenerateRequest, Generation
-from rollyard.engines.remote import RemoteEngine
+from rollyard.engines.base import EngineInfo, GenerateRequest
+from rollyard.engines.remote import Question, RemoteEngine
+from rollyard.engines.streaming import Stream
 
 
 class OpenAIEngine(RemoteEngine):
@@ -25,7 +27,16 @@ class OpenAIEngine(RemoteEngine):
         )
         return self._info
 
-    async def _generate(self, request: GenerateRequest) -> Generation:
+    def _question(self, request: GenerateRequest, *, top: int, stream: bool) -> Question:
+        self._refuse()
+
+    async def _generate(self, request: GenerateRequest) -> NoReturn:
+        self._refuse()
+
+    def _take(self, stream: Stream, raw: bytes) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise EngineRefused(
             f"engine {self.spec.id} is a text endpoint and gives no tokens: use chat, or a vllm or sglang engine"
         )

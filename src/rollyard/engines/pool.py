@@ -62,8 +62,9 @@ class EngineStatus:
 class Call:
     """A call in flight: what the router can do to it from outside."""
 
-    def __init__(self, *clocks: Deadline, is_cuttable: bool = True) -> None:
+    def __init__(self, *clocks: Deadline, is_cuttable: bool = True, is_streamed: bool = False) -> None:
         self.is_cuttable = is_cuttable
+        self.is_streamed = is_streamed  # its tokens count as they come, their versions are told at its end, if then
         self.cut_asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._clocks = clocks
@@ -130,6 +131,10 @@ class Member:
         self.stats.in_flight += 1
         self.pool.touch(self)
 
+    def names_versions_of(self, call: Call) -> bool:
+        """Whether each token of the call will have its true version, even if the weights change under it."""
+        return self.says_versions and not call.is_streamed
+
     def end(self, call: Call) -> None:
         call.release()
         call.ended.set_result(None)
@@ -141,7 +146,8 @@ class Member:
 
     def sampled(self, generation: Generation) -> None:
         self.failures_in_a_row = 0
-        if generation.token_ids:
+        if generation.token_ids and (generation.versions or generation.finish_reason != "abort"):
+            # an abort without versions says nothing of the engine: it may be a stream that broke off before its end
             self.says_versions = bool(generation.versions) and self.engine.info.reports_versions
         self.stats.tokens += len(generation.token_ids)
         self.stats.prompt_tokens += generation.prompt_tokens

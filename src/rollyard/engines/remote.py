@@ -1,8 +1,10 @@
 """What every engine behind a URL shares: its wire, its model list, chat, health, and freeing cancelled calls.
 
-Invariant: a `generate` that is cancelled frees the engine. The request's id is handed to one task that the engine
-owns, which aborts whatever ids have gathered in one call, bounded in time; `close` waits for it. Nothing is left
-to the closing of the connection alone, which some engines do not notice.
+Invariant: a `generate` that is cancelled, or leaves a stream before its end, frees the engine. The request's id is
+handed to one task that the engine owns, which aborts whatever ids have gathered in one call, bounded in time; `close`
+waits for it. Nothing is left to the closing of the connection alone, which some engines do not notice.
+
+A stream is read to its end by `_stream`, in `streaming.Stream`; a subclass only knows what one event of it means.
 """
 
 from __future__ import annotations
@@ -12,20 +14,38 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 
 from rollyard.core import Json, Message, Sampling
-from rollyard.core.failure import EngineFailure, EngineRefused
-from rollyard.engines.base import ChatReply, EngineInfo, EngineSpec, GenerateRequest, Generation
-from rollyard.engines.wire import Wire, session_headers
+from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
+from rollyard.engines.base import ChatReply, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
+from rollyard.engines.streaming import Stream
+from rollyard.engines.wire import MAX_DETAIL, Wire, session_headers
 
 log = logging.getLogger("rollyard.engines")
 
 FREE_S = 5.0  # for telling an engine that cancelled calls are no longer wanted
 HEALTH_S = 5.0
+
+
+UNSTREAMED_NOTE = "it does not stream: tokens come all at once, at the end"
+
+
+class Question(NamedTuple):
+    """A request in an engine's own words."""
+
+    path: str
+    body: Mapping[str, Any]
+
+
+class StreamError(msgspec.Struct):
+    """What vLLM and SGLang put into a stream that fails."""
+
+    message: str = ""
+    code: int | str | None = None
 
 
 class ModelCard(msgspec.Struct):
@@ -63,6 +83,8 @@ class RemoteEngine(ABC):
         self._wire = Wire(spec, http)
         self._info: EngineInfo | None = None
         self._model = spec.model
+        self._is_streaming = True  # it can; the probe finds out
+        self._live: dict[str, asyncio.Timeout] = {}  # streams being read: what ends the reading of each
         self._to_free: list[str] = []
         self._freeing: asyncio.Task[None] | None = None
 
@@ -83,16 +105,28 @@ class RemoteEngine(ABC):
             return False
         return True
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generation:
         """One completion; see the door. Cancelling it frees the engine."""
         try:
-            return await self._generate(request)
-        except asyncio.CancelledError:
+            if on_tokens is not None and self._is_streaming:
+                return await self._stream(request, on_tokens)
+            generation = await self._generate(request)
+        except EngineFailure:
+            raise
+        except BaseException:
             self._free(request.request_id)
             raise
+        if on_tokens is not None and generation.token_ids:
+            on_tokens(generation.token_ids)
+        return generation
 
     async def abort(self, request_id: str) -> None:
         await self._abort([request_id])
+
+    def hang_up(self, request_id: str) -> None:
+        reading = self._live.get(request_id)
+        if reading is not None and not reading.expired():
+            reading.reschedule(asyncio.get_running_loop().time())
 
     async def tokenize(self, text: str) -> Sequence[int] | None:
         return None
@@ -133,10 +167,36 @@ class RemoteEngine(ABC):
     # --- for the subclasses
 
     @abstractmethod
+    def _question(self, request: GenerateRequest, *, top: int, stream: bool) -> Question: ...
+
+    @abstractmethod
     async def _generate(self, request: GenerateRequest) -> Generation: ...
 
     @abstractmethod
+    def _take(self, stream: Stream, raw: bytes) -> Sequence[int]:
+        """Takes one event into the stream and returns its new tokens; ValueError says what is wrong with it."""
+        ...
+
+    @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def _ask(self, request: GenerateRequest, *, top: int) -> bytes:
+        path, body = self._question(request, top=top, stream=False)
+        return await self._wire.post(path, body, session_headers(request.session_id, request.request_id))
+
+    async def _can_stream(self) -> bool:
+        """Whether it streams, found out with one token. An older version, or a proxy before it, may not."""
+        self._is_streaming = True
+        try:
+            await self._stream(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1), lambda _: None)
+        except (EngineRefused, EngineBroken):
+            self._is_streaming = False
+        return self._is_streaming
+
+    def _stream_failure(self, error: StreamError) -> EngineFailure:
+        """An error told in a stream. SGLang gives no status with it; its plain calls answer 400 then."""
+        status = error.code if isinstance(error.code, int) else 400
+        return self._wire.refusal(status, f"a stream failed: {error.message[:MAX_DETAIL]}")
 
     async def _find_model(self) -> ModelCard:
         """The model in use: the one that the spec names, else the first that the engine lists."""
@@ -154,6 +214,48 @@ class RemoteEngine(ABC):
         """The folder, if it is one on this machine; an engine elsewhere names paths that mean nothing here."""
         path = Path(folder or "", "tokenizer.json")
         return str(path.parent) if folder and await asyncio.to_thread(path.is_file) else ""
+
+    # --- streaming
+
+    async def _stream(self, request: GenerateRequest, on_tokens: OnTokens) -> Generation:
+        stream = Stream(request)
+        is_begun = False
+
+        def take(raw: bytes) -> None:
+            nonlocal is_begun
+            is_begun = True
+            try:
+                fresh = self._take(stream, raw)
+            except ValueError as error:
+                raise self._wire.broken(str(error)) from None
+            if fresh:
+                on_tokens(fresh)
+
+        path, body = self._question(request, top=0, stream=True)
+        headers = session_headers(request.session_id, request.request_id)
+        try:
+            async with asyncio.timeout(None) as reading:  # which `hang_up` makes end now
+                self._live[request.request_id] = reading
+                try:
+                    await self._wire.stream(path, body, headers, take)
+                finally:
+                    del self._live[request.request_id]
+            if stream.finish is None:
+                raise self._wire.broken("a stream ended without a finish_reason")
+        except (EngineFailure, TimeoutError) as error:
+            if stream.finish is not None:
+                return stream.generation()  # all of it had come
+            is_hung_up = isinstance(error, TimeoutError)
+            if is_begun or is_hung_up:
+                self._free(request.request_id)
+            if not stream.token_ids:
+                raise EngineTimeout(f"engine {self.spec.id} streamed nothing") if is_hung_up else error from None
+            log.log(
+                logging.INFO if is_hung_up else logging.WARNING,
+                "a stream broke off; what it had given is kept",
+                extra={"engine": self.spec.id, "tokens": len(stream.token_ids), "error": str(error)},
+            )
+        return stream.generation()
 
     # --- freeing
 

@@ -10,7 +10,8 @@ real one, before sessions may have it again, so no rollout is spent on finding o
 
 `pause` and `resume` are the door for changing weights. A pause returns when no call is left that would sample from
 weights it cannot name; calls on engines that do name them go on, or stand still, as the trainer has told the engine,
-and their clocks are held.
+and their clocks are held. A streamed call is never of the second sort: its tokens are handed on as they come, and if
+it broke before its end, nobody could say which of them the new weights had sampled.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ import aiohttp
 from rollyard.core import Message, Sampling
 from rollyard.core.failure import EngineExists, EngineFailure, EngineTimeout, JudgeUnreachable, NotFound
 from rollyard.engines.base import ChatReply, Engine, EngineSpec, GenerateRequest, Kind, Role
+from rollyard.engines.calling import RouterStats, SessionSettings
 from rollyard.engines.openai import OpenAIEngine
 from rollyard.engines.pool import Call, EngineStatus, Health, Member, Pool
 from rollyard.engines.remote import RemoteEngine
-from rollyard.engines.session import RoutedSession, RouterStats, SessionSettings
+from rollyard.engines.session import RoutedSession
 from rollyard.engines.sglang import SglangEngine
 from rollyard.engines.vllm import VllmEngine
 from rollyard.engines.wire import open_http
@@ -188,10 +190,12 @@ class Router:
         return self.pool(policy).is_paused
 
     async def pause(self, policy: str) -> None:
-        """New calls wait, clocks stand still. Calls whose engine cannot name versions are cut; waits until they are."""
+        """New calls wait, clocks stand still. Calls that cannot name their versions are cut; waits until they are."""
         pool = self.pool(policy)
         pool.shut()
-        calls = [call for member in pool.members.values() if not member.says_versions for call in member.calls]
+        calls = [
+            call for member in pool.members.values() for call in member.calls if not member.names_versions_of(call)
+        ]
         cut = [call.ended for call in calls if call.is_cuttable]
         for call in calls:
             call.cut()

@@ -8,59 +8,25 @@ Invariants. No token is sampled twice. `clock` counts only while an engine gener
 policy, for an engine to come up, between two tries, or for the rest of an aborted call, is free. A try that sampled
 nothing costs from a bounded budget; one that sampled something costs nothing, since `max_tokens` bounds it.
 Every version span has a version: the engine's where it says, else that of the policy when the call began (a call
-that an engine cannot number is cut before the weights change, so it never spans two).
+that an engine cannot number is cut before the weights change, so it never spans two; a streamed call is such a one).
+
+A streamed completion tells its caller every token once, and what was told is never lost: a call that does not obey
+its abort is hung up on, and its tokens are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from rollyard.core import Deadline, DeadlineExpired, Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout, EngineUnavailable
-from rollyard.engines.base import ChatReply, Engine, GenerateRequest, Generation
-from rollyard.engines.joining import Kept, stamped
+from rollyard.engines.base import ChatReply, Engine, GenerateRequest, Generation, OnTokens
+from rollyard.engines.calling import Caller, RouterStats, SessionSettings
+from rollyard.engines.joining import Kept
 from rollyard.engines.pool import Call, Health, Member, Pool
-
-log = logging.getLogger("rollyard.engines")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """How patient a session is."""
-
-    engine_wait_s: float = 120.0
-    """How long it waits for any engine of its policy to be up."""
-    pause_wait_s: float | None = None
-    """How long it waits for a paused policy. None: as long as the trainer takes; clocks stand still."""
-    max_tries: int = 4
-    """Tries that sampled nothing, per completion. Above the breaker's threshold, so that a lone engine that went
-    away is found down, waited for, and tried once more. Nonsense and time-outs cost two."""
-    backoff_s: float = 0.1
-    """Before the second try; doubled for each later one, with jitter."""
-    abort_grace_s: float = 10.0
-    """How long an aborted call may take to hand over what it had sampled."""
-    trip_after: int = 3
-    """Consecutive failures that take an engine down."""
-
-
-@dataclass(slots=True)
-class RouterStats:
-    """Counters over all engines."""
-
-    sessions: int = 0
-    moves: int = 0  # sessions that changed engine
-    retries: int = 0  # tries after one that sampled nothing
-    continuations: int = 0  # calls that went on from kept tokens
-    tokens_lost: int = 0  # calls whose abort gave nothing back in time: how much they had sampled is unknown
-
-
-Ended = Literal["done", "clock", "model", "cut"]
 
 
 class RoutedSession:
@@ -75,6 +41,7 @@ class RoutedSession:
         self._priority = priority
         self._settings = settings
         self._stats = stats
+        self._caller = Caller(pool, settings, stats)
         self._nonce = secrets.token_hex(4)  # an earlier attempt's calls, same session id, may still be ending
         self._calls = 0
         self._is_closed = False
@@ -105,14 +72,31 @@ class RoutedSession:
         clock: Deadline,
         model_s: float,
         salvage: Callable[[Generation], None] = lambda _: None,
+        on_tokens: OnTokens | None = None,
+        resume: Generation | None = None,
+        stop: asyncio.Future[None] | None = None,
     ) -> Generation:
         kept = Kept()
+        if resume is not None and resume.token_ids:
+            _check_versions(resume)
+            kept.add(resume)
+            if on_tokens is not None:
+                on_tokens(resume.token_ids)
+            if resume.finish_reason != "abort":
+                return kept.generation(resume.finish_reason)
         tries = _Tries(self._settings, self._stats)
         try:
             while True:
-                member = await self._usable(tries.avoid)
-                self._calls += 1
                 at = len(kept.token_ids)
+                # an abort may come just after the last token, and a stream break just before it says so
+                if at and kept.token_ids[-1] in stop_token_ids:
+                    return kept.generation("stop")
+                if at >= max_tokens > 0:
+                    return kept.generation("length")
+                if stop is not None and stop.done():
+                    return kept.generation("abort")
+                member = await self._unless(stop, tries.avoid, clock)
+                self._calls += 1
                 request = GenerateRequest(
                     request_id=f"{self._id}-{self._nonce}-{self._calls}",
                     prompt_ids=[*prompt_ids, *kept.token_ids] if at else prompt_ids,
@@ -127,7 +111,7 @@ class RoutedSession:
                 )
                 self._stats.continuations += at > 0
                 try:
-                    ended, part = await self._call(member, request, clock, model_s)
+                    ended, part = await self._caller.call(member, request, clock, model_s, on_tokens, stop)
                 except EngineRefused as error:
                     if at and error.data.get("context"):
                         return kept.generation("length")  # the kept tokens fill the context to the brim
@@ -141,9 +125,7 @@ class RoutedSession:
                     raise DeadlineExpired(f"{clock.budget_s} s are used up")
                 if part is not None and part.finish_reason != "abort":
                     return kept.generation(part.finish_reason)
-                if len(kept.token_ids) >= max_tokens:
-                    return kept.generation("length")
-                if ended != "cut" and not (part and part.token_ids):
+                if ended not in ("cut", "stop") and not (part and part.token_ids):
                     error = (
                         EngineTimeout(f"engine {member.id} sampled nothing in {model_s} s")
                         if ended == "model"
@@ -151,6 +133,8 @@ class RoutedSession:
                     )
                     member.failed(error.detail, self._settings.trip_after)
                     await tries.spend(member, error)
+        except _Stopped:
+            return kept.generation("abort")
         except (DeadlineExpired, EngineFailure):
             if kept.token_ids:
                 salvage(kept.generation("abort"))
@@ -194,6 +178,25 @@ class RoutedSession:
 
     # --- which engine
 
+    async def _unless(self, stop: asyncio.Future[None] | None, avoid: set[Member], clock: Deadline) -> Member:
+        """`_usable`, with the clock held while it waits; `_Stopped` if nobody wants it any more."""
+        member = self._member
+        if member.health is Health.UP and member not in avoid and not self._pool.is_paused and not self._is_closed:
+            return member  # nearly always: nothing to wait for
+        with clock.held():
+            if stop is None:
+                return await self._usable(avoid)
+            finding = asyncio.ensure_future(self._usable(avoid))
+            try:
+                await asyncio.wait({finding, stop}, return_when=asyncio.FIRST_COMPLETED)
+                if finding.done():
+                    return finding.result()
+                raise _Stopped
+            finally:
+                if not finding.done():
+                    finding.cancel()
+                    await asyncio.wait({finding})
+
     async def _usable(self, avoid: set[Member]) -> Member:
         """The engine it sticks to if that can be used, else another one; waits for the policy and for engines."""
         if self._is_closed:
@@ -222,66 +225,14 @@ class RoutedSession:
         except TimeoutError:
             raise EngineUnavailable(f"policy {self._pool.name} was paused for more than {wait_s} s") from None
 
-    # --- one call
 
-    async def _call(
-        self, member: Member, request: GenerateRequest, clock: Deadline, model_s: float
-    ) -> tuple[Ended, Generation | None]:
-        """How the call ended, and what it sampled: None if that could not be got."""
-        limit = Deadline(model_s)
-        call = Call(clock, limit)
-        version = self._pool.version
-        task: asyncio.Task[Generation] | None = None
-        ended: Ended = "done"
-        member.begin(call)
-        try:
-            try:
-                async with clock.counting(), limit.counting():
-                    task = asyncio.create_task(member.engine.generate(request))
-                    await asyncio.wait({task, call.cut_asked}, return_when=asyncio.FIRST_COMPLETED)
-                if not task.done():
-                    ended = "cut"
-            except DeadlineExpired:
-                ended = "clock" if clock.is_expired else "model"
-            if task is None:
-                return ended, None
-            if not task.done() and not await self._abort(member, request.request_id, task):
-                self._stats.tokens_lost += 1
-                return ended, None
-            part = task.result()
-            member.sampled(part)
-            return ended, stamped(part, version)
-        except EngineFailure as error:
-            if ended != "done":  # we ended it: that it then failed is not held against it
-                return ended, None
-            if isinstance(error, EngineRefused):
-                member.refused(error)
-            else:
-                member.failed(error.detail, self._settings.trip_after)
-            raise
-        finally:
-            try:
-                if task is not None and not task.done():
-                    task.cancel()  # which frees the engine: see RemoteEngine
-                    await asyncio.wait({task})
-            finally:
-                member.end(call)  # even if a second cancel cuts that short
+class _Stopped(Exception):
+    """Nobody wants the rest of it."""
 
-    async def _abort(self, member: Member, request_id: str, task: asyncio.Task[Generation]) -> bool:
-        """Aborts, again if need be (an abort may overtake its request); False if the call did not end in time."""
-        pause_s = 0.1
-        try:
-            async with asyncio.timeout(self._settings.abort_grace_s):
-                while not task.done():
-                    try:
-                        await member.engine.abort(request_id)
-                    except EngineFailure as error:
-                        log.info("an abort failed", extra={"engine": member.id, "error": error.detail})
-                    await asyncio.wait({task}, timeout=pause_s)
-                    pause_s = min(2 * pause_s, 2.0)
-        except TimeoutError:
-            log.warning("an aborted call gave nothing back in time", extra={"engine": member.id})
-        return task.done()
+
+def _check_versions(part: Generation) -> None:
+    if not part.versions or part.versions[-1].end != len(part.token_ids):
+        raise ValueError("what is resumed does not say which weights sampled it")
 
 
 class _Tries:

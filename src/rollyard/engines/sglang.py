@@ -5,12 +5,18 @@ the tokens before, so `reports_versions` is False and the router cuts a running 
 
 What older versions lack is found by asking when the engine is probed: `sampling_seed`. Some versions leave out
 `output_ids`; the ids then come from the logprobs, which carry them.
+
+Streamed, each event holds all tokens so far, or (with `--incremental-streaming-output`) only the new ones, and older
+versions mix the two. `completion_tokens` counts all of them in either case, so the length of a list tells which it
+is: as many as are new, or as many as there are. A list that is neither is not believed. Some versions end an aborted
+stream with an event whose lists are neither; then what came before it is all there is.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,8 +25,11 @@ from rollyard.core.failure import EngineBroken, EngineRefused, EngineUnavailable
 from rollyard.engines import replies
 from rollyard.engines.base import EngineInfo, GenerateRequest, Generation, VersionSpan
 from rollyard.engines.probe import TOP, logprob_semantics
-from rollyard.engines.remote import RemoteEngine
-from rollyard.engines.wire import MAX_DETAIL, session_headers
+from rollyard.engines.remote import UNSTREAMED_NOTE, Question, RemoteEngine, StreamError
+from rollyard.engines.streaming import Stream
+from rollyard.engines.wire import MAX_DETAIL
+
+T = TypeVar("T")
 
 
 class _Finish(msgspec.Struct):
@@ -35,6 +44,7 @@ _Logprob = tuple[float | None, int, str | None]
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     prompt_tokens: int = 0
+    completion_tokens: int | None = None
     cached_tokens: int | None = None
     weight_version: str | None = None
     output_token_logprobs: list[_Logprob] | None = None
@@ -44,6 +54,12 @@ class _Meta(msgspec.Struct):
 class _Reply(msgspec.Struct):
     meta_info: _Meta
     output_ids: list[int] | None = None
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta | None = None
+    output_ids: list[int] | None = None
+    error: StreamError | None = None
 
 
 class _Tokens(msgspec.Struct):
@@ -74,6 +90,8 @@ class SglangEngine(RemoteEngine):
             kind, more = "unknown", ("it gives no logprobs: its trajectories are not trainable",)
         else:
             kind, more = await logprob_semantics(self._top_logprobs)
+        if not await self._can_stream():
+            notes.append(UNSTREAMED_NOTE)
         self._info = EngineInfo(
             model=card.id,
             max_context=card.max_model_len,
@@ -99,7 +117,7 @@ class SglangEngine(RemoteEngine):
         except ValueError as error:
             raise self._wire.broken(str(error)) from None
 
-    async def _ask(self, request: GenerateRequest, *, top: int) -> bytes:
+    def _question(self, request: GenerateRequest, *, top: int, stream: bool) -> Question:
         sampling = request.sampling
         params: dict[str, Any] = {
             **sampling.extra,  # first: it cannot undo what is ours to say
@@ -118,7 +136,7 @@ class SglangEngine(RemoteEngine):
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,
-            "stream": False,
+            "stream": stream,
         }
         if top:
             body["top_logprobs_num"] = top
@@ -126,7 +144,7 @@ class SglangEngine(RemoteEngine):
             body["extra_key"] = request.cache_salt
         if request.priority:
             body["priority"] = request.priority  # SGLang: the higher the earlier, as with us
-        return await self._wire.post("/generate", body, session_headers(request.session_id, request.request_id))
+        return Question("/generate", body)
 
     def _read(self, reply: _Reply) -> Generation:
         meta = reply.meta_info
@@ -153,6 +171,32 @@ class SglangEngine(RemoteEngine):
             cached_tokens=meta.cached_tokens,
         )
 
+    def _take(self, stream: Stream, raw: bytes) -> Sequence[int]:
+        event = self._wire.read(raw, _Event, "an event of a stream")
+        if event.error is not None:
+            raise self._stream_failure(event.error)
+        meta = event.meta_info
+        if meta is None:
+            raise ValueError("an event of a stream has no meta_info")
+        finish = meta.finish_reason
+        if finish is not None:
+            self._check_finish(finish, len(stream.token_ids) + len(event.output_ids or ()))
+        stream.prompt_tokens = meta.prompt_tokens or stream.prompt_tokens
+        stream.cached_tokens = meta.cached_tokens
+        try:
+            ids, entries = _new(event.output_ids, meta, stream.token_ids)
+        except ValueError:
+            if finish is None or finish.type != "abort":
+                raise
+            ids, entries = [], []
+        return stream.take(
+            ids,
+            None if entries is None else [entry[0] for entry in entries],
+            None if entries is None else [entry[1] for entry in entries],
+            finish=None if finish is None else finish.type,
+            version=meta.weight_version,
+        )
+
     def _check_finish(self, finish: _Finish, token_count: int) -> None:
         """SGLang also says "abort" for what it refuses or fails, with a status beside it."""
         if finish.type != "abort" or finish.status_code is None or token_count:
@@ -174,3 +218,30 @@ class SglangEngine(RemoteEngine):
             return self._wire.read(await self._wire.get("/get_server_info"), _ServerInfo, "/get_server_info").version
         except (EngineRefused, EngineUnavailable, EngineBroken):
             return ""  # only for people to read
+
+
+def _new(
+    output_ids: Sequence[int] | None, meta: _Meta, known: array[int]
+) -> tuple[Sequence[int], Sequence[_Logprob] | None]:
+    """What of an event's ids and logprobs is not known yet; see the module."""
+    if meta.completion_tokens is None:
+        raise ValueError("an event of a stream does not say completion_tokens")
+    at, total = len(known), meta.completion_tokens
+    entries = meta.output_token_logprobs
+    new_entries = None if entries is None else _rest(entries, at, total, "output_token_logprobs")
+    if output_ids is None:
+        if new_entries is None:
+            raise ValueError("an event of a stream has neither output_ids nor output_token_logprobs")
+        return [entry[1] for entry in new_entries], new_entries
+    new_ids = _rest(output_ids, at, total, "output_ids")
+    if new_ids is not output_ids and replies.ids_of(output_ids[:at]) != known:
+        raise ValueError("a stream took tokens back")
+    return new_ids, new_entries
+
+
+def _rest(column: Sequence[T], at: int, total: int, name: str) -> Sequence[T]:
+    if len(column) == total - at:
+        return column
+    if len(column) >= total >= at:  # more: it went on sampling while it wrote this; they come again
+        return column[at:total]
+    raise ValueError(f"{name} has {len(column)} entries where {total - at} of {total} are new")

@@ -7,6 +7,10 @@ Checked against vLLM 0.32.0: a generation aborted by id answers at once, finish_
 logprobs sampled so far. The id that it is known by is `generate-tokens-ID` on the first API and `cmpl-ID-0` on the
 second. An id that is not (yet) known is ignored, so an abort that overtakes its request is lost: whoever needs it
 sends it again. Up to 0.28 the logprobs name their tokens "token_id:N"; both shapes are read.
+
+Streamed, both APIs send what is new in each event. The finish_reason comes with the last tokens (alone when aborted),
+the weight versions of all tokens come with it and not before, and usage in an event of its own. So a stream that
+breaks off cannot say which weights sampled it, and the router counts a streamed call as one that cannot number itself.
 """
 
 from __future__ import annotations
@@ -16,92 +20,28 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineRefused
 from rollyard.engines import replies
 from rollyard.engines.base import EngineInfo, GenerateRequest, Generation
 from rollyard.engines.probe import TOP, logprob_semantics
-from rollyard.engines.remote import RemoteEngine
-from rollyard.engines.wire import session_headers
+from rollyard.engines.remote import UNSTREAMED_NOTE, Question, RemoteEngine
+from rollyard.engines.streaming import Stream
+from rollyard.engines.vllm_shapes import (
+    CompletionChoice,
+    CompletionEvent,
+    CompletionReply,
+    Event,
+    Reply,
+    Tokens,
+    Version,
+    cached,
+    only,
+    token_of,
+)
 
 GENERATE = "inference/v1/generate"
 COMPLETIONS = "v1/completions"
-
-
-class _Top(msgspec.Struct):
-    logprob: float
-    token_id: int | None = None
-    token: str | None = None
-
-    def id(self) -> int:
-        if self.token_id is not None:
-            return self.token_id
-        if self.token is None:
-            raise ValueError("a logprob names no token")
-        return replies.placeholder_id(self.token)
-
-
-class _Entry(_Top):
-    logprob: float | None = None  # type: ignore[assignment]  # the sampled token's may be missing
-    top_logprobs: list[_Top] | None = None
-
-
-class _Content(msgspec.Struct):
-    content: list[_Entry] | None = None
-
-
-class _Weights(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    finish_reason: str | None = None
-    logprobs: _Content | None = None
-    weight_versions: list[_Weights] | None = None
-    routed_experts: str | None = None
-
-
-class _Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    prompt_tokens_details: _Cached | None = None
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
-
-
-class _Columns(msgspec.Struct):
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-class _CompletionChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    logprobs: _Columns | None = None
-
-
-class _CompletionReply(msgspec.Struct):
-    choices: list[_CompletionChoice]
-    usage: _Usage | None = None
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
-
-
-class _Version(msgspec.Struct):
-    version: str = ""
 
 
 class VllmEngine(RemoteEngine):
@@ -127,6 +67,8 @@ class VllmEngine(RemoteEngine):
             kind, more = "unknown", ("it gives no logprobs: its trajectories are not trainable",)
         else:
             kind, more = await logprob_semantics(self._top_logprobs)
+        if not await self._can_stream():
+            notes.append(UNSTREAMED_NOTE)
         if not await self._accepts_priority():
             notes.append("it does not schedule by priority")
         self._info = EngineInfo(
@@ -144,7 +86,7 @@ class VllmEngine(RemoteEngine):
     async def tokenize(self, text: str) -> Sequence[int] | None:
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         try:
-            return self._wire.read(await self._wire.post("/tokenize", body), _Tokens, "/tokenize").tokens
+            return self._wire.read(await self._wire.post("/tokenize", body), Tokens, "/tokenize").tokens
         except EngineRefused:
             return None
 
@@ -158,7 +100,7 @@ class VllmEngine(RemoteEngine):
         except ValueError as error:
             raise self._wire.broken(str(error)) from None
 
-    async def _ask(self, request: GenerateRequest, *, top: int) -> bytes:
+    def _question(self, request: GenerateRequest, *, top: int, stream: bool) -> Question:
         sampling = request.sampling
         params: dict[str, Any] = {
             **sampling.extra,  # first: it cannot undo what is ours to say
@@ -182,17 +124,19 @@ class VllmEngine(RemoteEngine):
             body |= {"token_ids": ids, "sampling_params": params}
         else:
             body |= {"prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True, **params}
-        return await self._wire.post(f"/{self._api}", body, session_headers(request.session_id, request.request_id))
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return Question(f"/{self._api}", body)
 
     def _read_generate(self, raw: bytes) -> Generation:
-        reply = self._wire.read(raw, _Reply, "a generation")
-        choice = _only(reply.choices)
+        reply = self._wire.read(raw, Reply, "a generation")
+        choice = only(reply.choices)
         ids = replies.ids_of(choice.token_ids)
         logprobs: array[float] | None = None
         if choice.logprobs is not None and choice.logprobs.content is not None:
             content = choice.logprobs.content
             logprobs = replies.logprobs_of([entry.logprob for entry in content], len(ids))
-            replies.check_logprob_ids(choice.token_ids, [entry.id() for entry in content])
+            replies.check_logprob_ids(choice.token_ids, [token_of(entry) for entry in content])
         spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
         columns: dict[str, bytes] = {}
         if choice.routed_experts is not None:
@@ -203,13 +147,13 @@ class VllmEngine(RemoteEngine):
             finish_reason=replies.finish_of(choice.finish_reason),
             versions=replies.spans_of(spans, len(ids)),
             prompt_tokens=reply.usage.prompt_tokens if reply.usage else 0,
-            cached_tokens=_cached(reply.usage),
+            cached_tokens=cached(reply.usage),
             columns=columns,
         )
 
     def _read_completion(self, raw: bytes) -> Generation:
-        reply = self._wire.read(raw, _CompletionReply, "a completion")
-        choice = _only(reply.choices)
+        reply = self._wire.read(raw, CompletionReply, "a completion")
+        choice = only(reply.choices)
         if choice.token_ids is None:
             raise ValueError(f"{COMPLETIONS} gave no token_ids: this vLLM does not know return_token_ids")
         ids = replies.ids_of(choice.token_ids)
@@ -219,7 +163,34 @@ class VllmEngine(RemoteEngine):
             logprobs=replies.logprobs_of(values, len(ids)),
             finish_reason=replies.finish_of(choice.finish_reason),
             prompt_tokens=reply.usage.prompt_tokens if reply.usage else 0,
-            cached_tokens=_cached(reply.usage),
+            cached_tokens=cached(reply.usage),
+        )
+
+    def _take(self, stream: Stream, raw: bytes) -> Sequence[int]:
+        shape = Event if self._api == GENERATE else CompletionEvent
+        event = self._wire.read(raw, shape, "an event of a stream")
+        if event.error is not None:
+            raise self._stream_failure(event.error)
+        if event.usage is not None:
+            stream.prompt_tokens = event.usage.prompt_tokens
+            stream.cached_tokens = cached(event.usage)
+        if not event.choices:
+            return ()
+        choice = only(event.choices)
+        if choice.token_ids is None:
+            raise ValueError("an event of a stream has no token_ids")
+        if isinstance(choice, CompletionChoice):
+            values = choice.logprobs.token_logprobs if choice.logprobs else None
+            return stream.take(choice.token_ids, values, finish=choice.finish_reason)
+        content = choice.logprobs.content if choice.logprobs else None
+        experts = choice.routed_experts
+        return stream.take(
+            choice.token_ids,
+            None if content is None else [entry.logprob for entry in content],
+            None if content is None else [token_of(entry) for entry in content],
+            finish=choice.finish_reason,
+            spans=[(span.version, span.start, span.end) for span in choice.weight_versions or ()],
+            columns={} if experts is None else {"routed_experts": base64.b64decode(experts, validate=True)},
         )
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
@@ -244,10 +215,10 @@ class VllmEngine(RemoteEngine):
         raw = await self._ask(GenerateRequest("probe", prompt, sampling, max_tokens=1), top=TOP)
         try:
             if self._api == GENERATE:
-                content = _only(self._wire.read(raw, _Reply, "a generation").choices).logprobs
+                content = only(self._wire.read(raw, Reply, "a generation").choices).logprobs
                 entry = content.content[0] if content and content.content else None
-                return {top.id(): top.logprob for top in (entry.top_logprobs or ())} if entry else {}
-            columns = _only(self._wire.read(raw, _CompletionReply, "a completion").choices).logprobs
+                return {token_of(top): top.logprob for top in (entry.top_logprobs or ())} if entry else {}
+            columns = only(self._wire.read(raw, CompletionReply, "a completion").choices).logprobs
             tops = columns.top_logprobs[0] if columns and columns.top_logprobs else None
             return {replies.placeholder_id(token): value for token, value in (tops or {}).items()}
         except ValueError as error:
@@ -255,7 +226,7 @@ class VllmEngine(RemoteEngine):
 
     async def _tells_versions(self) -> bool:
         raw = await self._ask(GenerateRequest("probe", (1, 2, 3), Sampling(), max_tokens=1), top=0)
-        return _only(self._wire.read(raw, _Reply, "a generation").choices).weight_versions is not None
+        return only(self._wire.read(raw, Reply, "a generation").choices).weight_versions is not None
 
     async def _accepts_priority(self) -> bool:
         self._takes_priority = True
@@ -267,16 +238,6 @@ class VllmEngine(RemoteEngine):
 
     async def _version(self) -> str:
         try:
-            return self._wire.read(await self._wire.get("/version"), _Version, "/version").version
+            return self._wire.read(await self._wire.get("/version"), Version, "/version").version
         except EngineRefused:
             return ""
-
-
-def _only(choices: Sequence[Any]) -> Any:
-    if len(choices) != 1:
-        raise ValueError(f"{len(choices)} choices where one was asked for")
-    return choices[0]
-
-
-def _cached(usage: _Usage | None) -> int | None:
-    return usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None

@@ -6,15 +6,18 @@
                                                                    and `context: true` where the prompt is too long
     not JSON, or not the fields it should be   EngineBroken        saying which field
 
-There is no time-out here but for connecting: how long a generation may take is the caller's business, who
-cancels. One `aiohttp.ClientSession` serves a whole router (`open_http`); nothing throttles it, since the pools of
-the pipeline bound how many calls there are.
+There is no time-out here but for connecting: how long a generation may take, or a stream be silent, is the caller's
+business, who cancels. A stream (server-sent events) is handed over event by event as its bytes arrive, and one event
+may be as large as a whole reply. One `aiohttp.ClientSession` serves a whole router (`open_http`); nothing throttles
+it, since the pools of the pipeline bound how many calls there are.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
@@ -27,6 +30,7 @@ from rollyard.engines.base import EngineSpec
 CONNECT_S = 10.0
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that we, and not the engine, close an idle connection
 MAX_REPLY_BYTES = 256 << 20  # 1M tokens with logprobs are about 100 MB of JSON
+DRAIN_S = 1.0  # for the end of a stream after its [DONE]: only then can its connection be used again
 MAX_DETAIL = 400  # characters of an engine's message that we repeat; some echo the whole prompt
 
 _RETRYABLE_4XX = frozenset({408, 425, 429})
@@ -80,7 +84,45 @@ class Wire:
     def broken(self, detail: str) -> EngineBroken:
         return EngineBroken(f"engine {self._id}: {detail}")
 
+    async def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], take: Callable[[bytes], None]
+    ) -> None:
+        """Posts, and hands the data of each event to `take` as it comes; returns after [DONE] or at the end."""
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        async with self._asked("POST", path, data, headers) as response:
+            if response.status >= 300 or response.content_type != "text/event-stream":
+                self._check(path, response, await _read_bounded(response))
+                raise self.broken(f"{path} answered {response.content_type} where a stream was asked for")
+            pieces: list[bytes] = []  # of a line whose end has not come: joined once, however many they are
+            size = 0
+            async for chunk in response.content.iter_any():
+                *lines, rest = chunk.split(b"\n")
+                if lines:
+                    lines[0] = b"".join((*pieces, lines[0]))
+                    pieces, size = [], 0
+                if rest:
+                    pieces.append(rest)
+                    size += len(rest)
+                if size > MAX_REPLY_BYTES:
+                    raise self.broken(f"{path} streamed a line of more than {MAX_REPLY_BYTES} bytes")
+                for line in lines:
+                    if not line.startswith(b"data:"):  # blank lines between events, and comments
+                        continue
+                    event = line[5:].strip()
+                    if event == b"[DONE]":
+                        await _drain(response)
+                        return
+                    take(event)
+
     async def _send(self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]) -> bytes:
+        async with self._asked(method, path, data, headers) as response:
+            raw = await _read_bounded(response)
+        return self._check(path, response, raw)
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         try:
             async with self._http.request(
                 method,
@@ -89,12 +131,14 @@ class Wire:
                 headers={**self._base_headers, **headers},
                 allow_redirects=False,  # an engine is where it was said to be
             ) as response:
-                raw = await _read_bounded(response)
+                yield response
         except aiohttp.ClientError as error:
             # ClientError covers refused, reset, cut short, TLS and a malformed HTTP reply alike
             raise EngineUnavailable(f"engine {self._id} cannot be reached: {_say(error)}") from error
         except (TimeoutError, OSError) as error:
             raise EngineUnavailable(f"engine {self._id} cannot be reached: {_say(error)}") from error
+
+    def _check(self, path: str, response: aiohttp.ClientResponse, raw: bytes | None) -> bytes:
         if raw is None:
             raise self.broken(f"{path} answered more than {MAX_REPLY_BYTES} bytes")
         if response.status >= 300:
@@ -122,6 +166,14 @@ async def _read_bounded(response: aiohttp.ClientResponse) -> bytes | None:
         if len(chunks) > MAX_REPLY_BYTES:
             return None
     return bytes(chunks)
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            await response.content.readany()
+    except (TimeoutError, aiohttp.ClientError):
+        pass  # all that was wanted has come; the connection is closed instead of used again
 
 
 def engine_message(raw: bytes) -> str:

@@ -136,17 +136,102 @@ async def a_cancelled_call_leaves_the_engine_working(engine: Engine, context: Co
     check_shape(await engine.generate(context.request(2, "after")), 2)
 
 
+class _Streaming:
+    """A streamed call that goes on, and what it has told."""
+
+    def __init__(self, engine: Engine, request: GenerateRequest) -> None:
+        self.told: list[int] = []
+        self.began = asyncio.Event()
+        self.task = asyncio.create_task(engine.generate(request, self._tell))
+
+    def _tell(self, ids: Sequence[int]) -> None:
+        assert len(ids) > 0, "it told of no tokens"
+        self.told += ids
+        self.began.set()
+
+    async def __aenter__(self) -> _Streaming:
+        """Waits for the first token."""
+        began = asyncio.ensure_future(self.began.wait())
+        await asyncio.wait({self.task, began}, return_when=asyncio.FIRST_COMPLETED)
+        began.cancel()
+        if self.task.done():
+            self.task.result()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+
+@_check
+async def a_stream_tells_exactly_the_generation(engine: Engine, context: Context) -> None:
+    told: list[int] = []
+    streamed = await engine.generate(context.request(8, "stream"), told.extend)
+    assert told == list(streamed.token_ids), "what it told is not what it returned"
+    check_shape(streamed, 8)
+    whole = await engine.generate(context.request(8, "whole"))
+    assert (len(streamed.token_ids), streamed.finish_reason) == (8, "length")
+    assert streamed.token_ids == whole.token_ids, "the same seed gave other tokens"
+    assert (streamed.logprobs is None) == (whole.logprobs is None)
+    assert (streamed.prompt_tokens, bool(streamed.versions)) == (whole.prompt_tokens, bool(whole.versions))
+
+
+@_check
+async def a_stream_stops_where_a_whole_reply_does(engine: Engine, context: Context) -> None:
+    free = await engine.generate(context.request(6, "free"))
+    told: list[int] = []
+    request = context.request(6, "stop", stop_token_ids=(free.token_ids[2],))
+    stopped = await engine.generate(request, told.extend)
+    assert told == list(stopped.token_ids)
+    if stopped.finish_reason == "stop":
+        assert stopped.token_ids[-1] == free.token_ids[2], "the stop token is kept"
+    check_shape(stopped, 6)
+
+
+@_check
+async def an_abort_of_a_stream_keeps_what_was_told(engine: Engine, context: Context) -> None:
+    request = context.request(context.long_tokens, "stream-abort")
+    async with _Streaming(engine, request) as streaming:
+        await engine.abort(request.request_id)
+        generation = await streaming.task
+    assert generation.finish_reason == "abort" and 0 < len(generation.token_ids) < context.long_tokens
+    assert streaming.told == list(generation.token_ids)
+    check_shape(generation, context.long_tokens)
+
+
+@_check
+async def a_stream_that_is_hung_up_on_keeps_what_was_told(engine: Engine, context: Context) -> None:
+    request = context.request(context.long_tokens, "hang-up")
+    async with _Streaming(engine, request) as streaming:
+        engine.hang_up(request.request_id)
+        generation = await streaming.task
+    assert generation.finish_reason == "abort"
+    assert streaming.told == list(generation.token_ids)
+    check_shape(generation, context.long_tokens)
+    engine.hang_up("conformance-nobody")
+
+
+@_check
+async def a_cancelled_stream_leaves_the_engine_working(engine: Engine, context: Context) -> None:
+    async with _Streaming(engine, context.request(context.long_tokens, "stream-cancel")) as streaming:
+        streaming.task.cancel()
+        await asyncio.wait({streaming.task})
+        assert streaming.task.cancelled(), "it swallowed the cancel"
+    check_shape(await engine.generate(context.request(2, "after")), 2)
+
+
 @_check
 async def a_prompt_beyond_the_context_is_refused_as_such(engine: Engine, context: Context) -> None:
     if engine.info.max_context is None:
         return
     long = [context.prompt_ids[0]] * (engine.info.max_context + 8)
-    try:
-        await engine.generate(GenerateRequest("conformance-long", long, Sampling(), 1))
-    except EngineRefused as error:
-        assert error.data.get("context") is True, f"not recognised as too long: {error.detail}"
-    else:
-        raise AssertionError("a prompt longer than the context was accepted")
+    for on_tokens in (None, lambda _: None):
+        try:
+            await engine.generate(GenerateRequest("conformance-long", long, Sampling(), 1), on_tokens)
+        except EngineRefused as error:
+            assert error.data.get("context") is True, f"not recognised as too long: {error.detail}"
+        else:
+            raise AssertionError("a prompt longer than the context was accepted")
 
 
 @_check

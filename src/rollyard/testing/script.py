@@ -25,7 +25,7 @@ START, END, EOT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 Fault = Literal[
     "cut",  # the connection is closed without an answer
-    "hang",  # never answers, and ignores aborts
+    "hang",  # never answers, and ignores aborts; a stream tells `stall_after` tokens before
     "not_json",
     "no_token_ids",
     "wrong_ids",  # a token id that is a text
@@ -35,6 +35,8 @@ Fault = Literal[
     "positive_logprob",
     "bad_version",  # a weight version that is no number
     "unasked_abort",  # as when somebody else aborts all calls
+    "cut_midway",  # a stream's connection is closed after `stall_after` tokens, or half; else like "cut"
+    "error_midway",  # a stream tells an error there; else status 500
 ]
 
 

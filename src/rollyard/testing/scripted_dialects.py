@@ -1,9 +1,16 @@
-"""The bodies in which engines hand over what they sampled, and the ways in which such a body can be spoilt."""
+"""The voices of engines: the bodies in which each hands over what it sampled, whole or streamed, and how such a body
+can be spoilt.
+
+A whole body is that of one `Sampled`. An event of a stream is the body of a part of it, with what a real engine tells
+only at the end left out: vLLM sends what is new, and its weight versions with the last event; SGLang sends all tokens
+so far each time, or what is new where it is told to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from rollyard.testing.script import END, Tokenizer
 from rollyard.testing.scripted_sampling import Sampled
@@ -11,62 +18,131 @@ from rollyard.testing.scripted_sampling import Sampled
 Body = dict[str, Any]
 
 
-def generate_body(done: Sampled, known_as: str, model: str, *, is_old: bool) -> Body:
+class Voice(Protocol):
+    def whole(self, done: Sampled) -> Body: ...
+
+
+@runtime_checkable
+class StreamVoice(Voice, Protocol):
+    def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
+        """Tells the tokens [start, end)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateVoice:
     """vLLM's /inference/v1/generate; the old shape is that of versions up to 0.28."""
-    choice: Body = {"index": 0, "finish_reason": done.finish, "token_ids": done.ids}
-    if not is_old:
-        choice["weight_versions"] = done.spans()
-    if done.has_logprobs:
-        content = [{**_name(done.ids[i], is_old), "logprob": value} for i, value in enumerate(done.logprobs())]
-        if done.top:
-            for i, entry in enumerate(content):
-                tops = done.tops(i).items()
-                entry["top_logprobs"] = [{**_name(token, is_old), "logprob": value} for token, value in tops]
-        choice["logprobs"] = {"content": content}
-    return {"request_id": known_as, "model": model, "choices": [choice], "usage": done.usage()}
+
+    known_as: str
+    model: str
+    has_usage: bool
+    is_old: bool
+
+    def whole(self, done: Sampled) -> Body:
+        choice: Body = {"index": 0, "finish_reason": done.finish, "token_ids": done.ids}
+        if not self.is_old:
+            choice["weight_versions"] = done.spans()
+        if done.has_logprobs:
+            content = [{**self._name(done.ids[i]), "logprob": value} for i, value in enumerate(done.logprobs())]
+            if done.top:
+                for i, entry in enumerate(content):
+                    tops = done.tops(i).items()
+                    entry["top_logprobs"] = [{**self._name(token), "logprob": value} for token, value in tops]
+            choice["logprobs"] = {"content": content}
+        return {"request_id": self.known_as, "model": self.model, "choices": [choice], "usage": done.usage()}
+
+    def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
+        body = self.whole(done.part(start, end))
+        choice = body["choices"][0]
+        if not is_last:
+            choice["finish_reason"] = None
+        if not self.is_old:
+            choice["weight_versions"] = done.spans() if is_last else None
+        return _with_usage(body, done, self.has_usage and is_last)
+
+    def _name(self, token: int) -> Body:
+        return {"token": f"token_id:{token}"} if self.is_old else {"token_id": token}
 
 
-def _name(token: int, is_old: bool) -> Body:
-    return {"token": f"token_id:{token}"} if is_old else {"token_id": token}
-
-
-def completion_body(done: Sampled, known_as: str, model: str, tokenizer: Tokenizer) -> Body:
+@dataclass(frozen=True, slots=True)
+class CompletionVoice:
     """vLLM's /v1/completions."""
-    choice: Body = {"index": 0, "text": tokenizer.decode(done.ids), "finish_reason": done.finish}
-    if done.params.get("return_token_ids"):
-        choice["token_ids"] = done.ids
-    if done.has_logprobs:
-        logprobs: Body = {"token_logprobs": done.logprobs()}
-        if done.top:
-            tops = [{f"token_id:{t}": v for t, v in done.tops(i).items()} for i in range(len(done.ids))]
-            logprobs["top_logprobs"] = tops
-        choice["logprobs"] = logprobs
-    return {"id": known_as, "model": model, "choices": [choice], "usage": done.usage()}
+
+    known_as: str
+    model: str
+    has_usage: bool
+    tokenizer: Tokenizer
+
+    def whole(self, done: Sampled) -> Body:
+        choice: Body = {"index": 0, "text": self.tokenizer.decode(done.ids), "finish_reason": done.finish}
+        if done.params.get("return_token_ids"):
+            choice["token_ids"] = done.ids
+        if done.has_logprobs:
+            logprobs: Body = {"token_logprobs": done.logprobs()}
+            if done.top:
+                tops = [{f"token_id:{t}": v for t, v in done.tops(i).items()} for i in range(len(done.ids))]
+                logprobs["top_logprobs"] = tops
+            choice["logprobs"] = logprobs
+        return {"id": self.known_as, "model": self.model, "choices": [choice], "usage": done.usage()}
+
+    def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
+        body = self.whole(done.part(start, end))
+        if not is_last:
+            body["choices"][0]["finish_reason"] = None
+        return _with_usage(body, done, self.has_usage and is_last)
 
 
-def sglang_body(done: Sampled, known_as: str, version: str, tokenizer: Tokenizer) -> Body:
-    """SGLang's /generate: one weight version, that of the end."""
-    meta: Body = {
-        "id": known_as,
-        "finish_reason": {"type": done.finish},
-        "prompt_tokens": len(done.prompt),
-        "completion_tokens": len(done.ids),
-        "cached_tokens": done.cached,
-        "weight_version": "seven" if done.fault == "bad_version" else version,
-    }
-    if done.has_logprobs:
-        meta["output_token_logprobs"] = [[value, done.ids[i], None] for i, value in enumerate(done.logprobs())]
-        if done.top:
-            tops = [[[v, t, None] for t, v in done.tops(i).items()] for i in range(len(done.ids))]
-            meta["output_top_logprobs"] = tops
-    return {"text": tokenizer.decode(done.ids), "output_ids": done.ids, "meta_info": meta}
+@dataclass(frozen=True, slots=True)
+class SglangVoice:
+    """SGLang's /generate: one weight version, that of now."""
+
+    known_as: str
+    version: Callable[[], str]
+    tokenizer: Tokenizer
+    is_incremental: bool
+
+    def whole(self, done: Sampled) -> Body:
+        meta: Body = {
+            "id": self.known_as,
+            "finish_reason": {"type": done.finish},
+            "prompt_tokens": len(done.prompt),
+            "completion_tokens": len(done.ids),
+            "cached_tokens": done.cached,
+            "weight_version": "seven" if done.fault == "bad_version" else self.version(),
+        }
+        if done.has_logprobs:
+            meta["output_token_logprobs"] = [[value, done.ids[i], None] for i, value in enumerate(done.logprobs())]
+            if done.top:
+                tops = [[[v, t, None] for t, v in done.tops(i).items()] for i in range(len(done.ids))]
+                meta["output_top_logprobs"] = tops
+        return {"text": self.tokenizer.decode(done.ids), "output_ids": done.ids, "meta_info": meta}
+
+    def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
+        body = self.whole(done.part(start if self.is_incremental else 0, end))
+        body["meta_info"] |= {"prompt_tokens": len(done.prompt), "completion_tokens": end}
+        if not is_last:
+            body["meta_info"]["finish_reason"] = None
+        return [body]
 
 
-def chat_body(done: Sampled, model: str, tokenizer: Tokenizer) -> Body:
-    text = tokenizer.decode(done.ids).removesuffix(END)
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": done.finish}
-    head = {"id": "chat", "object": "chat.completion", "created": 0, "model": model}  # clients insist on all of them
-    return {**head, "choices": [choice], "usage": done.usage()}
+@dataclass(frozen=True, slots=True)
+class ChatVoice:
+    """Chat completions, whole only."""
+
+    model: str
+    tokenizer: Tokenizer
+
+    def whole(self, done: Sampled) -> Body:
+        text = self.tokenizer.decode(done.ids).removesuffix(END)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": done.finish}
+        head = {"id": "chat", "object": "chat.completion", "created": 0, "model": self.model}  # clients insist on them
+        return {**head, "choices": [choice], "usage": done.usage()}
+
+
+def _with_usage(body: Body, done: Sampled, has_usage: bool) -> list[Body]:
+    """vLLM tells usage in an event of its own, after the last, if it was asked to."""
+    del body["usage"]
+    return [body, {**body, "choices": [], "usage": done.usage()}] if has_usage else [body]
 
 
 def spoil(done: Sampled, body: Body) -> Body:

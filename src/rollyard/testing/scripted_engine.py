@@ -7,6 +7,8 @@ or as a process of its own, which prints one line of JSON with its `url` when it
 
     python -m rollyard.testing.scripted_engine --script script.json --latency-s 0.5
 
+With `stream` tokens come at their rate, a few ticks a second; without a rate all at once, in one event.
+
 Everything that it says is determined: the reply by the script, each logprob by the token, its place and the token
 before it (`scripted_logprob`), so a completion that is interrupted and continued, here or on another scripted
 engine, is the same as one that is not. `cached_tokens` is the true common prefix with the session's last call.
@@ -25,7 +27,7 @@ import sys
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -45,15 +47,17 @@ from rollyard.testing.script import (
     Turn,
 )
 from rollyard.testing.scripted_dialects import (
-    Body,
-    chat_body,
+    ChatVoice,
+    CompletionVoice,
+    GenerateVoice,
+    SglangVoice,
+    StreamVoice,
+    Voice,
     chat_prompt,
-    completion_body,
-    generate_body,
-    sglang_body,
     spoil,
 )
-from rollyard.testing.scripted_sampling import LogprobsMode, Sampled, common_prefix, cut_reply
+from rollyard.testing.scripted_sampling import Finish, LogprobsMode, Sampled, common_prefix, cut_reply
+from rollyard.testing.scripted_streams import MIDWAY, stream_out
 from rollyard.testing.scripted_work import Piece, Work
 
 K = TypeVar("K")
@@ -95,6 +99,7 @@ class ScriptedEngine:
         logprobs_mode: LogprobsMode = "processed",
         is_scale_out: bool = True,
         has_old_logprobs: bool = False,
+        is_incremental: bool = False,
         record: int = 1000,
         port: int = 0,
     ) -> None:
@@ -109,6 +114,7 @@ class ScriptedEngine:
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.is_scale_out = is_scale_out
         self.has_old_logprobs = has_old_logprobs
+        self.is_incremental = is_incremental  # SGLang's --incremental-streaming-output
         self.is_healthy = True
         self.version = "default"
         self.requests: deque[Recorded] = deque(maxlen=record)
@@ -281,14 +287,17 @@ class ScriptedEngine:
         body = await _body(request)
         params = body["sampling_params"]
         known_as = f"generate-tokens-{_request_id(request, body)}"
-        done = await self._sample(request, body, body["token_ids"], params, params.get("max_tokens", 16), known_as)
-        return self._answer(done, lambda d: generate_body(d, known_as, self.model, is_old=self.has_old_logprobs))
+        voice = GenerateVoice(known_as, self.model, _has_usage(body), is_old=self.has_old_logprobs)
+        limit = params.get("max_tokens", 16)
+        return await self._serve(request, body, body["token_ids"], params, limit, known_as, voice)
 
     async def _completion(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
         known_as = f"cmpl-{_request_id(request, body)}"
-        done = await self._sample(request, body, body["prompt"], body, body.get("max_tokens", 16), f"{known_as}-0")
-        return self._answer(done, lambda d: completion_body(d, known_as, self.model, self.tokenizer))
+        voice = CompletionVoice(known_as, self.model, _has_usage(body), tokenizer=self.tokenizer)
+        return await self._serve(
+            request, body, body["prompt"], body, body.get("max_tokens", 16), f"{known_as}-0", voice
+        )
 
     async def _sglang(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
@@ -296,25 +305,18 @@ class ScriptedEngine:
         logprobs = body.get("top_logprobs_num", 0) if body.get("return_logprob") else None
         params = {**body["sampling_params"], "logprobs": logprobs}
         limit = params.get("max_new_tokens", 128)
-        done = await self._sample(request, body, body["input_ids"], params, limit, known_as)
-        return self._answer(done, lambda d: sglang_body(d, known_as, self.version, self.tokenizer))
+        voice = SglangVoice(known_as, lambda: self.version, self.tokenizer, is_incremental=self.is_incremental)
+        return await self._serve(request, body, body["input_ids"], params, limit, known_as, voice)
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
         prompt = self.tokenizer.encode(chat_prompt(body["messages"], START))
-        done = await self._sample(request, body, prompt, body, body.get("max_tokens", 4096), "")
-        return self._answer(done, lambda d: chat_body(d, self.model, self.tokenizer))
-
-    def _answer(self, done: Sampled | web.StreamResponse, render: Callable[[Sampled], Body]) -> web.StreamResponse:
-        if isinstance(done, web.StreamResponse):
-            return done
-        if done.fault == "not_json":
-            return web.Response(body=b"<html>Bad gateway</html>", content_type="text/html")
-        return _json(spoil(done, render(done)))
+        voice = ChatVoice(self.model, self.tokenizer)
+        return await self._serve(request, body, prompt, body, body.get("max_tokens", 4096), "", voice)
 
     # --- the sampling that they share
 
-    async def _sample(
+    async def _serve(
         self,
         request: web.BaseRequest,
         body: Mapping[str, Any],
@@ -322,7 +324,8 @@ class ScriptedEngine:
         params: Mapping[str, Any],
         max_tokens: int,
         known_as: str,
-    ) -> Sampled | web.StreamResponse:
+        voice: Voice,
+    ) -> web.StreamResponse:
         self._check(body, prompt)
         session_id = request.headers.get("X-Session-ID", "")
         if self.requests.maxlen:
@@ -332,24 +335,39 @@ class ScriptedEngine:
         if not isinstance(reply, Reply):
             reply = Reply(reply) if isinstance(reply, str) else Reply(token_ids=tuple(reply))
         fault = self._faults.popleft() if self._faults else reply.fault
+        ids = turn.rest_of(self._encode(reply), self._newline)
+        ids, finish = cut_reply(ids, max_tokens, params.get("stop_token_ids") or ())
+        is_stream = bool(body.get("stream"))
+        if fault in MIDWAY and not (is_stream and ids):
+            fault = "cut" if fault == "cut_midway" else 500
         if isinstance(fault, int):
             raise _Refusal(f"a fault of status {fault} was asked for", fault)
         if fault == "cut":
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()
-        ids = turn.rest_of(self._encode(reply), self._newline)
-        ids, finish = cut_reply(ids, max_tokens, params.get("stop_token_ids") or ())
         piece = self._piece(turn, reply, len(ids), fault)
+        salt = str(body.get("cache_salt") or body.get("extra_key") or "")
+
+        plan = Sampled(prompt, ids, finish, 0, piece.versions, params, self.logprobs_mode, fault)
+
+        def end(count: int, how: Finish) -> Sampled:
+            self.total += 1
+            cached = self._cached(session_id, salt, prompt, ids[:count])
+            return replace(plan, ids=ids[:count], finish=how, cached=cached)
+
+        if is_stream and isinstance(voice, StreamVoice):  # a chat is whole, whatever it was asked
+            return await stream_out(request, self._work, known_as, piece, plan, end, voice)
         how = await self._work.do(known_as, piece)
         if how == "stopped":
             return web.Response(status=503)
+        if fault == "not_json":
+            return web.Response(body=b"<html>Bad gateway</html>", content_type="text/html")
         if how == "abort" or fault == "unasked_abort":
-            ids, finish = ids[: piece.sampled() if how == "abort" else 0], "abort"
-        salt = str(body.get("cache_salt") or body.get("extra_key") or "")
-        cached = self._cached(session_id, salt, prompt, ids)
-        self.total += 1
-        return Sampled(prompt, ids, finish, cached, piece.versions, params, self.logprobs_mode, fault)
+            done = end(piece.sampled() if how == "abort" else 0, "abort")
+        else:
+            done = end(len(ids), finish)
+        return _json(spoil(done, voice.whole(done)))
 
     def _check(self, body: Mapping[str, Any], prompt: list[int]) -> None:
         if body.get("model") not in (None, "", self.model):
@@ -388,11 +406,14 @@ class ScriptedEngine:
 
     def _piece(self, turn: Turn, reply: Reply, total: int, fault: Fault | None) -> Piece:
         latency_s = self.latency_s if reply.latency_s is None else reply.latency_s
+        stall_after = reply.stall_after
+        if fault in MIDWAY:
+            stall_after = max(1, total // 2 if stall_after is None else stall_after)
         return Piece(
             total=total,
             latency_s=latency_s(turn) if callable(latency_s) else latency_s,
             tokens_per_s=self.tokens_per_s if reply.tokens_per_s is None else reply.tokens_per_s,
-            stall_after=reply.stall_after,
+            stall_after=stall_after,
             ignores_aborts=fault == "hang",
             versions=[(self.version, 0)],
         )
@@ -416,6 +437,10 @@ async def _body(request: web.BaseRequest) -> dict[str, Any]:
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _has_usage(body: Mapping[str, Any]) -> bool:
+    return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
 def _request_id(request: web.BaseRequest, body: Mapping[str, Any]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rollyard.testing.script import Fault
 
 LogprobsMode = Literal["processed", "raw"]
+Finish = Literal["stop", "length", "abort"]
 
 MASKED = -9999.0  # vLLM's word for "not among the tokens that could be sampled"
 
@@ -28,7 +29,7 @@ class Sampled:
 
     prompt: Sequence[int]
     ids: list[int]
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     cached: int
     versions: Sequence[tuple[str, int]]
     params: Mapping[str, Any]
@@ -71,6 +72,14 @@ class Sampled:
             one: value - total if place < len(allowed) else MASKED
             for place, (one, value) in enumerate(zip(raw, scaled, strict=True))
         }
+
+    def part(self, start: int, end: int) -> Sampled:
+        """Its tokens [start, end) as if they alone had been sampled, after the others."""
+        before = [*self.prompt, *self.ids[:start]] if start else self.prompt
+        return replace(self, prompt=before, ids=self.ids[start:end])
+
+    def without_fault(self) -> Sampled:
+        return replace(self, fault=None)
 
     def spans(self) -> list[dict[str, Any]]:
         if self.fault == "bad_version":

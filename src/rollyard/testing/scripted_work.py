@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 How = Literal["done", "abort", "stopped"]
+
+TICK_S = 0.02
+"""The least time between two parts of a stream: what is sampled in one is told together, as real engines do."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,13 +34,29 @@ class Piece:
     def is_stalling(self) -> bool:
         return self.stall_after is not None or self.ignores_aborts
 
+    @property
+    def limit(self) -> int:
+        """How far it goes by itself."""
+        if self.stall_after is not None:
+            return min(self.total, self.stall_after)
+        return 0 if self.ignores_aborts else self.total
+
     def sampled(self) -> int:
         """How many tokens there are by now."""
         passed_s = asyncio.get_running_loop().time() - self.started - self.latency_s
-        count = self.total if passed_s >= 0 else 0
+        count = self.limit if passed_s >= 0 else 0
         if count and self.tokens_per_s is not None:
             count = min(count, int(passed_s * self.tokens_per_s))
-        return count if self.stall_after is None else min(count, self.stall_after)
+        return count
+
+    def due_s(self, told: int) -> float | None:
+        """How long until there may be more than was told; None: there will not be by itself."""
+        if told >= self.limit:
+            return None
+        wait_s = self.started + self.latency_s - asyncio.get_running_loop().time()
+        if self.tokens_per_s:
+            wait_s = max(TICK_S, wait_s + (told + 1) / self.tokens_per_s)
+        return max(0.0, wait_s)
 
     def end(self, how: How) -> None:
         if not self.ended.done():
@@ -55,8 +74,9 @@ class Work:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def do(self, name: str, piece: Piece) -> How:
-        """Returns when the piece would have been sampled, or is ended."""
+    async def do(self, name: str, piece: Piece, tell: Callable[[], Awaitable[int]] | None = None) -> How:
+        """Returns when the piece would have been sampled, or is ended. Meanwhile `tell` is called whenever there is
+        more, and says how many tokens it has told."""
         if piece.takes_s <= 0 and not piece.is_stalling and self.open.is_set():
             return "done"
         key = f"{name}#{id(piece)}" if not name or name in self.running else name
@@ -68,6 +88,11 @@ class Work:
             await self._opened_or(piece.ended)
             if not piece.is_stalling:
                 timer = asyncio.get_running_loop().call_later(piece.takes_s, piece.end, "done")
+            told = 0
+            while tell is not None and not piece.ended.done():
+                await asyncio.wait({piece.ended}, timeout=piece.due_s(told))
+                if not piece.ended.done():
+                    told = await tell()
             return await piece.ended
         finally:
             if timer is not None:

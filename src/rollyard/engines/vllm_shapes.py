@@ -1,0 +1,129 @@
+"""The bodies of vLLM's answers, whole and streamed, as far as they are read: of `/inference/v1/generate` and of
+`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollyard.engines import replies
+from rollyard.engines.remote import StreamError
+
+
+class Top(msgspec.Struct):
+    logprob: float
+    token_id: int | None = None
+    token: str | None = None
+
+
+class Entry(Top):
+    logprob: float | None = None  # type: ignore[assignment]  # the sampled token's may be missing
+    top_logprobs: list[Top] | None = None
+
+
+class Content(msgspec.Struct):
+    content: list[Entry] | None = None
+
+
+class Weights(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: Content | None = None
+    weight_versions: list[Weights] | None = None
+    routed_experts: str | None = None
+
+
+class Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: Cached | None = None
+
+
+class Reply(msgspec.Struct):
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class Columns(msgspec.Struct):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: Columns | None = None
+
+
+class CompletionReply(msgspec.Struct):
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Named(msgspec.Struct, gc=False):
+    """A logprob without its neighbours, which a stream repeats for every token and nobody reads."""
+
+    logprob: float | None = None
+    token_id: int | None = None
+    token: str | None = None
+
+
+class NamedContent(msgspec.Struct):
+    content: list[Named] | None = None
+
+
+class Delta(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: NamedContent | None = None
+    weight_versions: list[Weights] | None = None
+    routed_experts: str | None = None
+
+
+class Event(msgspec.Struct):
+    choices: list[Delta] = []
+    usage: Usage | None = None
+    error: StreamError | None = None
+
+
+class CompletionEvent(msgspec.Struct):
+    choices: list[CompletionChoice] = []
+    usage: Usage | None = None
+    error: StreamError | None = None
+
+
+class Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class Version(msgspec.Struct):
+    version: str = ""
+
+
+def token_of(entry: Top | Named) -> int:
+    if entry.token_id is not None:
+        return entry.token_id
+    if entry.token is None:
+        raise ValueError("a logprob names no token")
+    return replies.placeholder_id(entry.token)
+
+
+def only(choices: Sequence[Any]) -> Any:
+    if len(choices) != 1:
+        raise ValueError(f"{len(choices)} choices where one was asked for")
+    return choices[0]
+
+
+def cached(usage: Usage | None) -> int | None:
+    return usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None

@@ -1,0 +1,89 @@
+"""How a scripted engine streams: server-sent events while tokens are sampled, and the faults that hit a stream.
+
+A reply that comes at once is one event in one plain response, which costs hardly more than an unstreamed one. One with
+a rate is at least two events, however busy the machine. A fault in the reply's body (a missing logprob, say) is in its
+last event, so what was told before it is good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import orjson
+from aiohttp import web
+
+from rollyard.testing.script import Fault
+from rollyard.testing.scripted_dialects import Body, StreamVoice, spoil
+from rollyard.testing.scripted_sampling import Finish, Sampled
+from rollyard.testing.scripted_work import Piece, Work
+
+MIDWAY: frozenset[Fault | None] = frozenset({"cut_midway", "error_midway"})
+DONE = b"data: [DONE]\n\n"
+_FAILED = {"error": {"message": "the engine failed", "type": "InternalServerError", "code": 500}}
+
+
+async def stream_out(
+    request: web.BaseRequest,
+    work: Work,
+    known_as: str,
+    piece: Piece,
+    plan: Sampled,
+    end: Callable[[int, Finish], Sampled],
+    voice: StreamVoice,
+) -> web.StreamResponse:
+    """Streams `plan` as its `piece` is worked off; `end` says what came of it."""
+    fault = plan.fault
+    good = plan.without_fault()
+    response: web.StreamResponse | None = None
+    told = 0
+
+    async def tell_up_to(count: int) -> None:
+        nonlocal response, told
+        if count > told:
+            start, told = told, count
+            response = await _opened(request, response)
+            await response.write(_lines(voice.events(good, start, count, is_last=False)))
+
+    async def tell() -> int:
+        count = piece.sampled()
+        await tell_up_to(count if piece.is_stalling else min(count, len(plan.ids) - 1))  # the last comes with the end
+        if fault in MIDWAY and told >= piece.limit:
+            piece.end("stopped")
+        return told
+
+    how = await work.do(known_as, piece, tell)
+    if how == "stopped":
+        if fault == "error_midway":
+            response = await _opened(request, response)
+            await response.write(_lines([_FAILED]) + DONE)
+            return response
+        if request.transport is not None:
+            request.transport.close()  # which sends what is in its buffer first
+        return response or web.Response()
+    if how == "done" and piece.tokens_per_s and not told:
+        await tell_up_to(len(plan.ids) // 2)
+    if fault == "not_json":
+        last = b"data: <html>Bad gateway</html>\n\n"
+    else:
+        if how == "abort":
+            done = end(max(told, piece.sampled()), "abort")
+        elif fault == "unasked_abort":
+            done = end(told, "abort")
+        else:
+            done = end(len(plan.ids), plan.finish)
+        last = _lines(spoil(done, body) for body in voice.events(done, told, len(done.ids), is_last=True))
+    if response is None:
+        return web.Response(body=last + DONE, content_type="text/event-stream")
+    await response.write(last + DONE)
+    return response
+
+
+async def _opened(request: web.BaseRequest, response: web.StreamResponse | None) -> web.StreamResponse:
+    if response is None:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+    return response
+
+
+def _lines(bodies: Iterable[Body]) -> bytes:
+    return b"".join(b"data: " + orjson.dumps(body) + b"\n\n" for body in bodies)

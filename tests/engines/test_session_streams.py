@@ -1,0 +1,285 @@
+"""A streamed completion tells each token once, however often it is interrupted, and loses none that it told."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollyard.core import Deadline, DeadlineExpired, ids_array, logprobs_array
+from rollyard.core.failure import EngineRefused, EngineUnavailable
+from rollyard.engines import Generation, VersionSpan
+from rollyard.testing.script import Reply, Turn
+from rollyard.testing.scripted_engine import ScriptedEngine
+from tests.engines.parts import END_ID, PROMPT, QUICK, TOKENIZER, complete, routed, spec_of, text_of
+
+WORDS = "the quick brown fox jumps over the lazy dog"
+IDS = TOKENIZER.encode(WORDS)
+
+DIALECTS: dict[str, dict[str, Any]] = {
+    "vllm": {},
+    "completions": {"is_scale_out": False},
+    "sglang": {"dialect": "sglang"},
+    "sglang, incremental": {"dialect": "sglang", "is_incremental": True},
+}
+
+
+class Told:
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.came = asyncio.Event()
+
+    def __call__(self, ids: Any) -> None:
+        self.ids += ids
+        self.came.set()
+
+
+def at_first(reply: Reply) -> Any:
+    """The first call of a session gets this reply, later ones all of it."""
+    return lambda turn: reply if turn.session_id and turn.call == 0 else Reply(reply.text)
+
+
+def part_of(count: int, finish: Any = "abort", version: int = 0) -> Generation:
+    ids = ids_array(IDS[:count])
+    return Generation(ids, logprobs_array([-0.5] * count), finish, (VersionSpan(version, 0, count),), len(PROMPT))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    "first",
+    [
+        Reply(WORDS, stall_after=9),
+        Reply(WORDS, stall_after=9, fault="cut_midway"),
+        Reply(WORDS, stall_after=9, fault="error_midway"),
+    ],
+    ids=["past its deadline", "cut", "an error"],
+)
+async def test_an_interrupted_stream_goes_on_and_tells_nothing_twice(first: Reply, dialect: str) -> None:
+    async with ScriptedEngine(at_first(first), **DIALECTS[dialect]) as server, routed(server) as router:
+        told = Told()
+        async with router.session("default", "s1") as session:
+            generation = await complete(session, model_s=0.2, on_tokens=told)
+        assert told.ids == list(generation.token_ids) == [*IDS, END_ID] and generation.finish_reason == "stop"
+        assert generation.logprobs is not None and len(generation.logprobs) == len(IDS) + 1
+        assert list(server.calls[1].prompt_ids) == [*PROMPT, *IDS[:9]], "prompt + what was told"
+        assert router.stats.continuations == 1 and router.stats.tokens_lost == 0
+
+
+async def test_an_engine_lost_in_a_stream_is_left_for_another_with_what_it_told() -> None:
+    async with (
+        ScriptedEngine(at_first(Reply(WORDS, stall_after=5))) as one,
+        ScriptedEngine(lambda _: WORDS) as two,
+        routed(one) as router,
+        router.session("default", "s1") as session,
+    ):
+        told = Told()
+        task = asyncio.create_task(complete(session, on_tokens=told))
+        await told.came.wait()
+        await router.add(spec_of(two, "e2"))
+        await one.stop()
+        assert text_of(await task) == WORDS and told.ids == [*IDS, END_ID]
+        assert session.engine.spec.id == "e2"
+        assert list(two.calls[0].prompt_ids) == [*PROMPT, *IDS[:5]]
+
+
+async def test_when_no_engine_is_left_what_was_told_is_salvaged() -> None:
+    settings = replace(QUICK, engine_wait_s=0.05)
+    async with (
+        ScriptedEngine(at_first(Reply(WORDS, stall_after=5))) as server,
+        routed(server, settings=settings) as router,
+        router.session("default", "s1") as session,
+    ):
+        told, saved = Told(), list[Generation]()
+        task = asyncio.create_task(complete(session, on_tokens=told, salvage=saved.append))
+        await told.came.wait()
+        await server.stop()
+        with pytest.raises(EngineUnavailable):
+            await task
+        assert [list(part.token_ids) for part in saved] == [told.ids] == [IDS[:5]]
+
+
+async def test_an_expired_clock_hands_over_what_was_told_even_if_the_abort_is_ignored() -> None:
+    settings = replace(QUICK, abort_grace_s=0.1)
+    async with (
+        ScriptedEngine(at_first(Reply(WORDS, stall_after=9, fault="hang"))) as server,
+        routed(server, settings=settings) as router,
+        router.session("default", "s1") as session,
+    ):
+        told, saved = Told(), list[Generation]()
+        with pytest.raises(DeadlineExpired):
+            await complete(session, Deadline(0.4), on_tokens=told, salvage=saved.append)
+        assert [list(part.token_ids) for part in saved] == [told.ids] == [IDS[:9]]
+        assert saved[0].logprobs is not None and saved[0].versions == (VersionSpan(0, 0, 9),)
+        assert router.stats.tokens_lost == 0
+
+
+async def test_a_stream_that_told_nothing_and_ignores_its_abort_is_lost_and_tried_again() -> None:
+    settings = replace(QUICK, abort_grace_s=0.1)
+    async with (
+        ScriptedEngine(at_first(Reply(WORDS, fault="hang"))) as server,
+        routed(server, settings=settings) as router,
+        router.session("default", "s1") as session,
+    ):
+        told = Told()
+        generation = await complete(session, model_s=0.05, on_tokens=told)
+        assert told.ids == list(generation.token_ids) and text_of(generation) == WORDS
+        assert router.stats.tokens_lost == 1
+
+
+# --- under a change of weights
+
+
+@pytest.mark.parametrize("is_obeyed", [True, False], ids=["aborted", "hung up on"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_pause_cuts_a_stream_and_it_goes_on_under_the_new_weights(
+    dialect: str, is_obeyed: bool, http: aiohttp.ClientSession
+) -> None:
+    """On an engine that numbers its tokens and on those that do not: the versions of a stream come with its end."""
+
+    def script(turn: Turn) -> Reply:
+        if turn.session_id and turn.call == 1:
+            return Reply(WORDS, stall_after=5, fault=None if is_obeyed else "hang")
+        return Reply(WORDS)
+
+    settings = replace(QUICK, abort_grace_s=10.0 if is_obeyed else 0.1)
+    async with ScriptedEngine(script, **DIALECTS[dialect]) as server, routed(server, settings=settings) as router:
+        router.resume("default", 4)
+        server.version = "4"
+        async with router.session("default", "s1") as session:
+            await complete(session)
+            member = router.pool("default").members["e1"]
+            assert member.says_versions is (dialect == "vllm")
+            told = Told()
+            task = asyncio.create_task(complete(session, on_tokens=told))
+            await told.came.wait()
+            await router.pause("default")
+            assert member.stats.in_flight == 0 and not task.done(), "a pause returns when nothing is left that samples"
+            assert member.says_versions is (dialect == "vllm"), "a stream cut short says nothing of its engine"
+            async with http.post(f"{server.url}/update_weight_version", json={"new_version": "5"}):
+                pass
+            router.resume("default", 5)
+            generation = await task
+        assert told.ids == list(generation.token_ids) == [*IDS, END_ID]
+        assert generation.versions == (VersionSpan(4, 0, 5), VersionSpan(5, 5, len(IDS) + 1))
+        assert server.calls[-1].body.get("cache_salt", server.calls[-1].body.get("extra_key")) == "default:5"
+
+
+# --- what is resumed, and what is stopped
+
+
+async def test_a_completion_goes_on_from_what_an_earlier_one_had_sampled() -> None:
+    async with (
+        ScriptedEngine(lambda _: WORDS) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        router.resume("default", 3)
+        told = Told()
+        generation = await complete(session, on_tokens=told, resume=part_of(9, version=2), max_tokens=20)
+        assert told.ids == list(generation.token_ids) == IDS[:20] and generation.finish_reason == "length"
+        assert generation.versions == (VersionSpan(2, 0, 9), VersionSpan(3, 9, 20))
+        (call,) = server.calls
+        assert list(call.prompt_ids) == [*PROMPT, *IDS[:9]] and call.body["sampling_params"]["max_tokens"] == 11
+        unheard = await complete(session, resume=part_of(9))
+        assert text_of(unheard) == WORDS
+
+
+@pytest.mark.parametrize(
+    ("resume", "limit", "stops", "finish"),
+    [
+        (part_of(9), 9, (END_ID,), "length"),
+        (part_of(9), 100, (IDS[8],), "stop"),
+        (part_of(9, "stop"), 100, (END_ID,), "stop"),
+    ],
+    ids=["all that may be", "ends with a stop token", "was complete"],
+)
+async def test_what_is_resumed_may_be_all_there_is(
+    resume: Generation, limit: int, stops: tuple[int, ...], finish: str
+) -> None:
+    async with (
+        ScriptedEngine(lambda _: WORDS) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        told = Told()
+        generation = await complete(session, on_tokens=told, resume=resume, max_tokens=limit, stop_token_ids=stops)
+        assert (told.ids, generation.finish_reason) == (IDS[:9], finish)
+        assert server.calls == []
+
+
+async def test_what_is_resumed_must_say_its_weights() -> None:
+    async with ScriptedEngine() as server, routed(server) as router, router.session("default", "s1") as session:
+        with pytest.raises(ValueError, match="which weights"):
+            await complete(session, resume=replace(part_of(9), versions=()))
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+async def test_a_completion_that_is_stopped_returns_what_it_has_and_can_be_resumed(is_streamed: bool) -> None:
+    async with (
+        ScriptedEngine(at_first(Reply(WORDS, stall_after=9))) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        told = Told()
+        task = asyncio.create_task(complete(session, on_tokens=told if is_streamed else None, stop=stop))
+        await (told.came.wait() if is_streamed else server.busy())
+        stop.set_result(None)
+        part = await task
+        assert (list(part.token_ids), part.finish_reason) == (IDS[:9], "abort")
+        assert server.running == 0 and router.list()[0].stats.in_flight == 0
+        assert router.list()[0].stats.failures == 0, "that it was stopped is not held against the engine"
+        assert text_of(await complete(session, resume=part)) == WORDS
+
+
+async def test_a_completion_is_stopped_while_it_waits_for_its_policy() -> None:
+    async with ScriptedEngine() as server, routed(server) as router, router.session("default", "s1") as session:
+        await router.pause("default")
+        stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(complete(session, stop=stop))
+        await asyncio.sleep(0)
+        assert not task.done()
+        stop.set_result(None)
+        part = await task
+        assert (list(part.token_ids), part.finish_reason, part.versions) == ([], "abort", ())
+        assert (await complete(session, stop=stop)).finish_reason == "abort"
+        assert server.calls == [], "one that is stopped before it begins makes no call"
+
+
+async def test_a_clock_that_others_run_too_stands_still_while_a_completion_waits() -> None:
+    """An agent program's clock counts all its time, but not that of a paused policy."""
+    async with ScriptedEngine() as server, routed(server) as router, router.session("default", "s1") as session:
+        await router.pause("default")
+        clock = Deadline(60.0)
+        async with clock.counting():
+            task = asyncio.create_task(complete(session, clock))
+            await asyncio.sleep(0)
+            assert not clock.is_running
+            router.resume("default")
+            await task
+            assert clock.is_running
+
+
+# --- the end is the engine's
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_length_and_stop_and_a_full_context_are_as_the_engine_said(dialect: str, is_streamed: bool) -> None:
+    async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server, routed(server) as router:
+        fields: dict[str, Any] = {"on_tokens": Told()} if is_streamed else {}
+        async with router.session("default", "s1") as session:
+            short = await complete(session, max_tokens=5, **fields)
+            assert (list(short.token_ids), short.finish_reason) == (IDS[:5], "length")
+            full = await complete(session, max_tokens=len(IDS) + 1, **fields)
+            assert (full.token_ids[-1], full.finish_reason) == (END_ID, "stop"), "a stop token at the limit is a stop"
+            other = await complete(session, stop_token_ids=(IDS[3],), **fields)
+            assert (list(other.token_ids), other.finish_reason) == (IDS[:4], "stop")
+            server.max_context = 10
+            with pytest.raises(EngineRefused) as caught:
+                await complete(session, **fields)
+            assert caught.value.data["context"] is True
+        assert router.list()[0].stats.calls == 4, "nothing was tried again"

@@ -1,0 +1,457 @@
+"""Streams over real HTTP: what is told as it comes, and what becomes of a stream that goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from rollyard.core import Sampling
+from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout, EngineUnavailable
+from rollyard.engines import (
+    EngineSpec,
+    GenerateRequest,
+    Kind,
+    SglangEngine,
+    VersionSpan,
+    VllmEngine,
+    make_engine,
+    wire,
+)
+from rollyard.testing.script import Reply
+from rollyard.testing.scripted_engine import ScriptedEngine
+from tests.engines.parts import END_ID, PROMPT, TOKENIZER, probed
+
+DIALECTS: dict[str, dict[str, Any]] = {
+    "vllm": {},
+    "completions": {"is_scale_out": False},
+    "sglang": {"dialect": "sglang"},
+    "sglang, incremental": {"dialect": "sglang", "is_incremental": True},
+}
+WORDS = "the quick brown fox jumps over the lazy dog"
+IDS = TOKENIZER.encode(WORDS)
+
+
+def request(name: str = "r1", **fields: Any) -> GenerateRequest:
+    return GenerateRequest(name, PROMPT, Sampling(), **{"max_tokens": 100, "session_id": "s1", **fields})
+
+
+class Told:
+    """What an engine told, batch by batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.came = asyncio.Event()
+
+    def __call__(self, ids: Any) -> None:
+        self.batches.append(list(ids))
+        self.came.set()
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for batch in self.batches for token in batch]
+
+
+@asynccontextmanager
+async def streaming(
+    *events: object, ends: bool = True, holds_s: float = 0.0, kind: str = "text/event-stream"
+) -> AsyncGenerator[str, None]:
+    """A server that streams these events (bytes: as they are) to whoever asks, then [DONE] or nothing more, and
+    perhaps holds the connection open for a while."""
+    closing = asyncio.Event()
+
+    async def handle(asked: web.BaseRequest) -> web.StreamResponse:
+        await asked.read()
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        await response.prepare(asked)
+        for event in events:
+            await response.write(event if isinstance(event, bytes) else b"data: " + orjson.dumps(event) + b"\n\n")
+        if ends:
+            await response.write(b"data: [DONE]\n\n")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(holds_s):
+                await closing.wait()
+        return response
+
+    runner = web.ServerRunner(web.Server(handle, handler_cancellation=True), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        closing.set()
+        await runner.cleanup()
+
+
+def vllm_event(*ids: int, finish: str | None = None, **fields: Any) -> dict[str, Any]:
+    content = [{"token_id": token, "logprob": -0.5} for token in ids]
+    choice = {"index": 0, "token_ids": list(ids), "finish_reason": finish, "logprobs": {"content": content}, **fields}
+    return {"choices": [choice]}
+
+
+def sglang_event(ids: list[int], total: int, finish: str | None = None, **meta: Any) -> dict[str, Any]:
+    entries = [[-0.5, token, None] for token in ids]
+    reason = None if finish is None else {"type": finish}
+    known = {"finish_reason": reason, "completion_tokens": total, "output_token_logprobs": entries, **meta}
+    return {"output_ids": ids, "meta_info": known}
+
+
+def vllm_at(url: str, http: aiohttp.ClientSession) -> VllmEngine:
+    return VllmEngine(EngineSpec("e", url, Kind.VLLM), http)
+
+
+def sglang_at(url: str, http: aiohttp.ClientSession) -> SglangEngine:
+    return SglangEngine(EngineSpec("e", url, Kind.SGLANG), http)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_tokens_are_told_as_they_come(dialect: str, http: aiohttp.ClientSession) -> None:
+    async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
+        whole = await engine.generate(request(stop_token_ids=(END_ID,)))
+        server.script = lambda _: Reply(WORDS, tokens_per_s=400)
+        told = Told()
+        streamed = await engine.generate(request(stop_token_ids=(END_ID,)), told)
+        assert len(told.batches) > 1, "not all at once"
+        assert told.ids == list(streamed.token_ids) == list(whole.token_ids)
+        assert streamed.logprobs == whole.logprobs and streamed.finish_reason == "stop"
+        assert (streamed.prompt_tokens, streamed.cached_tokens) == (len(PROMPT), len(PROMPT) - 1)
+        assert not any("does not stream" in note for note in engine.info.notes)
+
+
+async def test_a_call_that_nobody_listens_to_is_not_streamed(http: aiohttp.ClientSession) -> None:
+    async with ScriptedEngine(lambda _: "ok") as server:
+        engine = await probed(server, http)
+        await engine.generate(request())
+        assert "stream" not in server.calls[-1].body
+        await engine.generate(request(), Told())
+        assert server.calls[-1].body["stream"] is True
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (500, EngineUnavailable),
+        (400, EngineRefused),
+        ("cut", EngineUnavailable),
+        ("not_json", EngineBroken),
+        ("no_token_ids", EngineBroken),
+        ("wrong_ids", EngineBroken),
+        ("fewer_logprobs", EngineBroken),
+        ("positive_logprob", EngineBroken),
+    ],
+)
+async def test_before_the_first_token_a_fault_is_what_it_is_in_a_whole_reply(
+    fault: Any, error: type[EngineFailure], dialect: str, http: aiohttp.ClientSession
+) -> None:
+    async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
+        server.fail_next(1, fault)
+        told = Told()
+        with pytest.raises(error) as caught:
+            await engine.generate(request(), told)
+        assert type(caught.value) is error and told.ids == []
+        assert len((await engine.generate(request(), told)).token_ids) == 3, "it goes on after a fault"
+        await engine.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    "fault",
+    ["cut_midway", "error_midway", "not_json", "no_token_ids", "wrong_ids", "fewer_logprobs", "positive_logprob"],
+)
+async def test_after_it_what_was_told_is_kept(
+    fault: Any, dialect: str, http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
+        whole = await engine.generate(request())
+        server.script = lambda _: Reply(WORDS, tokens_per_s=400)
+        server.fail_next(1, fault)
+        told = Told()
+        with caplog.at_level(logging.WARNING, "rollyard.engines"):
+            part = await engine.generate(request(), told)
+        assert part.finish_reason == "abort" and told.ids == list(part.token_ids)
+        count = len(part.token_ids)
+        assert 0 < count < len(whole.token_ids) and part.token_ids == whole.token_ids[:count]
+        assert part.logprobs is not None and whole.logprobs is not None and part.logprobs == whole.logprobs[:count]
+        assert "a stream broke off; what it had given is kept" in caplog.messages
+        await engine.close()
+        await server.idle()
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with_it(
+    dialect: str, http: aiohttp.ClientSession
+) -> None:
+    async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
+        server.script = lambda _: Reply(WORDS, tokens_per_s=400)
+        server.fail_next(1, "bad_version")
+        told = Told()
+        part = await engine.generate(request(), told)
+        assert part.finish_reason == "abort" and 0 < len(part.token_ids) <= len(IDS) and part.versions == ()
+        assert told.ids == list(part.token_ids)
+        await engine.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("fault", ["no_logprobs", "missing_logprob"])
+async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: str, http: aiohttp.ClientSession) -> None:
+    async with ScriptedEngine(lambda _: Reply(WORDS), **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
+        server.script = lambda _: Reply(WORDS, tokens_per_s=400)
+        server.fail_next(1, fault)
+        generation = await engine.generate(request(), Told())
+        assert generation.logprobs is None and len(generation.token_ids) == len(IDS) + 1
+
+
+async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: aiohttp.ClientSession) -> None:
+    async with ScriptedEngine(lambda _: "ok") as server:
+        engine = await probed(server, http)
+        server.script = lambda _: Reply("abcdef", stall_after=4)
+        server.version = "7"
+        told = Told()
+        task = asyncio.create_task(engine.generate(request("r1"), told))
+        await told.came.wait()
+        async with http.post(f"{server.url}/update_weight_version", json={"new_version": "8"}):
+            pass
+        await engine.abort("r1")
+        assert (await task).versions == (VersionSpan(7, 0, 4),) and told.ids == list(b"abcd")
+
+
+async def test_sglang_names_the_version_of_what_each_event_brings(http: aiohttp.ClientSession) -> None:
+    events = (
+        sglang_event([1, 2], 2, weight_version="3"),
+        sglang_event([1, 2, 3], 3, weight_version="4"),
+        sglang_event([1, 2, 3], 3, "stop", weight_version="4"),
+    )
+    async with streaming(*events) as url:
+        generation = await sglang_at(url, http).generate(request(), Told())
+        assert generation.versions == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: aiohttp.ClientSession) -> None:
+    async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
+        server.script = lambda _: Reply("long", stall_after=2)
+        told = Told()
+        task = asyncio.create_task(engine.generate(request("r9"), told))
+        await told.came.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await server.idle()
+        await engine.close()
+        assert [name for name in server.aborted if "r9" in name]
+
+
+async def test_nonsense_in_a_stream_frees_the_engine(http: aiohttp.ClientSession) -> None:
+    async with ScriptedEngine(lambda _: "ok") as server:
+        engine = await probed(server, http)
+        server.script = lambda _: Reply(WORDS, tokens_per_s=400)
+        server.fail_next(1, "not_json")
+        await engine.generate(request("r9"), Told())
+        await engine.close()
+        assert [name for name in server.aborted if "r9" in name]
+
+
+async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: aiohttp.ClientSession) -> None:
+    async with ScriptedEngine(lambda _: "ok") as server:
+        engine = await probed(server, http)
+        server.script = lambda _: Reply("x", fault="hang")
+        task = asyncio.create_task(engine.generate(request("r9"), Told()))
+        await server.busy()
+        engine.hang_up("r9")
+        with pytest.raises(EngineTimeout, match="streamed nothing"):
+            await task
+        await engine.close()
+        assert [name for name in server.aborted if "r9" in name]
+
+
+async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: aiohttp.ClientSession) -> None:
+    whole = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}], "usage": {"prompt_tokens": 3}}
+
+    async def handle(asked: web.BaseRequest) -> web.StreamResponse:
+        if asked.path == "/v1/models":
+            return web.json_response({"data": [{"id": "m"}]})
+        if asked.path == "/version":
+            return web.json_response({"version": "old"})
+        return web.json_response(whole | {"choices": [{**whole["choices"][0], "token_ids": [1]}]})  # type: ignore[dict-item]
+
+    runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        engine = make_engine(EngineSpec("e", f"http://127.0.0.1:{runner.addresses[0][1]}", Kind.VLLM), http)
+        info = await engine.probe()
+        assert "it does not stream: tokens come all at once, at the end" in info.notes
+        told = Told()
+        assert list((await engine.generate(request(), told)).token_ids) == [1] and told.batches == [[1]]
+    finally:
+        await runner.cleanup()
+
+
+# --- the wire
+
+
+async def test_events_are_found_wherever_the_bytes_are_split(http: aiohttp.ClientSession) -> None:
+    raw = b"".join(
+        b": ping\r\n\r\ndata:" + orjson.dumps(event) + b"\r\n\r\n"
+        for event in (vllm_event(1, 2), vllm_event(3, finish="stop"))
+    )
+    async with streaming(*(raw[i : i + 7] for i in range(0, len(raw), 7))) as url:
+        told = Told()
+        generation = await vllm_at(url, http).generate(request(), told)
+        assert told.batches == [[1, 2], [3]] and generation.finish_reason == "stop"
+
+
+async def test_a_line_too_long_is_not_read(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_REPLY_BYTES", 2000)
+    async with streaming(*[b"data: " + b"x" * 500] * 5, ends=False) as url:
+        engine = vllm_at(url, http)
+        with pytest.raises(EngineBroken, match="a line of more than 2000 bytes"):
+            await engine.generate(request(), Told())
+        await engine.close()
+
+
+async def test_what_is_no_stream_is_named(http: aiohttp.ClientSession) -> None:
+    async with streaming(b"<html>", kind="text/html") as url:
+        with pytest.raises(EngineBroken, match="text/html where a stream was asked for"):
+            await vllm_at(url, http).generate(request(), Told())
+
+
+async def test_a_stream_that_is_complete_but_for_its_last_line_is_complete(http: aiohttp.ClientSession) -> None:
+    async with streaming(vllm_event(1, 2, finish="stop"), ends=False) as url:
+        assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
+
+
+async def test_a_stream_after_its_end_gives_its_connection_back(http: aiohttp.ClientSession) -> None:
+    """Its end comes some time after [DONE]; a connection that is left before it is closed."""
+    async with streaming(vllm_event(1), vllm_event(2, finish="stop"), holds_s=0.05) as url:
+        for _ in range(2):
+            await vllm_at(url, http).generate(request(), Told())
+        connector = http.connector
+        assert connector is not None
+        assert sum(len(held) for held in connector._conns.values()) == 1  # type: ignore[attr-defined]
+
+
+async def test_a_connection_held_open_after_the_end_is_not_waited_for(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "DRAIN_S", 0.02)
+    async with streaming(vllm_event(1, finish="stop"), holds_s=60.0) as url:
+        assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ([], "without a finish_reason"),
+        ([vllm_event(*range(101))], "101 tokens where 100 were asked for"),
+        ([vllm_event(1, finish="tired")], "finish_reason 'tired'"),
+        ([vllm_event(-1)], "negative"),
+        ([{"choices": [{"finish_reason": None}]}], "no token_ids"),
+        ([{"choices": [{"token_ids": []}] * 2}], "2 choices"),
+        ([vllm_event(1, logprobs={"content": [{"token_id": 2, "logprob": -1.0}]})], "not that of the sampled token"),
+        ([vllm_event(1, finish="stop", weight_versions=[{"version": "1", "start": 0, "end": 9}])], "cover 9 of 1"),
+        ([{"error": {"message": "it broke", "code": 500}}], "it broke"),
+    ],
+)
+async def test_events_of_vllm_that_cannot_be_believed(
+    events: list[Any], says: str, http: aiohttp.ClientSession
+) -> None:
+    for before in ([], [vllm_event(7, 8)]):
+        async with streaming(*before, *events) as url:
+            engine = vllm_at(url, http)
+            told = Told()
+            if before:
+                part = await engine.generate(request(max_tokens=102 if "101" in says else 100), told)
+                assert (list(part.token_ids), part.finish_reason) == ([7, 8], "abort") and told.ids == [7, 8]
+            else:
+                with pytest.raises(EngineFailure, match=says):
+                    await engine.generate(request(), told)
+                assert told.ids == []
+            await engine.close()
+
+
+async def test_tokens_after_the_end_are_not_taken(
+    http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with streaming(vllm_event(1, finish="stop"), vllm_event(2)) as url:
+        told = Told()
+        generation = await vllm_at(url, http).generate(request(), told)
+        assert caplog.messages == [], "it is complete: nothing to abort, nothing to warn of"
+        assert (list(generation.token_ids), generation.finish_reason) == ([1], "stop") and told.ids == [1]
+
+
+@pytest.mark.parametrize(
+    ("events", "ids", "finish"),
+    [
+        # all so far; only what is new; ids new and logprobs all so far (older --stream-output)
+        ([sglang_event([1], 1), sglang_event([1, 2, 3], 3, "stop")], [1, 2, 3], "stop"),
+        ([sglang_event([1], 1), sglang_event([2, 3], 3, "stop")], [1, 2, 3], "stop"),
+        (
+            [
+                sglang_event([1], 1),
+                sglang_event([2], 2, "stop", output_token_logprobs=[[-0.5, 1, None], [-0.5, 2, None]]),
+            ],
+            [1, 2],
+            "stop",
+        ),
+        # no output_ids at all; a list that grew while it was written; an end that brings nothing
+        ([sglang_event([1], 1) | {"output_ids": None}, sglang_event([1, 2], 2, "stop")], [1, 2], "stop"),
+        ([sglang_event([1, 2], 1), sglang_event([1, 2], 2, "length")], [1, 2], "length"),
+        ([sglang_event([1, 2], 2), sglang_event([1, 2], 2, "stop")], [1, 2], "stop"),
+        ([sglang_event([1, 2], 2), sglang_event([], 2, "stop")], [1, 2], "stop"),
+        # aborted: the last token once more, or nothing said of them
+        ([sglang_event([1, 2], 2), sglang_event([2], 2, "abort", output_token_logprobs=None)], [1, 2], "abort"),
+        ([sglang_event([1, 2], 2), {"meta_info": {"finish_reason": {"type": "abort"}}}], [1, 2], "abort"),
+        # taken back, or lists of a length that fits neither way: what came before is kept
+        ([sglang_event([1, 2], 2), sglang_event([1, 9, 3], 3, "stop")], [1, 2], "abort"),
+        ([sglang_event([1, 2, 3], 3), sglang_event([4, 5], 4, "stop")], [1, 2, 3], "abort"),
+    ],
+)
+async def test_both_ways_in_which_sglang_streams(
+    events: list[Any], ids: list[int], finish: str, http: aiohttp.ClientSession
+) -> None:
+    async with streaming(*events) as url:
+        engine = sglang_at(url, http)
+        told = Told()
+        generation = await engine.generate(request(), told)
+        assert (list(generation.token_ids), generation.finish_reason) == (ids, finish) and told.ids == ids
+        assert generation.logprobs is not None and len(generation.logprobs) == len(ids)
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "is_context"),
+    [
+        ({"error": {"message": "longer than the model's context length (8 tokens)"}}, EngineRefused, True),
+        (
+            sglang_event([], 0, "abort")
+            | {"meta_info": {"finish_reason": {"type": "abort", "message": "full", "status_code": 503}}},
+            EngineUnavailable,
+            False,
+        ),
+        ({"output_ids": [1]}, EngineBroken, False),
+    ],
+)
+async def test_what_sglang_refuses_in_a_stream(
+    event: Any, error: type[EngineFailure], is_context: bool, http: aiohttp.ClientSession
+) -> None:
+    async with streaming(event) as url:
+        engine = sglang_at(url, http)
+        with pytest.raises(error) as caught:
+            await engine.generate(request(), Told())
+        assert bool(caught.value.data.get("context")) is is_context
+        await engine.close()
