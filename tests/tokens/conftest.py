@@ -1,6 +1,8 @@
 """The two tokenizers that these tests speak: ours, which is in the package, and Qwen3's, where it was fetched."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,18 @@ def small(tokenizers: Tokenizers) -> Tokenizer:
 @pytest.fixture(scope="session")
 def chatml(small: Tokenizer) -> ChatML:
     return ChatML(small)
+
+
+@pytest.fixture(scope="session")
+def small_by_text(tmp_path_factory: pytest.TempPathFactory) -> ChatML:
+    """As SmolLM2's: <tool_call> and <think> are ordinary text there."""
+    folder = tmp_path_factory.mktemp("small_by_text")
+    shutil.copytree(tokenizer_dir(), folder, dirs_exist_ok=True)
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["special"]]
+    file.write_text(json.dumps(raw))
+    return ChatML(Tokenizers().load(folder))
 
 
 @pytest.fixture(scope="session")

@@ -107,23 +107,10 @@ def test_thinking_that_was_cut_off_is_all_reasoning(small, chatml):
     assert (parsed.content, parsed.reasoning) == ("", "and then")
 
 
-def test_a_vocabulary_without_markers_is_read_by_text(tmp_path):
-    """As SmolLM2's: <tool_call> is ordinary text there."""
-    import json
-    import shutil
-
-    from rollyard.testing.tokenizer_files import tokenizer_dir
-    from rollyard.tokens import ChatML, Tokenizers
-
-    shutil.copytree(tokenizer_dir(), tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["special"]]
-    file.write_text(json.dumps(raw))
-    tokenizer = Tokenizers().load(tmp_path)
-    chatml = ChatML(tokenizer)
+def test_a_vocabulary_without_markers_is_read_by_text(small_by_text):
+    chatml = small_by_text
     text = '<think>hm</think>yes<tool_call>{"name": "x", "arguments": {}}</tool_call><tool_call>{'
-    parsed = chatml.parse(tokenizer.encode(text + "<|im_end|>"))
+    parsed = chatml.parse(chatml.encode(text + "<|im_end|>"))
     assert (parsed.reasoning, parsed.content) == ("hm", "yes")
     assert [(call.name, bool(call.error)) for call in parsed.tool_calls] == [("x", False), ("", True)]
 

@@ -1,6 +1,5 @@
 """Splicing: what was sampled is sent again as it was, however the client wrote its history down."""
 
-import copy
 import json
 from typing import Any
 
@@ -8,59 +7,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollyard.core import Sampling, Trajectory
-from rollyard.tokens import Renderer, verify
+from rollyard.tokens import ChatML, Reader, Renderer, Tokenizer
 from rollyard.tokens.splice import (
     ABANDONED,
     BRANCHED,
     NEW,
+    NOT_EXTENDED,
     OTHER_TOOLS,
     REWRITTEN,
-    Book,
-    Turn,
+    STRIPPED,
 )
-from tests.tokens.strategies import plain
 
-SHELL = {"type": "function", "function": {"name": "shell", "description": "", "parameters": {"type": "object"}}}
-START = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
+from .books import SHELL, START, book, call, keep, proven
+from .strategies import plain
 
 
 @pytest.fixture(params=["chatml", "qwen3_renderer"])
 def renderer(request: pytest.FixtureRequest) -> Renderer:
     return request.getfixturevalue(request.param)
-
-
-def book(renderer: Renderer, **more: Any) -> Book:
-    return Book(renderer, sampling=Sampling(), policy="p", model="m", **more)
-
-
-def keep(it: Book, renderer: Renderer, turn: Turn, text: str, **more: Any) -> Any:
-    """As an engine would answer: any tokens, here those of a text, and the one that ends a turn."""
-    ids = [*renderer.encode(text), *renderer.stop_token_ids[:1]]
-    parsed = it.keep(
-        turn,
-        ids,
-        [-0.5] * len(ids),
-        finish_reason="stop",
-        versions=[(3, 0, len(ids))],
-        logprobs_kind="processed",
-        **more,
-    )
-    return ids, copy.deepcopy(dict(parsed.message))
-
-
-def proven(it: Book) -> list[int]:
-    """Verifies all traces; the number of owned spans in each."""
-    traces = it.traces()
-    verify(Trajectory("r", 1, traces=traces))
-    owned = [span.turn for trace in traces for span in trace.spans if span.is_owned]
-    assert sorted(owned) == list(range(it.turns))
-    assert sum(trace.sampled_tokens for trace in traces) == it.sampled_tokens
-    return [sum(span.is_owned for span in trace.spans) for trace in traces]
-
-
-def call(arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "shell", "arguments": {arguments}}}\n</tool_call>'
 
 
 def test_a_conversation_is_one_trace(renderer: Renderer):
@@ -116,17 +80,32 @@ def test_how_a_client_writes_its_history_down_does_not_matter(renderer: Renderer
     assert proven(it) == [2]
 
 
-def test_a_changing_header_line_is_no_other_history(renderer: Renderer):
+@pytest.mark.parametrize(
+    ("sampled", "sent", "is_extension"),
+    [
+        ({"command": "a"}, {"command": "a", "all": False}, True),
+        ({"command": "a", "all": False}, {"command": "a"}, True),
+        ({"command": "a"}, {"command": "a", "all": True}, False),
+        ({"command": "a", "all": True}, {"command": "a"}, False),
+    ],
+    ids=["added", "removed", "another value added", "another value removed"],
+)
+def test_a_declared_default_may_come_and_go(renderer: Renderer, sampled: Any, sent: Any, is_extension: bool):
+    """Claude Code fills in `replace_all: false`. The model goes on seeing what it wrote."""
+    properties = {"command": {"type": "string"}, "all": {"type": "boolean", "default": False}}
+    function = {"name": "shell", "description": "", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": function}]
     it = book(renderer)
-
-    def messages(header: str) -> list[Any]:
-        system = f"x-anthropic-billing-header: cc_version={header};\nBe brief."
-        return [{"role": "system", "content": system}, {"role": "user", "content": "Go."}]
-
-    turn = it.begin(messages("1.a"))
-    ids, answer = keep(it, renderer, turn, "Yes?")
-    after = it.begin([*messages("1.b"), answer, {"role": "user", "content": "More."}])
-    assert after.prompt[: len(turn.prompt) + len(ids)] == turn.prompt + ids  # the model goes on seeing the first one
+    turn = it.begin(START, tools)
+    ids, answer = keep(it, renderer, turn, call(json.dumps(sampled)))
+    answer["tool_calls"][0]["function"]["arguments"] = json.dumps(sent)
+    after = it.begin([*START, answer, {"role": "tool", "tool_call_id": "c", "content": "done"}], tools)
+    assert after.is_extension == is_extension
+    assert after.reason == (None if is_extension else REWRITTEN)
+    if is_extension:
+        assert after.prompt[: len(turn.prompt) + len(ids)] == turn.prompt + ids
+    keep(it, renderer, after, "Done.")
+    assert proven(it) == ([2] if is_extension else [1, 1])
 
 
 def test_missing_content_is_another_history(renderer: Renderer):
@@ -147,6 +126,7 @@ def test_what_was_thought_is_kept_or_is_as_it_was_sent(qwen3_renderer: Renderer)
         without = {key: value for key, value in answer.items() if key != "reasoning_content"}
         turn = it.begin([*START, without, {"role": "user", "content": "More."}])
         assert turn.is_extension == is_extension
+        assert turn.reason == (None if is_extension else STRIPPED)
         keep(it, qwen3_renderer, turn, "<think>\n\n</think>\n\nNo.")
         assert proven(it) == ([2] if is_extension else [1, 1])
         thought = it.begin([*START, answer, {"role": "user", "content": "More."}])
@@ -172,7 +152,7 @@ def test_an_identical_request_is_a_new_sample(renderer: Renderer):
     turn = it.begin(START)
     assert not turn.is_extension
     keep(it, renderer, turn, "Another one.")
-    assert proven(it) == [1, 1]
+    assert proven(it) == [1, 1] and it.forks == {BRANCHED: 1}
 
 
 def test_other_tools_and_other_conversations_begin_anew(renderer: Renderer):
@@ -211,74 +191,195 @@ def test_a_request_that_fails_leaves_no_mark(renderer: Renderer):
     assert proven(it) == [2] and it.forks == {}
 
 
+def test_nothing_sampled_leaves_no_mark(renderer: Renderer):
+    it = book(renderer)
+    _, answer = keep(it, renderer, it.begin(START), "One.")
+    messages = [*START, answer, {"role": "user", "content": "More."}]
+    assert it.keep(it.begin(messages), [], [], finish_reason="abort").content == ""
+    keep(it, renderer, it.begin(messages), "Two.")
+    assert proven(it) == [2] and it.forks == {}
+
+
+def test_a_retry_of_an_abandoned_first_request_is_the_first(renderer: Renderer):
+    it = book(renderer)
+    keep(it, renderer, it.begin(START), "Nobody reads this.", is_abandoned=True)
+    keep(it, renderer, it.begin(START), "One.")
+    assert proven(it) == [1, 1] and [trace.fork_reason for trace in it.traces()] == [ABANDONED, None]
+
+
+def test_of_two_that_began_as_the_first_only_one_is(renderer: Renderer):
+    it = book(renderer)
+    left, right = it.begin(START), it.begin(START)
+    other = it.begin([{"role": "user", "content": "Look."}])
+    for turn in (left, right, other):
+        keep(it, renderer, turn, "Yes.")
+    assert [trace.fork_reason for trace in it.traces()] == [None, BRANCHED, NEW]
+    assert proven(it) == [1, 1, 1] and it.forks == {BRANCHED: 1, NEW: 1}
+
+
+def test_the_history_is_what_the_client_was_told(renderer: Renderer):
+    """A call that could not be read may be told as text; that text is what comes back."""
+    it = book(renderer)
+    turn = it.begin(START, [SHELL])
+    text = "Look: <tool_call>{nope}</tool_call>"
+    told = {"role": "assistant", "content": text}
+    ids, answer = keep(it, renderer, turn, text, told=told)
+    assert answer["tool_calls"]
+    more = {"role": "user", "content": "More."}
+    after = it.begin([*START, told, more], [SHELL])
+    assert after.prompt[: len(turn.prompt) + len(ids)] == turn.prompt + ids
+    assert not it.begin([*START, answer, more], [SHELL]).is_extension
+
+
+def test_who_has_read_a_turn_need_not_have_it_read_again(renderer: Renderer):
+    it = book(renderer)
+    turn = it.begin(START)
+    ids = renderer.encode("One.")
+    reader = Reader(renderer, turn.prompt)
+    reader.feed(ids)
+    _, parsed = reader.finish()
+    assert it.keep(turn, ids, None, finish_reason="length", parsed=parsed) is parsed
+    assert it.begin([*START, parsed.message, {"role": "user", "content": "More."}]).is_extension
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: [*m[:2], {"role": "assistant", "content": "Not mine."}, *m[3:]], REWRITTEN),
+        (lambda m: [*m[:4], {"role": "assistant", "content": "Not mine."}, m[3]], REWRITTEN),
+        (lambda m: [m[0], {"role": "user", "content": "So far: all is well."}], REWRITTEN),
+        (lambda m: [*m[:3], {**m[3], "content": "Edited."}, *m[4:]], REWRITTEN),
+        (lambda m: m[:3], REWRITTEN),
+        (lambda m: [{"role": "user", "content": "Look."}], NEW),
+        (lambda m: m[:4], BRANCHED),
+        (lambda m: m[:2], BRANCHED),
+    ],
+    ids=[
+        "first answer",
+        "foreign answer",
+        "compaction",
+        "edited result",
+        "nothing new",
+        "sub-agent",
+        "asked again",
+        "from the start",
+    ],
+)
+def test_every_fork_says_why(renderer: Renderer, change: Any, reason: str):
+    it = book(renderer)
+    messages: list[Any] = list(START)
+    for number in range(2):
+        _, answer = keep(it, renderer, it.begin(messages), f"answer {number}")
+        messages += [answer, {"role": "user", "content": f"more {number}"}]
+    turn = it.begin(change(messages))
+    keep(it, renderer, turn, "Yes.")
+    proven(it)
+    assert it.forks == {reason: 1}
+
+
+def test_other_tools_are_seen_behind_any_number_of_results(renderer: Renderer):
+    it = book(renderer)
+    _, answer = keep(it, renderer, it.begin(START, [SHELL]), call("{}") + call("{}"))
+    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": "done"} for n in range(2)]
+    assert it.begin([*START, answer, *results], []).reason == OTHER_TOOLS
+    assert it.begin(START, []).reason == OTHER_TOOLS
+
+
+# --- whatever a client does ---
+
 STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["go on", "go on", "go on", "branch", "rewrite", "anew", "compact", "lose", "abandon"]),
-        plain,
-        plain,
-        st.booleans(),
-        st.integers(0, 5),
+    st.fixed_dictionaries(
+        {
+            "what": st.sampled_from(
+                ["go on", "go on", "go on", "branch", "rewrite", "anew", "compact", "again", "lose", "abandon", "strip"]
+            ),
+            "said": plain,
+            "answer": plain,
+            "thought": st.one_of(st.none(), plain),
+            "calls": st.integers(0, 2),
+            "is_cut": st.booleans(),
+            "role": st.sampled_from(["user", "tool", "system", "developer"]),
+            "which": st.integers(0, 5),
+            "is_rewritten": st.booleans(),
+        }
     ),
     min_size=1,
-    max_size=10,
+    max_size=8,
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def written_otherwise(message: Any) -> Any:
+    """The same message as another client would write it down."""
+    out = {**message, "content": [{"type": "text", "text": message["content"]}], "refusal": None}
+    if message.get("tool_calls"):
+        out["tool_calls"] = [
+            {
+                "id": f"toolu_{index}",
+                "function": {
+                    "arguments": _reformatted(one["function"]["arguments"]),
+                    "name": one["function"]["name"],
+                },
+            }
+            for index, one in enumerate(message["tool_calls"])
+        ]
+    return out
+
+
+def _reformatted(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), indent=1, sort_keys=True)
+    except ValueError:
+        return arguments
+
+
+def without_reasoning(messages: list[Any]) -> list[Any]:
+    return [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
+
+
+@pytest.mark.parametrize("name", ["chatml", "chatml of qwen3", "qwen3"])
+@pytest.mark.parametrize("reasoning", ["keep", "as_sent"])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-def test_whatever_a_client_does_every_span_has_one_owner(renderer: Renderer, steps: list[Any]):
-    it = book(renderer)
+def test_whatever_a_client_does_every_span_has_one_owner(
+    chatml: ChatML, qwen3: Tokenizer, qwen3_renderer: Renderer, name: str, reasoning: str, steps: list[Any]
+):
+    """What is sent to the engine begins with what was sampled, wherever the client sends back what it was told."""
+    renderer = {"chatml": chatml, "chatml of qwen3": ChatML(qwen3), "qwen3": qwen3_renderer}[name]
+    it = book(renderer, reasoning=reasoning)
     histories: list[list[Any]] = [list(START)]
-    sampled: list[tuple[list[Any], list[int], list[int]]] = []  # history with its completion, prompt, ids
-    for what, said, answer_text, has_call, which in steps:
-        history = histories[-1] if what != "branch" else histories[which % len(histories)]
-        messages = list(history)
-        if what == "rewrite" and len(messages) > 2:
+    known: dict[str, list[list[int]]] = {}  # a history with its completion → the ids of each time it came to that
+
+    def key(messages: list[Any]) -> str:
+        roles = [{**m, "role": m["role"].replace("developer", "system")} for m in messages]
+        return json.dumps(roles if reasoning == "as_sent" else without_reasoning(roles))
+
+    for step in steps:
+        what, said, which = step["what"], step["said"], step["which"]
+        messages = list(histories[which % len(histories)] if what in ("branch", "again") else histories[-1])
+        if what == "rewrite":
             messages[which % len(messages)] = {**messages[which % len(messages)], "content": said + "!"}
         elif what == "anew":
             messages = [{"role": "user", "content": said}]
-        elif what == "compact" and len(messages) > 3:
+        elif what == "compact":
             messages = [messages[0], {"role": "user", "content": "So far: " + said}]
-        turn = it.begin(messages, [SHELL])
+        elif what == "strip":
+            messages = without_reasoning(messages)
+        sent = [written_otherwise(message) for message in messages] if step["is_rewritten"] else messages
+        turn = it.begin(sent, [SHELL])
+        last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        before = known.get(key(messages[: last + 1]), [])
+        if before:
+            assert turn.is_extension or turn.reason == NOT_EXTENDED
+            assert name == "qwen3" or turn.is_extension
         if turn.is_extension:
-            known = [prompt + ids for before, prompt, ids in sampled if before == messages[: len(before)]]
-            assert any(turn.prompt[: len(ids)] == ids for ids in known)
+            assert any(turn.prompt[: len(ids)] == ids for ids in before)
         if what == "lose":
             continue
-        text = answer_text + (call(json.dumps({"text": said})) if has_call else "")
-        ids, answer = keep(it, renderer, turn, text, is_abandoned=what == "abandon")
-        if what != "abandon":
-            sampled.append(([*messages, answer], turn.prompt, ids))
-            histories.append([*messages, answer, {"role": "user", "content": said}])
+        text = "" if step["thought"] is None else f"<think>\n{step['thought']}\n</think>\n\n"
+        text += step["answer"] + call(json.dumps({"text": said})) * step["calls"]
+        ids, answer = keep(it, renderer, turn, text, is_cut=step["is_cut"], is_abandoned=what == "abandon")
+        if what == "abandon" or not ids:
+            continue
+        known.setdefault(key([*messages, answer]), []).append(turn.prompt + ids)
+        histories.append([*messages, answer, {"role": step["role"], "content": said}])
     proven(it)
-
-
-def pieces(renderer: Renderer, *texts: str) -> list[int]:
-    """Tokens that no tokenizer would give for the whole text: a model may sample them all the same."""
-    return [token for text in texts for token in renderer.encode(text)]
-
-
-BREAKERS: dict[str, tuple[str, ...]] = {
-    "false written as the template would not": (
-        '<tool_call>\n{"name": "shell", "arguments": {"a":false}}\n</tool_call>',
-    ),
-    "empty parameters": ('<tool_call>\n{"arguments": {}, "name": "shell"}\n</tool_call>',),
-    "a text in other tokens than the tokenizer's": ("hel", "lo wor", "ld"),
-    "thinking that the template strips": ("<think>\nHm.\n</think>\n\nYes.",),
-    "spaces before the end": ("Yes.  \n\n",),
-}
-
-
-@pytest.mark.parametrize("name", BREAKERS)
-def test_what_breaks_rendering_anew_does_not_break_this(qwen3_renderer: Renderer, name: str):
-    """Each is shown to break the plain way, or it would show nothing."""
-    it = book(qwen3_renderer, reasoning="keep")
-    turn = it.begin(START, [SHELL])
-    ids = [*pieces(qwen3_renderer, *BREAKERS[name]), *qwen3_renderer.stop_token_ids[:1]]
-    parsed = it.keep(turn, ids, [-0.5] * len(ids), finish_reason="stop", versions=[(0, 0, len(ids))])
-    sent = {key: value for key, value in parsed.message.items() if key != "reasoning_content"}
-    messages = [*START, sent, {"role": "user", "content": "More."}]
-    known = turn.prompt + ids
-    assert qwen3_renderer.render(messages, [SHELL])[: len(known)] != known
-    after = it.begin(messages, [SHELL])
-    assert after.is_extension and after.prompt[: len(known)] == known

@@ -223,6 +223,50 @@ def test_a_span_has_one_owner_across_forks(trace, tail):
         verify(replace(trajectory, traces=(forked,)))
 
 
+def test_a_span_under_another_request_id_is_still_the_same_span():
+    """Or the same tokens would be trained on twice, the second time under a name of their own."""
+    trace = builder()
+    trace.context([1])
+    append(trace, 0, [(2, -0.5)])
+    owner = trace.build()
+    renamed = replace(owner.spans[0], request_id="another")
+    with pytest.raises(TraceInvalid, match="two owners"):
+        verify(Trajectory("r", 1, traces=(owner, replace(owner, spans=(renamed,)))))
+    fork = builder(fork_reason="rewritten")
+    fork.context(owner.token_ids)
+    fork.copies([renamed])
+    append(fork, 1, [(3, -0.5)])
+    with pytest.raises(TraceInvalid, match="differs from its owner"):
+        verify(Trajectory("r", 1, traces=(owner, fork.build())))
+
+
+def test_a_close_token_that_nobody_sampled_carries_no_loss(chatml, small):
+    """A turn that was cut off is closed by us, not by the model."""
+    trace, close = builder(), small.special_id("<|im_end|>")
+    trace.context(chatml.render([{"role": "user", "content": "hi"}]))
+    prompt, sampled = trace.prompt(), small.encode("and then")
+    append(trace, 0, [(token, -0.5) for token in sampled], "length")
+    longer = chatml.extend(prompt, sampled, [{"role": "user", "content": "go on"}])
+    trace.context(longer[len(trace) :])
+    append(trace, 1, [(close, -0.5)])
+    built = trace.build()
+    verify_trace(built)
+    at = len(prompt) + len(sampled)
+    assert built.token_ids[at] == close and not built.mask[at] and built.versions[at] == -1
+    assert built.logprobs is not None
+    mask, versions, logprobs = built.mask[:], built.versions[:], built.logprobs[:]
+    mask[at], versions[at], logprobs[at] = 1, 3, -0.5
+    with pytest.raises(TraceInvalid, match=f"mask is 1 at token {at}, where it has to be 0"):
+        verify_trace(replace(built, mask=mask))
+    with pytest.raises(TraceInvalid, match="has a weight version"):
+        verify_trace(replace(built, versions=versions))
+    with pytest.raises(TraceInvalid, match="has a logprob"):
+        verify_trace(replace(built, logprobs=logprobs))
+    longer_span = replace(built.spans[0], end=at + 1)  # as if it had sampled the close token
+    with pytest.raises(TraceInvalid, match="sampled other tokens"):
+        verify_trace(replace(built, mask=mask, versions=versions, spans=(longer_span, built.spans[1])))
+
+
 @given(trace=traces(), other=traces())
 def test_a_copy_that_differs_from_its_owner_is_caught(trace, other):
     assume(trace.token_ids[: trace.spans[0].end] != other.token_ids[: other.spans[0].end])

@@ -33,6 +33,21 @@ class Parsed:
     message: Message  # the same in the OpenAI shape, as it enters the history
 
 
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The ids by which a turn can be read while it is sampled. Thinking comes first, if at all; then text, then calls.
+
+    A renderer that has them promises (tests/tokens/test_reader.py): content is the stripped text before the first call
+    and outside the thinking, reasoning is the stripped text inside it, and a call that was closed stays what it is.
+    """
+
+    think_open: int | None = None
+    think_close: int | None = None
+    call_open: frozenset[int] = frozenset()
+    call_close: frozenset[int] = frozenset()
+    is_text: bool = False  # there are no such ids: the turn is read by the text of the markers (text_cut.py)
+
+
 class Renderer(Protocol):
     """Invariant: `extend(p, s, …)[:len(p)+len(s)] == p + s`, always; None where it cannot be shown."""
 
@@ -41,6 +56,11 @@ class Renderer(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def markers(self) -> Markers | None:
+        """None: a turn of this format can only be read whole."""
+        ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         """A whole conversation, with the prompt for the next assistant turn."""

@@ -5,20 +5,22 @@ fine-tunes).
 
 Invariants. A turn that was sampled is never rendered again: `extend` copies it and writes only what comes after,
 closing it first if the model did not (a length stop). What users and tools said is escaped, so it cannot forge a
-turn or a tool call. Tool calls are found by the id of `<tool_call>` where the vocabulary has it, else by text,
-and only in what the model sampled. A call drafted inside the model's reasoning is not a call.
+turn or a tool call. Tool calls and thinking are found by the ids of their markers where the vocabulary has all of
+them, else by text, and only in what the model sampled. A call drafted inside the model's reasoning is not a call.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rollyard.core import Json, Message
-from rollyard.tokens.base import Parsed, ToolSchema
+from rollyard.tokens.base import Markers, Parsed, ToolSchema
 from rollyard.tokens.calls import assistant_message, named_arguments, read_call
+from rollyard.tokens.text_cut import cut_text
 from rollyard.tokens.tokenizer import Tokenizer
+from rollyard.tokens.turns import cut_turn, ends_thinking, message_text, qwen_markers, rendered_role, until_stop
 
 _TOOLS_HEADER = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -50,9 +52,8 @@ class ChatML:
         self._newline = tokenizer.encode("\n")
         stops = dict.fromkeys((close, tokenizer.eos_token_id, tokenizer.special_id("<|endoftext|>")))
         self.stop_token_ids: tuple[int, ...] = tuple(token for token in stops if token is not None)
-        self._call = (tokenizer.special_id("<tool_call>"), tokenizer.special_id("</tool_call>"))
         self._rendered: dict[str, array[int]] = {}  # the members of a group begin alike
-        self._think = (tokenizer.special_id("<think>"), tokenizer.special_id("</think>"))
+        self.markers = qwen_markers(tokenizer) or Markers(is_text=True)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         text = self.render_text(messages, tools) + "<|im_start|>assistant\n"
@@ -67,7 +68,7 @@ class ChatML:
 
     def render_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         """A whole conversation as escaped text, without the prompt for the next turn."""
-        first = messages[0] if messages and messages[0].get("role") == "system" else None
+        first = messages[0] if messages and rendered_role(messages[0]) == "system" else None
         system = self._text(first) if first is not None else self._default_system
         text = ""
         if tools:
@@ -99,18 +100,19 @@ class ChatML:
     def parse(
         self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
     ) -> Parsed:
-        ids = list(sampled_ids)
-        for index, token in enumerate(ids):
-            if token in self.stop_token_ids:
-                ids = ids[:index]
-                break
-        reasoning, ids, rest = self._reasoning(ids)
-        content, raws = self._calls_by_id(ids) if self._call[0] is not None else _calls_by_text(rest)
+        ids = until_stop(sampled_ids, self.stop_token_ids)
+        if self.markers.is_text:
+            content, reasoning, raws = cut_text(self.decode(ids))
+        else:
+            is_thinking = ends_thinking(prompt_ids, self.markers, self.stop_token_ids)
+            cut = cut_turn(ids, self.markers, is_thinking=is_thinking)
+            content, reasoning = "".join(map(self.decode, cut.said)), self.decode(cut.thought)
+            raws = [(self.decode(call), is_closed) for call, is_closed in cut.calls]
         calls = tuple(
-            read_call(raw, f"call_{len(prompt_ids)}_{index}", is_closed=is_closed)
+            read_call(raw.strip(), f"call_{len(prompt_ids)}_{index}", is_closed=is_closed)
             for index, (raw, is_closed) in enumerate(raws)
         )
-        content = content.strip()
+        content, reasoning = content.strip(), reasoning.strip()
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -124,7 +126,7 @@ class ChatML:
     def _turns(self, messages: Sequence[Message]) -> str:
         parts: list[str] = []
         for index, message in enumerate(messages):
-            role = message.get("role")
+            role = rendered_role(message)
             if role == "assistant":
                 parts.append(self._assistant(message))
             elif role == "tool":
@@ -154,63 +156,10 @@ class ChatML:
         return text + "<|im_end|>\n"
 
     def _text(self, message: Message) -> str:
-        """A message's text; of a list of parts, the text ones."""
-        content = message.get("content")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-            content = "".join(part for part in parts if isinstance(part, str))
-        return self._escaped(content)
+        return message_text(message, self.name, self._tokenizer.escape)
 
     def _escaped(self, value: Json) -> str:
         return self._tokenizer.escape(value) if isinstance(value, str) else ""
-
-    # --- reading ---
-
-    def _reasoning(self, ids: list[int]) -> tuple[str, list[int], str]:
-        """(reasoning, the ids after it, their text). An unclosed one goes to the end."""
-        opening, closing = self._think
-        if opening is None or closing is None:
-            text = self.decode(ids)
-            if text.lstrip().startswith("<think>"):
-                reasoning, _, rest = text.lstrip().removeprefix("<think>").partition("</think>")
-                return reasoning.strip(), [], rest
-            return "", ids, text
-        if closing in ids:
-            at = ids.index(closing)
-            start = ids.index(opening) + 1 if opening in ids[:at] else 0
-            return self.decode(ids[start:at]).strip(), ids[at + 1 :], ""
-        if opening in ids:
-            at = ids.index(opening)
-            return self.decode(ids[at + 1 :]).strip(), ids[:at], ""
-        return "", ids, ""
-
-    def _calls_by_id(self, ids: list[int]) -> tuple[str, list[tuple[str, bool]]]:
-        opening, closing = self._call
-        if opening not in ids:
-            return self.decode(ids), []
-        raws: list[tuple[str, bool]] = []
-        start = ids.index(opening)
-        content = self.decode(ids[:start])
-        while start < len(ids):
-            if ids[start] != opening:
-                start += 1
-                continue
-            end = start + 1
-            while end < len(ids) and ids[end] not in (opening, closing):
-                end += 1
-            is_closed = end < len(ids) and ids[end] == closing
-            raws.append((self.decode(ids[start + 1 : end]).strip(), is_closed))
-            start = end + 1 if is_closed else end
-        return content, raws
-
-
-def _calls_by_text(text: str) -> tuple[str, list[tuple[str, bool]]]:
-    content, *blocks = text.split("<tool_call>")
-    raws: list[tuple[str, bool]] = []
-    for block in blocks:
-        body, closing, _ = block.partition("</tool_call>")
-        raws.append((body.strip(), bool(closing)))
-    return content, raws
 
 
 def _dumps(value: Json) -> str:

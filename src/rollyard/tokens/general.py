@@ -26,10 +26,11 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from rollyard.core import Json, Message
-from rollyard.core.failure import TaskInvalid
-from rollyard.tokens.base import Parsed, ToolSchema
+from rollyard.core.failure import InvalidRequest, TaskInvalid
+from rollyard.tokens.base import Markers, Parsed, ToolSchema
 from rollyard.tokens.calls import assistant_message, named_arguments, read_call, read_json
 from rollyard.tokens.tokenizer import Tokenizer
+from rollyard.tokens.turns import cut_turn, ends_thinking, message_text, rendered_role, until_stop
 
 _WORD = "Kestrel"
 _TOOL: ToolSchema = {
@@ -59,12 +60,13 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._knows_developer = tokenizer.template_says("developer")
         self._close_text, self._close, opening = self._find_close()
         self._opens_thinking = "<think>" in opening and "</think>" not in opening
         stops = dict.fromkeys((self._close, tokenizer.eos_token_id))
         self.stop_token_ids: tuple[int, ...] = tuple(token for token in stops if token is not None)
-        self._call = (tokenizer.special_id("<tool_call>"), tokenizer.special_id("</tool_call>"))
         self._think = (tokenizer.special_id("<think>"), tokenizer.special_id("</think>"))
+        self.markers = self._find_markers()
         self._follows = {has_tools: self._probe((_TOOL,) if has_tools else ()) for has_tools in (False, True)}
 
     @property
@@ -75,6 +77,8 @@ class TemplateRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         try:
             text = self._fill(messages, tools, True)
+        except InvalidRequest:
+            raise
         except Exception as error:  # a template may raise anything
             raise TaskInvalid(f"the model's chat template cannot render these messages: {error}") from error
         return self._tokenizer.encode(text)
@@ -107,14 +111,15 @@ class TemplateRenderer:
     def parse(
         self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
     ) -> Parsed:
-        end = next((at for at, token in enumerate(sampled_ids) if token in self.stop_token_ids), len(sampled_ids))
-        thought, rest = self._split_thinking(list(sampled_ids[:end]))
-        said, raws = self._split_calls(rest)
+        is_thinking = self._opens_thinking and None not in self._think
+        if prompt_ids:
+            is_thinking = ends_thinking(prompt_ids, self.markers, self.stop_token_ids)
+        cut = cut_turn(until_stop(sampled_ids, self.stop_token_ids), self.markers, is_thinking=is_thinking)
         calls = tuple(
-            read_call(raw, f"call_{len(prompt_ids)}_{index}", is_closed=is_closed)
-            for index, (raw, is_closed) in enumerate(raws)
+            read_call(self.decode(raw).strip(), f"call_{len(prompt_ids)}_{index}", is_closed=is_closed)
+            for index, (raw, is_closed) in enumerate(cut.calls)
         )
-        content, reasoning = self.decode(said).strip(), self.decode(thought).strip()
+        content, reasoning = "".join(map(self.decode, cut.said)).strip(), self.decode(cut.thought).strip()
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -234,11 +239,9 @@ class TemplateRenderer:
     def _message(self, message: Message) -> Message:
         """As templates want it: content is text, arguments are objects where they can be read as such."""
         out = {name: self._escaped(value) for name, value in message.items() if name != "content"}
-        content = message.get("content")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-            content = "".join(part for part in parts if isinstance(part, str))
-        out["content"] = self._tokenizer.escape(content) if isinstance(content, str) else ""
+        out["content"] = message_text(message, self.name, self._tokenizer.escape)
+        if not self._knows_developer:
+            out["role"] = rendered_role(message)
         calls = out.get("tool_calls")
         if isinstance(calls, Sequence) and calls:
             out["tool_calls"] = [_tool_call(call) for call in calls if isinstance(call, Mapping)]
@@ -255,31 +258,12 @@ class TemplateRenderer:
 
     # --- reading ---
 
-    def _split_thinking(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """(what it thought, what it said). Thinking that was never closed goes to the end."""
-        opening, closing = self._think
+    def _find_markers(self) -> Markers:
+        think = self._think if None not in self._think else (None, None)
+        opening, closing = (self._tokenizer.special_id(token) for token in ("<tool_call>", "</tool_call>"))
         if opening is None or closing is None:
-            return [], ids
-        if closing in ids:
-            at = ids.index(closing)
-            return ids[ids.index(opening) + 1 if opening in ids[:at] else 0 : at], ids[at + 1 :]
-        if opening in ids:
-            at = ids.index(opening)
-            return ids[at + 1 :], ids[:at]
-        return (ids, []) if self._opens_thinking else ([], ids)
-
-    def _split_calls(self, ids: list[int]) -> tuple[list[int], list[tuple[str, bool]]]:
-        """(what is before the first call, each call's text and whether it was closed)."""
-        opening, closing = self._call
-        if opening is None or closing is None or opening not in ids:
-            return ids, []
-        starts = [at for at, token in enumerate(ids) if token == opening]
-        calls: list[tuple[str, bool]] = []
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-            block = ids[start + 1 : end]
-            is_closed = closing in block
-            calls.append((self.decode(block[: block.index(closing)] if is_closed else block).strip(), is_closed))
-        return ids[: starts[0]], calls
+            return Markers(*think)
+        return Markers(*think, frozenset({opening}), frozenset({closing}))
 
 
 def _tool_call(call: Mapping[str, Json]) -> Json:

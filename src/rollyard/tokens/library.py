@@ -20,6 +20,7 @@ from rollyard.core.failure import InvalidRequest
 from rollyard.tokens.base import Parsed, ToolCall, ToolSchema
 from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments, read_json
 from rollyard.tokens.tokenizer import Tokenizer
+from rollyard.tokens.turns import message_text, qwen_markers, rendered_role
 
 _STATUS = {
     "invalid_json": "the tool call is not valid JSON",
@@ -28,6 +29,24 @@ _STATUS = {
     "malformed_structure": "the tool call is not in the model's tool-call format",
     "unknown_tool": "there is no such tool",
 }
+
+READ_BY_PIECES = frozenset(
+    {
+        "qwen3",
+        "qwen3-vl",
+        "qwen3.5",
+        "qwen3.6",
+        "qwen3.8",
+        "prime-qwen3",
+        "nemotron-3",
+        "nemotron-3-ultra",
+        "nemotron-3.5",
+    }
+)
+"""Formats shown to be read alike in pieces and whole (tests/tokens/test_reader.py), all with Qwen3's real tokenizer,
+which has their markers. Any other is told at the end of the turn."""
+
+_KNOW_DEVELOPER = frozenset({"gpt-oss", "gemma4", "deepseek-v4"})  # the others drop such a message, or refuse it
 
 
 def library_names() -> tuple[str, ...]:
@@ -50,6 +69,7 @@ class LibraryRenderer:
         self._tokenizer = tokenizer
         self._inner = _create(tokenizer, name)
         self.stop_token_ids: tuple[int, ...] = tuple(self._inner.get_stop_token_ids())
+        self.markers = qwen_markers(tokenizer) if name in READ_BY_PIECES else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         return list(self._inner.render_ids(self._messages(messages), tools=_tools(tools), add_generation_prompt=True))
@@ -78,6 +98,8 @@ class LibraryRenderer:
             _call(call, f"call_{len(prompt_ids)}_{index}") for index, call in enumerate(found.tool_calls or ())
         )
         content, reasoning = str(found.content or ""), str(found.reasoning_content or "")
+        if self.markers is not None:
+            content, reasoning = content.strip(), reasoning.strip()  # it strips thinking only if that was closed
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -92,11 +114,9 @@ class LibraryRenderer:
     def _message(self, message: Message) -> dict[str, Any]:
         """As the package wants it: text, escaped; arguments as objects where they are objects."""
         out: dict[str, Any] = dict(message)
-        content = message.get("content")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-            content = "".join(part for part in parts if isinstance(part, str))
-        out["content"] = self._tokenizer.escape(content) if isinstance(content, str) else ""
+        out["content"] = message_text(message, self.name, self._tokenizer.escape)
+        if self.name not in _KNOW_DEVELOPER:
+            out["role"] = rendered_role(message)
         reasoning = message.get("reasoning_content")
         if isinstance(reasoning, str):
             out["reasoning_content"] = self._tokenizer.escape(reasoning)

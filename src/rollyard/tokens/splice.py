@@ -6,42 +6,40 @@ under the messages that led to it, as the client will send them back. A request 
 gets those very ids (prompt, then what was sampled) and, behind them, the tokens of what is new.
 
 Histories are compared without what encodings differ in: ids of calls, null fields, the formatting of arguments, text
-in parts, a line of the system prompt that is different in every request. Nothing that was said is ever ignored. With
-`reasoning: keep` the model goes on seeing what it thought, whether or not the client sends it back; with `as_sent` what
-the client removed is gone, and that is another history.
+in parts, arguments at their declared default, a line of the system prompt that is different in every request
+(histories.py). Nothing that was said is ever ignored. With `reasoning: keep` the model goes on seeing what it thought,
+whether or not the client sends it back; with `as_sent` what the client removed is gone, and that is another history.
 
 Invariants. Nothing that was sampled is dropped, and each sampled span has one owner: the trace that it was sampled for.
 Whoever cannot extend a trace exactly (it went on without them, its history was rewritten, the renderer cannot show the
 prefix) begins a new one, with the reason; stretches that both have are marked as copies. A `Turn` changes nothing
 until its completion is kept: a request that fails leaves no mark.
+
+Cost. A request's history is digested once, in one pass; each known history is found by its digest. For 60 messages of
+2 kB (24,000 tokens) that is about 0.4 ms, and the one copy of the ids, the prompt that is sent, about 0.5 ms.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Literal, cast
+from dataclasses import dataclass, field
+from typing import Literal
 
-from rollyard.core import Json, Message, Sampling, Trace
+from rollyard.core import Message, Sampling, Trace
 from rollyard.core.trace import LogprobsKind
 from rollyard.tokens.base import Parsed, Renderer, ToolSchema
-from rollyard.tokens.calls import named_arguments, read_json
+from rollyard.tokens.histories import Histories, History, Toolset
 from rollyard.tokens.trace import TraceBuilder
 
 Reasoning = Literal["keep", "as_sent"]
 
-NEW = "new conversation"  # it shares no turn with any that is recorded
+NEW = "new conversation"  # it shares no message with any that is recorded
 REWRITTEN = "history rewritten"  # it shares the beginning of one, and then says something else
-BRANCHED = "branched"  # it goes on from a turn from which another request has gone on already
+STRIPPED = "reasoning removed"  # it is a recorded one, but for thinking that the client left out
+BRANCHED = "branched"  # it goes on from where another request has gone on already, or asks the same again
 OTHER_TOOLS = "other tools"  # the same history, but the model is offered other tools
 NOT_EXTENDED = "not extended"  # the renderer cannot show that the new prompt begins with the old tokens
 ABANDONED = "abandoned"  # nobody received it, so nothing can follow from it
-
-_CHANGING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
-"""Claude Code's: a line of its system prompt that differs from request to request and tells the model nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,10 @@ class Turn:
     prompt: list[int]
     messages: Sequence[Message]
     tools: Sequence[ToolSchema]
-    base: _Leaf | None  # what it extends exactly
+    base: _Leaf | None = field(repr=False)  # what it extends exactly
     reason: str | None  # why it extends nothing; None for the first of all, and where it extends
+    history: History = field(repr=False)
+    toolset: Toolset = field(repr=False)
 
     @property
     def is_extension(self) -> bool:
@@ -76,10 +76,15 @@ class Book:
     ) -> None:
         self._renderer = renderer
         self._sampling, self._policy, self._model = sampling, policy, model
-        self._reasoning: Reasoning = reasoning
+        self._known = Histories(has_reasoning=reasoning == "as_sent")
         self._builders: list[TraceBuilder] = []
+        self._has_begun = False  # with anything that was not abandoned
         self._leaves: dict[tuple[bytes, bytes], _Leaf] = {}  # (tools, history with its completion) → the last such
-        self._histories: set[bytes] = set()  # every history that any completion was sampled from or led to
+        self._asked: set[tuple[bytes, bytes]] = set()  # (tools, history) that a completion was sampled from
+        self._prompts: set[bytes] = set()  # the same, whatever the tools
+        self._answers: set[bytes] = set()  # histories with their completion, whatever the tools
+        self._bare_answers: set[bytes] = set()  # and whatever was thought
+        self._histories: set[bytes] = set()  # every beginning of any of these
         self._turns = 0
         self.forks: dict[str, int] = {}
 
@@ -98,29 +103,36 @@ class Book:
 
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Turn:
         """What this request is to be sent with. Nothing is recorded yet."""
-        chain = self._chain(messages)
-        toolset = _digest(_canonical(tools))
-        for length in range(len(messages) - 1, 0, -1):  # the last message is new, whoever said it
-            leaf = self._leaves.get((toolset, chain[length]))
-            if leaf is None:
-                continue
-            prompt = self._extended(leaf, messages[length:], tools)
+        toolset = self._known.toolset(tools)
+        history = self._known.of(messages, toolset)
+        answered = _answered(messages)
+        reason: str | None = None
+        leaf = self._leaves.get((toolset.digest, history.chain[answered])) if answered < len(messages) else None
+        if leaf is not None:
+            prompt = self._extended(leaf, messages[answered:], tools)
             if prompt is not None:
-                return Turn(prompt, messages, tools, leaf, None)
-            return Turn(self._renderer.render(messages, tools), messages, tools, None, NOT_EXTENDED)
-        return Turn(self._renderer.render(messages, tools), messages, tools, None, self._reason(chain))
+                return Turn(prompt, messages, tools, leaf, None, history, toolset)
+            reason = NOT_EXTENDED
+        reason = reason or self._reason(history, toolset.digest, answered)
+        return Turn(self._renderer.render(messages, tools), messages, tools, None, reason, history, toolset)
 
     def _extended(self, leaf: _Leaf, new: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int] | None:
-        ids = leaf.builder.prompt()
-        return self._renderer.extend(ids[: leaf.sampled_at], ids[leaf.sampled_at : leaf.end], new, tools)
+        sent, sampled = leaf.builder.ids(0, leaf.sampled_at), leaf.builder.ids(leaf.sampled_at, leaf.end)
+        return self._renderer.extend(sent, sampled, new, tools)
 
-    def _reason(self, chain: Sequence[bytes]) -> str | None:
-        if not self._builders:
+    def _reason(self, history: History, toolset: bytes, answered: int) -> str | None:
+        """Why it extends nothing."""
+        chain, bare = history.chain, history.bare
+        if not self._has_begun:
             return None
-        known = [length for length in range(1, len(chain)) if chain[length] in self._histories]
-        if not known:
-            return NEW
-        return OTHER_TOOLS if known[-1] >= len(chain) - 2 else REWRITTEN
+        if (toolset, chain[-1]) in self._asked:
+            return BRANCHED
+        is_asking = answered < len(chain) - 1
+        if chain[-1] in self._prompts or (is_asking and chain[answered] in self._answers):
+            return OTHER_TOOLS
+        if is_asking and bare[answered] in self._bare_answers:
+            return STRIPPED
+        return REWRITTEN if any(link in self._histories for link in chain[1:]) else NEW
 
     # --- its completion ---
 
@@ -134,14 +146,23 @@ class Book:
         versions: Sequence[tuple[int, int, int]] = (),
         logprobs_kind: LogprobsKind = "unknown",
         engine: str = "",
+        request_id: str = "",
         cached_tokens: int | None = None,
         columns: Mapping[str, bytes] | None = None,
         is_abandoned: bool = False,
+        parsed: Parsed | None = None,
+        told: Message | None = None,
     ) -> Parsed:
         """Records what was sampled from `turn.prompt`, in the trace that it belongs to, and reads it back.
 
-        `is_abandoned`: nobody received it. It keeps a trace of its own, which is not trained on.
+        `is_abandoned`: nobody received it. It keeps a trace of its own, which is not trained on. `parsed`: these ids,
+        if the caller has read them already. `told`: the assistant's message as the client will send it back, where
+        that is not `parsed.message`. Where nothing was sampled, nothing is recorded.
         """
+        if parsed is None:
+            parsed = self._renderer.parse(ids, turn.prompt, turn.tools)
+        if not ids:
+            return parsed
         builder = self._builder(turn, is_abandoned)
         sampled_at = len(builder)
         builder.sampled(
@@ -152,17 +173,25 @@ class Book:
             versions=versions,
             logprobs_kind=logprobs_kind,
             engine=engine,
+            request_id=request_id,
             cached_tokens=cached_tokens,
             columns=columns,
         )
         self._turns += 1
-        parsed = self._renderer.parse(ids, turn.prompt, turn.tools)
-        if not is_abandoned and ids:
-            history = self._chain([*turn.messages, parsed.message])
-            leaf = _Leaf(builder, sampled_at, len(builder))
-            self._leaves[_digest(_canonical(turn.tools)), history[-1]] = leaf
-            self._histories.update(history[1:])
+        if not is_abandoned:
+            self._remember(turn, told or parsed.message, _Leaf(builder, sampled_at, len(builder)))
         return parsed
+
+    def _remember(self, turn: Turn, answer: Message, leaf: _Leaf) -> None:
+        toolset, asked = turn.toolset.digest, turn.history
+        whole = self._known.then(asked, answer, turn.toolset)
+        self._has_begun = True
+        self._leaves[toolset, whole.chain[-1]] = leaf
+        self._asked.add((toolset, asked.chain[-1]))
+        self._prompts.add(asked.chain[-1])
+        self._answers.add(whole.chain[-1])
+        self._bare_answers.add(whole.bare[-1])
+        self._histories.update(whole.chain[1:])
 
     def _builder(self, turn: Turn, is_abandoned: bool) -> TraceBuilder:
         base = turn.base
@@ -170,13 +199,15 @@ class Book:
             base.builder.context(turn.prompt[base.end :])
             return base.builder
         reason = ABANDONED if is_abandoned else BRANCHED if base is not None else turn.reason
+        if reason is None:  # it was the first when it began; it may not be now
+            reason = self._reason(turn.history, turn.toolset.digest, _answered(turn.messages))
         builder = TraceBuilder(sampling=self._sampling, policy=self._policy, model=self._model, fork_reason=reason)
         builder.context(turn.prompt)
         if is_abandoned:
             builder.untrainable(ABANDONED)
         if reason is not None:
             self.forks[reason] = self.forks.get(reason, 0) + 1
-            self._mark_copies(builder, turn)
+        self._mark_copies(builder, turn)
         self._builders.append(builder)
         return builder
 
@@ -190,66 +221,7 @@ class Book:
         if best is not None:
             builder.copies([span for span in best.spans if span.end <= shared])
 
-    # --- histories ---
 
-    def _chain(self, messages: Sequence[Message]) -> list[bytes]:
-        """The digest of each beginning of the history; the first is that of nothing."""
-        chain, running = [b""], blake2b(digest_size=16)
-        for message in messages:
-            running.update(_canonical(_essence(message, has_reasoning=self._reasoning == "as_sent")))
-            chain.append(running.copy().digest())
-        return chain
-
-
-def _essence(message: Message, *, has_reasoning: bool) -> Json:
-    """What a message says, in the one way that all encodings of it share."""
-    role = message.get("role")
-    text = _text(message.get("content"))
-    if role in ("system", "developer"):
-        role, text = "system", _CHANGING.sub("", text)
-    said: list[Json] = [role, text]
-    if role == "assistant":
-        calls = message.get("tool_calls")
-        said.append([_call(call) for call in calls] if isinstance(calls, Sequence) else [])
-        if has_reasoning:
-            said.append(_text(message.get("reasoning_content")))
-    return said
-
-
-def _text(content: Json) -> str:
-    """Text parts are their text; what is not text (an image) is its JSON, so that none equals another."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        return _canonical(content).decode()
-    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    return "".join(
-        part if isinstance(part, str) else _canonical(whole).decode()
-        for part, whole in zip(parts, content, strict=True)
-    )
-
-
-def _call(call: Json) -> Json:
-    name, arguments = named_arguments(call)
-    if isinstance(arguments, str):
-        try:
-            return [name, read_json(arguments or "{}")]
-        except ValueError:
-            pass  # it was never JSON: then it is the text that counts
-    return [name, arguments]
-
-
-def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=_plain).encode()
-
-
-def _plain(value: object) -> Json:
-    if isinstance(value, Mapping):
-        return dict(cast("Mapping[str, Json]", value))
-    return list(cast("Sequence[Json]", value))
-
-
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()
+def _answered(messages: Sequence[Message]) -> int:
+    """How many messages there are up to the model's last turn, that one included: what is behind them is new."""
+    return next((at + 1 for at in range(len(messages) - 1, -1, -1) if messages[at].get("role") == "assistant"), 0)

@@ -77,6 +77,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._template_source)
 
+    def template_says(self, word: str) -> bool:
+        """Whether the chat template's own source has this word: a role that it knows of, say."""
+        return word in json.dumps(self._template_source)
+
     def token_id(self, token: str) -> int | None:
         """The id of exactly this token, or None."""
         return self._backend.token_to_id(token) if token else None

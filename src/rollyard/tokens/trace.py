@@ -82,6 +82,10 @@ class TraceBuilder:
         """A copy of all ids so far: what the next model call is sent."""
         return self._ids.tolist()
 
+    def ids(self, start: int, end: int) -> array[int]:
+        """A stretch of them."""
+        return self._ids[start:end]
+
     def context(self, ids: Sequence[int]) -> None:
         """Ids that the policy is told: never trained on."""
         added = ids_array(array("i", ids))

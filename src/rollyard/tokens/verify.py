@@ -2,7 +2,11 @@
 
 It trusts nothing that was computed on the way. Each sampled span has two digests, taken when the engine was asked and
 when it answered: of the prompt, and of prompt and answer. Both are compared with those computed here from the trace's
-own ids, so "sampled from exactly this prefix" is shown, not assumed, and so are the sampled ids.
+own ids, so "sampled from exactly this prefix" is shown, not assumed, and so are the sampled ids. A turn is one model
+call of the rollout, so its number says which span is meant, in whatever trace; its request id must agree.
+
+Tokens that nobody sampled (a close token put behind a turn that was cut off, say) are outside every span: a mask, a
+logprob or a version on one of them is refused.
 """
 
 from __future__ import annotations
@@ -22,22 +26,21 @@ _FINISH_REASONS = frozenset({"stop", "length", "abort"})
 
 def verify(trajectory: Trajectory) -> None:
     """Raises TraceInvalid if any trace, or how they share their spans, is wrong."""
-    owners: dict[tuple[int, str], tuple[Trace, Span]] = {}
+    owners: dict[int, tuple[Trace, Span]] = {}
     for index, trace in enumerate(trajectory.traces):
         try:
             verify_trace(trace)
         except TraceInvalid as error:
             raise TraceInvalid(f"trace {index}: {error.detail}", trace=index) from error
         for span in trace.spans:
-            key = (span.turn, span.request_id)
-            if span.is_owned and key in owners:
+            if span.is_owned and span.turn in owners:
                 raise TraceInvalid(f"trace {index}: the span of turn {span.turn} has two owners", trace=index)
             if span.is_owned:
-                owners[key] = (trace, span)
+                owners[span.turn] = (trace, span)
     for index, trace in enumerate(trajectory.traces):
         for span in trace.spans:
             if not span.is_owned:
-                _verify_copy(trace, span, owners.get((span.turn, span.request_id)), index)
+                _verify_copy(trace, span, owners.get(span.turn), index)
 
 
 def verify_trace(trace: Trace) -> None:
@@ -120,5 +123,5 @@ def _verify_copy(trace: Trace, span: Span, owner: tuple[Trace, Span] | None, ind
         raise TraceInvalid(f"trace {index}: the span of turn {span.turn} has no owner", trace=index)
     original, owned = owner
     is_same = trace.token_ids[span.start : span.end] == original.token_ids[owned.start : owned.end]
-    if not is_same or span.sampled_digest != owned.sampled_digest:
+    if not is_same or span.request_id != owned.request_id or span.sampled_digest != owned.sampled_digest:
         raise TraceInvalid(f"trace {index}: the copy of turn {span.turn} differs from its owner's", trace=index)

@@ -1,0 +1,239 @@
+"""The digest of a history: equal for two requests that say the same, however their clients write it down.
+
+What encodings differ in is left out: ids of calls, null fields, the formatting of arguments, text in parts, and a line
+of the system prompt that is different in every request. So is an argument that has the very value which the schema of
+its tool, in the same request, declares as its default: programs fill those in (Claude Code adds `replace_all: false`).
+Nothing that was said is left out: two histories that differ in a word, a call, an image or (unless asked for otherwise)
+a thought have different digests. And nothing is made up by leaving out: whoever extends a history is sent the ids that
+were sampled, not what the client wrote.
+
+Each link is the digest of the one before and of its message, so a history is digested in one pass, and the next
+message in a step. Arguments are parsed once, however often they are sent back: 60 messages with 58 calls, 66 kB in all,
+cost 0.4 ms, and 1.2 ms the first time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeVar, cast
+
+import orjson
+
+from rollyard.core import Json, Message
+from rollyard.tokens.base import ToolSchema
+from rollyard.tokens.calls import named_arguments
+
+_T = TypeVar("_T")
+
+_CHANGING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
+"""Claude Code's: a line of its system prompt that differs from request to request and tells the model nothing."""
+
+_EXACT = 2**53  # below this, a float that is whole is the same number as the integer, in every JSON library
+
+MAX_CALLS, MAX_TOOLSETS = 4096, 64
+"""How many are remembered: calls by their digest (0.2 kB each), tool sets by their defaults. Beyond that all are
+forgotten and read again, which costs time and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """`chain[n]` is the digest of the first n messages; `bare[n]` the same without what the model thought."""
+
+    chain: tuple[bytes, ...] = (b"",)
+    bare: tuple[bytes, ...] = (b"",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """What one tool takes an argument for where a call leaves it out, in canonical JSON; and a digest of all that."""
+
+    values: Mapping[str, bytes]
+    digest: bytes
+
+
+_NO_DEFAULTS = _Defaults({}, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Toolset:
+    """The tools that a request offers. `defaults` has those that declare any; most declare none."""
+
+    digest: bytes
+    defaults: Mapping[str, _Defaults]
+
+
+class Histories:
+    """Digests the histories of one rollout. `has_reasoning`: what the model thought is part of what it said."""
+
+    def __init__(self, *, has_reasoning: bool) -> None:
+        self._has_reasoning = has_reasoning
+        self._toolsets: dict[bytes, Toolset] = {}
+        self._read: dict[bytes, str] = {}  # arguments as they were written → what they say
+
+    def toolset(self, tools: Sequence[ToolSchema]) -> Toolset:
+        key = digest(list(tools))
+        found = self._toolsets.get(key)
+        if found is None:
+            found = Toolset(key, _defaults(tools))
+            _keep(self._toolsets, key, found, MAX_TOOLSETS)
+        return found
+
+    def of(self, messages: Sequence[Message], toolset: Toolset) -> History:
+        chain, bare = [b""], [b""]
+        for message in messages:
+            full, less = self._links(message, chain[-1], bare[-1], toolset)
+            chain.append(full)
+            bare.append(less)
+        return History(tuple(chain), tuple(bare))
+
+    def then(self, history: History, message: Message, toolset: Toolset) -> History:
+        chain, bare = self._links(message, history.chain[-1], history.bare[-1], toolset)
+        return History((*history.chain, chain), (*history.bare, bare))
+
+    def _links(self, message: Message, chain: bytes, bare: bytes, toolset: Toolset) -> tuple[bytes, bytes]:
+        said = _hash(_canonical(self._essence(message, toolset)))
+        bare = _hash(bare + said)
+        if not self._has_reasoning:
+            return bare, bare
+        thought = _text(message.get("reasoning_content")) if message.get("role") == "assistant" else ""
+        return _hash(chain + said + thought.encode("utf-8", "surrogatepass")), bare
+
+    def _essence(self, message: Message, toolset: Toolset) -> Json:
+        """What a message says, in the one way that all encodings of it share."""
+        role, content = message.get("role"), message.get("content")
+        if role in ("system", "developer"):
+            return ["system", _text(content, _without_changing), message.get("name")]
+        if role == "assistant":
+            calls = message.get("tool_calls")
+            said = [self._call(call, toolset) for call in calls] if isinstance(calls, Sequence) else []
+            return [role, _text(content), said]
+        return [role, _text(content), message.get("name") if role != "tool" else None]
+
+    def _call(self, call: Json, toolset: Toolset) -> Json:
+        name, arguments = named_arguments(call)
+        defaults = toolset.defaults.get(name, _NO_DEFAULTS)
+        if not isinstance(arguments, str):
+            try:
+                arguments = _canonical(arguments).decode()
+            except RecursionError:
+                return [name, None]
+        key = blake2b(arguments.encode("utf-8", "surrogatepass"), digest_size=16, key=defaults.digest).digest()
+        said = self._read.get(key)
+        if said is None:
+            said = _arguments(arguments, defaults.values)
+            _keep(self._read, key, said, MAX_CALLS)
+        return [name, said]
+
+
+def digest(value: object) -> bytes:
+    """Of any JSON, whatever the order of its keys."""
+    return _hash(_canonical(value))
+
+
+def _keep(kept: dict[bytes, _T], key: bytes, value: _T, most: int) -> None:
+    if len(kept) >= most:
+        kept.clear()
+    kept[key] = value
+
+
+def _without_changing(text: str) -> str:
+    return _CHANGING.sub("", text) if "x-anthropic-billing-header:" in text else text
+
+
+def _same(text: str) -> str:
+    return text
+
+
+def _text(content: Json, clean: Callable[[str], str] = _same) -> str:
+    """Text parts are their text; what is not text (an image) is its JSON, so that none equals another."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return clean(content)
+    if not isinstance(content, Sequence):
+        return "\0" + _canonical(content).decode()
+    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    return "".join(
+        clean(part) if isinstance(part, str) else "\0" + _canonical(whole).decode()
+        for part, whole in zip(parts, content, strict=True)
+    )
+
+
+def _arguments(text: str, defaults: Mapping[str, bytes]) -> str:
+    """The digest of what they say; of their text, where that is no JSON."""
+    try:
+        value = _read(text or "{}")
+        if defaults and isinstance(value, Mapping):
+            value = {
+                key: item for key, item in value.items() if key not in defaults or _canonical(item) != defaults[key]
+            }
+        return _hash(_canonical(value)).hex()
+    except (ValueError, RecursionError):
+        return "text " + _hash(text.encode("utf-8", "surrogatepass")).hex()
+
+
+def _defaults(tools: Sequence[ToolSchema]) -> dict[str, _Defaults]:
+    """Of the properties of each tool's parameters, not of what is inside them. A name offered twice has none, nor has a
+    tool whose defaults are no JSON."""
+    found: dict[str, _Defaults] = {}
+    seen: set[str] = set()
+    for tool in tools:
+        function = _mapping(tool.get("function"))
+        name, properties = function.get("name"), _mapping(_mapping(function.get("parameters")).get("properties"))
+        declared = {
+            key: schema["default"]
+            for key, schema in properties.items()
+            if isinstance(schema, Mapping) and "default" in schema
+        }
+        if not isinstance(name, str):
+            continue
+        if name in seen:
+            found.pop(name, None)
+        elif declared:
+            with suppress(ValueError, RecursionError):
+                values = {key: _canonical(_read(_canonical(value).decode())) for key, value in declared.items()}
+                found[name] = _Defaults(values, digest(declared))
+        seen.add(name)
+    return found
+
+
+def _mapping(value: Json) -> Mapping[str, Json]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _read(text: str) -> Json:
+    return cast("Json", json.loads(text, parse_float=_number, parse_constant=_refuse))
+
+
+def _number(text: str) -> int | float | str:
+    """2.0 is 2: JavaScript writes it so. What no float holds stays the text that it was."""
+    value = float(text)
+    if value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    return value if abs(value) != float("inf") else text
+
+
+def _refuse(name: str) -> Json:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _canonical(value: object) -> bytes:
+    try:
+        return orjson.dumps(value, default=_plain, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # a whole number beyond 64 bits, half a surrogate pair, nesting beyond its bounds
+        return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: object) -> Json:
+    if isinstance(value, Mapping):
+        return dict(cast("Mapping[str, Json]", value))
+    return list(cast("Sequence[Json]", value))
+
+
+def _hash(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()

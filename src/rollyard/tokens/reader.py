@@ -1,0 +1,202 @@
+"""Reads a turn while it is sampled, for a listener who is told of it piece by piece.
+
+The renderer's own reading of the whole turn is the truth. What comes before is told early only where the markers show
+that it will stay so: text, thinking, and calls that were closed. Where that is not certain (a call inside thinking
+that may yet be closed, a `<think>` in the middle of an answer), nothing is told until it is, or until the end.
+
+Invariants. Nothing is told twice or taken back: the deltas put together are exactly the content and the reasoning that
+`finish` returns, and the calls told are its calls. For a format whose markers are known, by their ids or (text_cut.py)
+by their text, that is `renderer.parse` of all ids. If a turn turns out otherwise than it was told (a stray `</think>`),
+what was told stands, the rest is appended as the model wrote it, and `finish` returns that: it is what the listener
+will send back.
+
+Work per piece does not grow with the turn, but for one reading at the end of the thinking and of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from rollyard.tokens.base import Markers, Parsed, Renderer, ToolCall, ToolSchema
+from rollyard.tokens.calls import assistant_message
+from rollyard.tokens.channel import Channel, Characters
+from rollyard.tokens.text_cut import Kind, TextCut
+from rollyard.tokens.turns import ends_thinking
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More of what the model says, or thinks."""
+
+    kind: Kind
+    text: str
+
+
+class _State(Enum):
+    THINK = auto()
+    DRAFT = auto()  # a call inside thinking: part of it, if the thinking is closed
+    SAY = auto()  # so it begins, too, unless the prompt has opened the thinking
+    CALL = auto()  # the first call was opened: only calls are told now
+    TEXT = auto()  # the markers are text: what is told is for the text's own cut to say
+    WAIT = auto()  # what follows can be told only once all of it is there
+    ENDED = auto()  # the stop token has come
+
+
+class Reader:
+    """See the module."""
+
+    def __init__(self, renderer: Renderer, prompt_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> None:
+        self._renderer, self._prompt, self._tools = renderer, prompt_ids, tools
+        self._ids: list[int] = []
+        self._out: list[Delta | ToolCall] = []
+        self._told: dict[Kind, list[str]] = {"text": [], "reasoning": []}
+        self._calls: list[ToolCall] = []
+        self._stops = frozenset(renderer.stop_token_ids)
+        self._has_thought = False
+        self._waits_from: int | None = None
+        markers = renderer.markers
+        self._markers = markers or Markers()
+        self._state = _State.SAY
+        if markers is None:
+            self._wait(0)
+        elif markers.is_text:
+            self._state = _State.TEXT
+        elif ends_thinking(prompt_ids, markers, renderer.stop_token_ids):
+            self._state = _State.THINK
+        self._cut = TextCut()
+        self._channel = (Characters if self._state is _State.TEXT else Channel)(renderer.decode)
+
+    def feed(self, ids: Sequence[int]) -> list[Delta | ToolCall]:
+        """What can be told now that these ids were sampled."""
+        for token in ids:
+            self._ids.append(token)
+            if self._state is not _State.ENDED:
+                self._read(token)
+        if self._state is _State.SAY:
+            self._tell("text", self._channel.take())
+        elif self._state is _State.THINK:
+            self._tell("reasoning", self._channel.take())
+        elif self._state is _State.TEXT:
+            self._read_text(self._channel.take())
+        return self._taken()
+
+    def finish(self) -> tuple[list[Delta | ToolCall], Parsed]:
+        """What is left to tell, and the turn as it was told."""
+        truth = self._renderer.parse(self._ids, self._prompt, self._tools)
+        said, thought = self._so_far("text"), self._so_far("reasoning")
+        is_as_told = truth.content.startswith(said) and truth.reasoning.startswith(thought)
+        if is_as_told:
+            self._tell("reasoning", truth.reasoning[len(thought) :])
+            self._tell("text", truth.content[len(said) :])
+        elif self._waits_from is not None:
+            for token in self._untold(self._waits_from):
+                self._channel.add(token)
+            self._tell("text", self._channel.rest())
+        elif self._markers.is_text:
+            for kind, text in [*self._cut.feed(self._channel.rest()), *self._cut.rest()]:
+                self._tell(kind, text)
+        if list(truth.tool_calls[: len(self._calls)]) == self._calls:
+            self._tell_calls(truth.tool_calls)
+        said, thought, calls = self._so_far("text"), self._so_far("reasoning"), tuple(self._calls)
+        if (said, thought, calls) == (truth.content, truth.reasoning, truth.tool_calls):
+            return self._taken(), truth
+        return self._taken(), Parsed(said, thought, calls, assistant_message(said, thought, calls))
+
+    # --- one id ---
+
+    def _read(self, token: int) -> None:
+        markers, state = self._markers, self._state
+        if token in self._stops:
+            self._end()
+        elif state in (_State.THINK, _State.DRAFT):
+            if token == markers.think_close:
+                self._end_thinking()
+            elif token != markers.think_open:  # a second opening says nothing
+                if token in markers.call_open and state is _State.THINK:
+                    self._tell("reasoning", self._channel.take())
+                    self._state = _State.DRAFT
+                self._channel.add(token)
+        elif state is _State.CALL:
+            if token in markers.call_close:
+                self._tell_calls(self._parsed().tool_calls)
+        elif state is _State.SAY:
+            if token in markers.call_open:
+                self._tell("text", self._channel.rest())
+                self._state = _State.CALL
+            elif token in (markers.think_open, markers.think_close) and not self._has_thought:
+                self._begin_thinking(token)
+            else:
+                self._channel.add(token)
+        elif state is _State.TEXT:
+            self._channel.add(token)
+
+    def _read_text(self, text: str) -> None:
+        for kind, piece in self._cut.feed(text):
+            self._tell(kind, piece)
+        settled = self._cut.settled_calls
+        if settled > len(self._calls):
+            self._tell_calls(self._parsed().tool_calls[:settled])
+
+    def _begin_thinking(self, token: int) -> None:
+        self._tell("text", self._channel.take())
+        if token == self._markers.think_open and not self._so_far("text") and not self._channel.has_more:
+            self._channel = Channel(self._renderer.decode)
+            self._state = _State.THINK
+        else:  # not where a turn begins to think: only the renderer can say what this is
+            self._wait(len(self._ids) - 1)
+
+    def _end_thinking(self) -> None:
+        self._tell("reasoning", self._channel.rest())
+        self._channel = Channel(self._renderer.decode)
+        self._state, self._has_thought = _State.SAY, True
+        parsed = self._parsed()
+        if parsed.content or parsed.reasoning != self._so_far("reasoning"):
+            self._wait(len(self._ids))
+
+    def _end(self) -> None:
+        if self._state is _State.SAY:
+            self._tell("text", self._channel.rest())
+        elif self._state is _State.THINK:
+            self._tell("reasoning", self._channel.rest())
+        elif self._state is _State.TEXT:
+            self._read_text(self._channel.rest())
+        self._state = _State.ENDED
+
+    def _wait(self, at: int) -> None:
+        self._state, self._waits_from = _State.WAIT, at
+
+    # --- telling ---
+
+    def _tell(self, kind: Kind, text: str) -> None:
+        if not text:
+            return
+        self._told[kind].append(text)
+        last = self._out[-1] if self._out else None
+        if isinstance(last, Delta) and last.kind == kind:
+            self._out[-1] = Delta(kind, last.text + text)
+        else:
+            self._out.append(Delta(kind, text))
+
+    def _tell_calls(self, calls: Sequence[ToolCall]) -> None:
+        new = calls[len(self._calls) :]
+        self._calls += new
+        self._out += new
+
+    def _so_far(self, kind: Kind) -> str:
+        self._told[kind] = ["".join(self._told[kind])]
+        return self._told[kind][0]
+
+    def _parsed(self) -> Parsed:
+        return self._renderer.parse(self._ids, self._prompt, self._tools)
+
+    def _untold(self, at: int) -> list[int]:
+        """The ids from there to the first call or the end."""
+        ends = self._stops | self._markers.call_open
+        rest = self._ids[at:]
+        return rest[: next((n for n, token in enumerate(rest) if token in ends), len(rest))]
+
+    def _taken(self) -> list[Delta | ToolCall]:
+        taken, self._out = self._out, []
+        return taken

@@ -1,0 +1,93 @@
+"""A turn cut at markers that are mere text, where a vocabulary has no ids for them (SmolLM2): whole, or as it comes.
+
+Thinking, if it comes first, ends at the first `</think>`; what follows is said, up to the first `<tool_call>`; from
+there on there are only calls, each closed by the first `</tool_call>` behind it or by the next one. Read so, from left
+to right, nothing has to be taken back, and a marker is known as soon as its last character is there.
+
+Invariant (tests/tokens/test_reader.py): what `TextCut` gives is what `cut_text` gives of all the text, stripped. Work
+per piece does not grow with the turn: what is held is never longer than a marker.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from rollyard.tokens.channel import Trim
+
+Kind = Literal["text", "reasoning"]
+
+THINK, THINK_END, CALL, CALL_END = "<think>", "</think>", "<tool_call>", "</tool_call>"
+_CALLS = re.compile(f"{CALL}|{CALL_END}")
+
+
+def cut_text(text: str) -> tuple[str, str, list[tuple[str, bool]]]:
+    """(content, reasoning, each call with whether it was closed)."""
+    reasoning = ""
+    if text.lstrip().startswith(THINK):
+        reasoning, _, text = text.lstrip().removeprefix(THINK).partition(THINK_END)
+    content, *blocks = text.split(CALL)
+    calls: list[tuple[str, bool]] = []
+    for block in blocks:
+        body, closing, _ = block.partition(CALL_END)
+        calls.append((body, bool(closing)))
+    return content, reasoning, calls
+
+
+class TextCut:
+    """Is fed text as it comes. Calls are only counted: how they are read is the renderer's."""
+
+    def __init__(self) -> None:
+        self._part: Literal["start", "reasoning", "text", "calls"] = "start"
+        self._trim = Trim()
+        self._held = ""  # it may be the beginning of a marker
+        self._opened = 0
+        self.settled_calls = 0  # up to the last that was closed
+
+    def feed(self, text: str) -> list[tuple[Kind, str]]:
+        """What is certain now; of the white space at the ends, none."""
+        self._held += text
+        out: list[tuple[Kind, str]] = []
+        if self._part == "start":
+            self._start()
+        if self._part == "reasoning" and self._up_to(THINK_END, "reasoning", out):
+            self._part, self._trim = "text", Trim()
+        if self._part == "text" and self._up_to(CALL, "text", out):
+            self._part, self._opened = "calls", 1
+        if self._part == "calls":
+            self._count()
+        return out
+
+    def rest(self) -> list[tuple[Kind, str]]:
+        """What is held, where nothing more comes."""
+        kind: Kind = "reasoning" if self._part == "reasoning" else "text"
+        held, self._held = self._held, ""
+        return [] if self._part == "calls" else [(kind, self._trim.take(held))]
+
+    def _start(self) -> None:
+        self._held = self._held.lstrip()
+        if self._held.startswith(THINK):
+            self._part, self._held = "reasoning", self._held.removeprefix(THINK)
+        elif not THINK.startswith(self._held):
+            self._part = "text"
+
+    def _up_to(self, marker: str, kind: Kind, out: list[tuple[Kind, str]]) -> bool:
+        """Gives what is before the marker, or before what may become it; whether it was there."""
+        before, found, after = self._held.partition(marker)
+        if not found:
+            at = before.rfind("<", max(0, len(before) - len(marker) + 1))  # no marker has a second "<"
+            if at >= 0 and marker.startswith(before[at:]):
+                before, after = before[:at], before[at:]
+        self._held = after
+        out.append((kind, self._trim.take(before)))
+        return bool(found)
+
+    def _count(self) -> None:
+        end = 0
+        for match in _CALLS.finditer(self._held):
+            end = match.end()
+            if match[0] == CALL:
+                self._opened += 1
+            else:
+                self.settled_calls = self._opened
+        self._held = self._held[end:][1 - len(CALL_END) :]

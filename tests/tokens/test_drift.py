@@ -1,0 +1,96 @@
+"""The known breakers of token identity: each breaks rendering a history anew, and none breaks splicing."""
+
+from typing import Any
+
+import pytest
+
+from rollyard.tokens import ChatML, Renderer, Tokenizer
+from rollyard.tokens.library import LibraryRenderer
+
+from .books import SHELL, START, book, call, keep
+
+
+@pytest.fixture(params=["chatml", "qwen3_renderer"])
+def renderer(request: pytest.FixtureRequest) -> Renderer:
+    return request.getfixturevalue(request.param)
+
+
+def pieces(renderer: Renderer, *texts: str) -> list[int]:
+    """Tokens that no tokenizer would give for the whole text: a model may sample them all the same."""
+    return [token for text in texts for token in renderer.encode(text)]
+
+
+XML = "<tool_call>\n<function=shell>\n<parameter=quiet>\nfalse\n</parameter>\n</function>\n</tool_call>"
+BREAKERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "false, which comes back as False": ("qwen3.5", (XML,)),
+    "false written as the template would not": ("qwen3", (call('{"a":false}'),)),
+    "no parameters, which come back as empty ones": ("qwen3", ('<tool_call>\n{"name": "shell"}\n</tool_call>',)),
+    "empty parameters in another order": ("qwen3", ('<tool_call>\n{"arguments": {}, "name": "shell"}\n</tool_call>',)),
+    "a text in other tokens than the tokenizer's": ("qwen3", ("hel", "lo wor", "ld")),
+    "a newline that merges with the prompt's": ("qwen3", ("\n", "Yes.")),
+    "thinking that the template strips": ("qwen3", ("<think>\nHm.\n</think>\n\nYes.",)),
+    "spaces before the end": ("qwen3", ("Yes.  \n\n",)),
+}
+
+
+@pytest.mark.parametrize("name", BREAKERS)
+def test_what_breaks_rendering_anew_does_not_break_this(qwen3: Tokenizer, name: str):
+    """Each is shown to break the plain way, or it would show nothing."""
+    family, texts = BREAKERS[name]
+    renderer = LibraryRenderer(qwen3, family)
+    it = book(renderer, reasoning="keep")
+    turn = it.begin(START, [SHELL])
+    ids = [*pieces(renderer, *texts), *renderer.stop_token_ids[:1]]
+    parsed = it.keep(turn, ids, [-0.5] * len(ids), finish_reason="stop", versions=[(0, 0, len(ids))])
+    sent = {key: value for key, value in parsed.message.items() if key != "reasoning_content"}
+    messages = [*START, sent, {"role": "user", "content": "More."}]
+    known = turn.prompt + ids
+    anew = renderer.render(messages, [SHELL])
+    assert anew[: len(known)] != known
+    if "False" in name:
+        assert "False" in renderer.decode(anew) and "False" not in renderer.decode(known)
+    after = it.begin(messages, [SHELL])
+    assert after.is_extension and after.prompt[: len(known)] == known
+
+
+@pytest.mark.parametrize("texts", [("hel", "lo wor", "ld"), ("\n", "Yes.")], ids=["inside", "at the prompt's end"])
+def test_the_same_text_is_not_the_same_tokens(chatml: ChatML, qwen3: Tokenizer, texts: tuple[str, ...]):
+    """BPE merges what was sampled apart: whoever keeps text, and not ids, trains on tokens that nobody sampled."""
+    renderer = ChatML(qwen3)
+    it = book(renderer)
+    turn = it.begin(START)
+    ids = [*pieces(renderer, *texts), *renderer.stop_token_ids[:1]]
+    known = turn.prompt + ids
+    again = renderer.encode(renderer.decode(known))
+    assert again != known and renderer.decode(again) == renderer.decode(known)
+    parsed = it.keep(turn, ids, None, finish_reason="stop")
+    after = it.begin([*START, parsed.message, {"role": "user", "content": "More."}])
+    assert after.prompt[: len(known)] == known
+
+
+def test_the_newline_behind_the_close_token_is_there_once(renderer: Renderer):
+    """Engines stop at the close token, templates write a newline behind it: appending the new turn alone loses it."""
+    it = book(renderer)
+    turn = it.begin(START)
+    ids, answer = keep(it, renderer, turn, "Yes.")
+    more = {"role": "user", "content": "More."}
+    alone = renderer.encode("<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n")
+    as_the_template = renderer.render([*START, answer, more])
+    assert turn.prompt + ids + alone != as_the_template
+    assert it.begin([*START, answer, more]).prompt == as_the_template
+
+
+def test_a_changing_header_line_breaks_rendering_anew_and_not_this(renderer: Renderer):
+    def messages(header: str) -> list[Any]:
+        lines = [f"x-anthropic-billing-header: cc_version={header};", "You are an agent.\nBe brief."]
+        parts = [{"type": "text", "text": line} for line in lines]
+        return [{"role": "system", "content": parts}, {"role": "user", "content": "Go."}]
+
+    it = book(renderer)
+    turn = it.begin(messages("1.a"))
+    ids, answer = keep(it, renderer, turn, "Yes?")
+    known, later = turn.prompt + ids, [*messages("1.b"), answer, {"role": "user", "content": "More."}]
+    assert renderer.render(later)[: len(known)] != known
+    assert it.begin(later).prompt[: len(known)] == known
+    later[0] = {"role": "system", "content": [later[0]["content"][0], {"type": "text", "text": "You are.\nBe brief."}]}
+    assert not it.begin(later).is_extension  # only that line may change, not what stands behind it
