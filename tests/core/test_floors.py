@@ -15,11 +15,12 @@ BELOW: dict[str, set[str]] = {
     "engines": {"core"},
     "tokens": {"core"},
     "tools": {"sandbox", "core"},
-    "agents": {"tools", "engines", "tokens", "sandbox", "core"},
+    "gateway": {"tokens", "engines", "core"},
+    "agents": {"tools", "gateway", "engines", "tokens", "sandbox", "core"},
     "envs": {"tools", "engines", "sandbox", "core"},
-    "pipeline": {"envs", "agents", "tools", "sandbox", "engines", "tokens", "store", "core"},
+    "pipeline": {"envs", "agents", "gateway", "tools", "sandbox", "engines", "tokens", "store", "core"},
     "client": {"core"},
-    "service": {"pipeline", "store", "engines", "sandbox", "envs", "agents", "tools", "tokens", "core"},
+    "service": {"pipeline", "store", "engines", "sandbox", "envs", "agents", "gateway", "tools", "tokens", "core"},
 }
 ROOT = Path(rollyard.__file__).parent
 

@@ -1,0 +1,7 @@
+"""The LLM door that an agent program talks to: three dialects, one session per rollout, every token exact."""
+
+from rollyard.gateway.app import GatewayApp
+from rollyard.gateway.base import Problem
+from rollyard.gateway.session import GatewaySession, open_gateway
+
+__all__ = ["GatewayApp", "GatewaySession", "Problem", "open_gateway"]

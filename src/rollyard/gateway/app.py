@@ -1,0 +1,200 @@
+"""The gateway as an ASGI app: which dialect a path speaks, and how an answer goes out.
+
+    POST /v1/chat/completions   POST /v1/responses   POST /v1/messages   POST /v1/messages/count_tokens   GET /v1/models
+
+Each also without /v1. Plain ASGI, not a framework: there is one small router, and it is the hot path of every agent
+program's every step.
+
+A streamed answer begins with its first token: what goes wrong before that is an HTTP status, as SDKs expect it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from rollyard.gateway.base import Ask, Dialect, Problem
+from rollyard.gateway.dialects.chat import Chat, model_body, models_body
+from rollyard.gateway.dialects.messages import Messages
+from rollyard.gateway.dialects.responses import Responses
+from rollyard.gateway.exchange import Listener
+from rollyard.gateway.session import GatewaySession
+
+log = logging.getLogger("rollyard.gateway")
+
+FIRST_S = 15.0
+"""How long an answer waits for its first token before it begins with nothing: clients give up on silence."""
+KEEP_ALIVE_S = 15.0
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+CHAT, RESPONSES, MESSAGES = Chat(), Responses(), Messages()
+DIALECTS: Mapping[str, Dialect] = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
+COUNT, MODELS = "/messages/count_tokens", "/models"
+PATHS = frozenset({*DIALECTS, COUNT, MODELS})
+
+_JSON = (b"content-type", b"application/json")
+_NO_RETRY = (b"x-should-retry", b"false")
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class GatewayApp:
+    """See the module. `watches`: the server does not cancel the app when its client goes away, so we look ourselves."""
+
+    def __init__(self, session: GatewaySession, *, watches: bool = False) -> None:
+        self._session = session
+        self._watches = watches
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        path = short_path(scope["path"])
+        dialect = dialect_of(path, headers)
+        ask: Ask | None = None
+        try:
+            if path == MODELS or path.startswith(f"{MODELS}/"):
+                name = path[len(MODELS) + 1 :]  # a name has slashes in it
+                await _answer(send, 200, model_body(name) if name else models_body((self._session.model,)))
+                return
+            if scope["method"] != "POST" or (path not in DIALECTS and path != COUNT):
+                raise Problem("not_found", f"there is no {scope['method']} {scope['path']} here")
+            raw = await _body(receive)
+            ask = read(dialect, raw)
+            if path == COUNT:
+                await _answer(send, 200, orjson.dumps({"input_tokens": self._session.count(ask)}))
+                return
+            key = blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
+            listener = await self._session.open(dialect, ask, key, retries=_retries(headers))
+        except Problem as problem:
+            await refuse(send, dialect, problem, ask)
+            return
+        try:
+            await self._told(dialect, ask, listener, receive, send)
+        finally:
+            listener.leave()
+
+    async def _told(self, dialect: Dialect, ask: Ask, listener: Listener, receive: Receive, send: Send) -> None:
+        tell = _stream if ask.is_stream else _whole
+        if not self._watches:
+            await tell(dialect, ask, listener, send)
+            return
+        telling = asyncio.ensure_future(tell(dialect, ask, listener, send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((telling, gone), return_when=asyncio.FIRST_COMPLETED)
+            if telling.done():
+                telling.result()
+        finally:
+            for task in (telling, gone):
+                task.cancel()
+            await asyncio.wait((telling, gone))
+
+
+async def _whole(dialect: Dialect, ask: Ask, listener: Listener, send: Send) -> None:
+    try:
+        told = await listener.told()
+    except Problem as problem:
+        await refuse(send, dialect, problem)
+        return
+    await _answer(send, 200, dialect.reply(ask, told), (b"x-request-id", told.id.encode()))
+    listener.delivered()
+
+
+async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send) -> None:
+    exchange = listener.exchange
+    batch = await listener.next(FIRST_S)
+    if batch is None and exchange.problem is not None:
+        await refuse(send, dialect, exchange.problem, ask)
+        return
+    writer = dialect.writer(ask, exchange.id, exchange.created, exchange.prompt_tokens)
+    request_id = (b"x-request-id", exchange.id.encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]})
+    lead = writer.begin()
+    while batch is not None:
+        data = b"".join(map(writer.event, batch)) if batch else writer.keep_alive()
+        await send({"type": "http.response.body", "body": lead + data, "more_body": True})
+        lead = b""
+        batch = await listener.next(KEEP_ALIVE_S)
+    told = exchange.told
+    if told is None:
+        problem = exchange.problem or Problem("internal", "the answer was lost")
+        await send({"type": "http.response.body", "body": lead + writer.error(problem), "more_body": False})
+        return
+    await send({"type": "http.response.body", "body": lead + writer.end(told), "more_body": False})
+    listener.delivered()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- reading
+
+
+def short_path(path: str) -> str:
+    return path.removeprefix("/v1").rstrip("/")
+
+
+def dialect_of(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
+    """Whose words a path is answered in; for one that all have, by the client's own header."""
+    if path == COUNT or (path not in DIALECTS and b"anthropic-version" in headers):
+        return MESSAGES
+    return DIALECTS.get(path, CHAT)
+
+
+def read(dialect: Dialect, raw: bytes) -> Ask:
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Problem("invalid", f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Problem("invalid", "the body has to be a JSON object")
+    return dialect.read(body)
+
+
+def _retries(headers: Mapping[bytes, bytes]) -> int:
+    """How often the SDK has sent this before, as OpenAI's and Anthropic's say it."""
+    value = headers.get(b"x-stainless-retry-count", b"0")
+    return int(value) if value.isdigit() else 0
+
+
+async def _body(receive: Receive) -> bytes:
+    message = await receive()
+    if not message.get("more_body", False) and message["type"] == "http.request":
+        return message.get("body", b"")
+    chunks = bytearray(message.get("body", b""))
+    while message["type"] == "http.request" and message.get("more_body", False):
+        message = await receive()
+        chunks += message.get("body", b"")
+    if message["type"] != "http.request":
+        raise Problem("invalid", "the client went away")
+    return bytes(chunks)
+
+
+# --- answering
+
+
+async def refuse(send: Send, dialect: Dialect, problem: Problem, ask: Ask | None = None) -> None:
+    """By status; but the Responses API tells a stream's overflow in the stream, and there its programs look for it."""
+    if ask is not None and ask.is_stream and problem.kind == "context" and dialect is RESPONSES:
+        writer = dialect.writer(ask, secrets.token_hex(12), int(time.time()), problem.used_tokens or 0)
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await send({"type": "http.response.body", "body": writer.begin() + writer.error(problem), "more_body": False})
+        return
+    extra = () if problem.is_retryable else (_NO_RETRY,)
+    await _answer(send, problem.status, dialect.error(problem), *extra)
+
+
+async def _answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

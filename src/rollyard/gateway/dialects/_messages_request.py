@@ -1,0 +1,270 @@
+"""Reading a request of Anthropic Messages: a body becomes an `Ask`. The writing half is `messages.py`.
+
+How its words map to ours:
+- `system`, a text or text blocks, is the first message, its blocks on lines of their own (one of Claude Code's is a
+  header line that `tokens.splice` knows by its being a line). A message of role `system` further on stays where it is.
+- A user's `tool_result` blocks become tool messages, in their place; text and images around them become user messages.
+  Messages of one role in a row are one turn, as in Anthropic's own reading: a client may send either form of a history.
+- Blocks of text are joined by a newline where a user or a tool said them, and as they are where the assistant did: its
+  blocks are cuts in one stretch of sampled text. `thinking` is `reasoning_content`; its signature proves nothing here.
+- A result with `is_error` begins with "Error: ", unless it says so itself: a tool message has no such field.
+- A call is told with the id `toolu_{reply}_{its own}`, and read back with its own: some models see what they chose.
+
+Refused, since the model would not see what was said: documents, search results, references to deferred tools,
+redacted thinking, blocks of tools that a server runs, images of Anthropic's file store, and an assistant's turn at the
+end (a prefill: the reply would have to begin in the middle of it).
+
+Overruled, by name: temperature, top_p, top_k, stop_sequences, thinking, output_config, output_format, mcp_servers, a
+tool_choice that is not a plain auto; `tools.type`, a tool that has no schema because Anthropic runs or knows it;
+`tools.defer_loading`, a tool that is not to be shown yet. All else is accepted and ignored: metadata, service_tier,
+cache_control, context_management, citations, betas and what is new tomorrow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from rollyard.core import Json, Message
+from rollyard.gateway.base import Ask, Problem
+from rollyard.tokens.base import ToolSchema
+
+_OVERRULED: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop_sequences",
+    "thinking",
+    "output_config",
+    "output_format",
+    "mcp_servers",
+)
+_OUR_ID = re.compile(r"toolu_[0-9A-Za-z]+_(.+)", re.DOTALL)
+
+Part = str | Mapping[str, Json]
+"""A piece of what a user or a tool said: text, or an image in chat's shape."""
+
+
+def read(body: Mapping[str, Json]) -> Ask:
+    history = _History()
+    system = body.get("system")
+    if system is not None:
+        history.system(_texts(system, "system"))
+    for index, message in enumerate(_list(body.get("messages"), "messages")):
+        history.take(_mapping(message, f"messages.{index}"), f"messages.{index}")
+    overruled = [name for name in _OVERRULED if body.get(name) not in (None, [], {})]
+    if _is_overruled_choice(body.get("tool_choice")):
+        overruled.append("tool_choice")
+    tools: list[ToolSchema] = []
+    for index, item in enumerate(_list(body.get("tools") or (), "tools")):
+        tool = _tool(_mapping(item, f"tools.{index}"), f"tools.{index}")
+        if not isinstance(tool, str):
+            tools.append(tool)
+        elif tool not in overruled:
+            overruled.append(tool)
+    model, max_tokens = body.get("model"), body.get("max_tokens")
+    if not isinstance(model, str) or not model:
+        raise _wrong("model", "a model's name is required")
+    if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
+        raise _wrong("max_tokens", "it must be a whole number of at least 1")
+    return Ask(
+        messages=history.done(),
+        tools=tuple(tools),
+        model=model,
+        max_tokens=max_tokens,
+        is_stream=body.get("stream") is True,
+        overruled=tuple(overruled),
+    )
+
+
+class _History:
+    """The messages so far, and the turn that is being put together."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._said: list[Part] = []  # of a user
+        self._text: list[str] = []  # of the assistant, as the two below
+        self._thought: list[str] = []
+        self._calls: list[Json] = []
+        self._is_assistant = False  # such a turn is open, if only an empty one
+
+    def system(self, text: str) -> None:
+        self._close_user()
+        self._close_assistant()
+        self._messages.append({"role": "system", "content": text})
+
+    def take(self, message: Mapping[str, Json], at: str) -> None:
+        role, content = message.get("role"), message.get("content")
+        if role == "system":
+            self.system(_texts(content, f"{at}.content"))
+        elif role == "user":
+            self._close_assistant()
+            blocks = _blocks(content, f"{at}.content")
+            if not blocks:
+                raise _wrong(f"{at}.content", "a user's message must say something")
+            for block, where in blocks:
+                self._user(block, where)
+        elif role == "assistant":
+            self._close_user()
+            self._is_assistant = True
+            for block, where in _blocks(content, f"{at}.content"):
+                self._assistant(block, where)
+        else:
+            raise _wrong(f"{at}.role", "it must be user, assistant or system")
+
+    def done(self) -> tuple[Message, ...]:
+        if self._is_assistant:
+            raise _wrong(
+                "messages", "a prefill of the assistant's turn is not offered: the last message must be a user's"
+            )
+        self._close_user()
+        if not any(message["role"] != "system" for message in self._messages):
+            raise _wrong("messages", "at least one message is required")
+        return tuple(self._messages)
+
+    def _user(self, block: Mapping[str, Json], at: str) -> None:
+        if block.get("type") != "tool_result":
+            self._said.append(_part(block, at))
+            return
+        self._close_user()
+        parts = [_part(inner, where) for inner, where in _blocks(block.get("content") or "", f"{at}.content")]
+        if block.get("is_error") is True and not (parts and _is_marked(parts[0])):
+            first = parts[0] if parts and isinstance(parts[0], str) else ""
+            parts = [f"Error: {first}".rstrip(" "), *(parts[1:] if first else parts)]
+        call_id = _own_id(_string(block, "tool_use_id", at))
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(parts)})
+
+    def _assistant(self, block: Mapping[str, Json], at: str) -> None:
+        kind = block.get("type")
+        if kind == "text":
+            self._text.append(_string(block, "text", at))
+        elif kind == "thinking":
+            self._thought.append(_string(block, "thinking", at))
+        elif kind == "tool_use":
+            arguments = json.dumps(_mapping(block.get("input"), f"{at}.input"), ensure_ascii=False)
+            function: Json = {"name": _string(block, "name", at), "arguments": arguments}
+            self._calls.append({"id": _own_id(_string(block, "id", at)), "type": "function", "function": function})
+        else:
+            raise _not_offered(block, at)
+
+    def _close_user(self) -> None:
+        if self._said:
+            self._messages.append({"role": "user", "content": _content(self._said)})
+            self._said = []
+
+    def _close_assistant(self) -> None:
+        if not self._is_assistant:
+            return
+        message: dict[str, Json] = {"role": "assistant", "content": "".join(self._text)}
+        if self._thought:
+            message["reasoning_content"] = "".join(self._thought)
+        if self._calls:
+            message["tool_calls"] = self._calls
+        self._messages.append(message)
+        self._text, self._thought, self._calls, self._is_assistant = [], [], [], False
+
+
+# --- blocks ---
+
+
+def _blocks(content: Json, at: str) -> list[tuple[Mapping[str, Json], str]]:
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, at)] if content else []
+    return [(_mapping(block, f"{at}.{i}"), f"{at}.{i}") for i, block in enumerate(_list(content, at))]
+
+
+def _texts(content: Json, at: str) -> str:
+    parts: list[str] = []
+    for block, where in _blocks(content, at):
+        if block.get("type") != "text":
+            raise _not_offered(block, where)
+        parts.append(_string(block, "text", where))
+    return "\n".join(parts)
+
+
+def _part(block: Mapping[str, Json], at: str) -> Part:
+    kind = block.get("type")
+    if kind == "text":
+        return _string(block, "text", at)
+    if kind != "image":
+        raise _not_offered(block, at)
+    source = _mapping(block.get("source"), f"{at}.source")
+    if source.get("type") == "base64":
+        media, data = _string(source, "media_type", f"{at}.source"), _string(source, "data", f"{at}.source")
+        return {"type": "image_url", "image_url": {"url": f"data:{media};base64,{data}"}}
+    if source.get("type") == "url":
+        return {"type": "image_url", "image_url": {"url": _string(source, "url", f"{at}.source")}}
+    raise _not_offered(source, f"{at}.source")
+
+
+def _content(parts: Sequence[Part]) -> Json:
+    if any(not isinstance(part, str) for part in parts):
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _is_marked(part: Part) -> bool:
+    """Whether a failed tool says so itself. Claude Code's do: `Error: …`, `<tool_use_error>…`."""
+    return isinstance(part, str) and part.lstrip("< ").lower().startswith(("error", "tool_use_error"))
+
+
+def _own_id(told: str) -> str:
+    ours = _OUR_ID.fullmatch(told)
+    return ours[1] if ours else told
+
+
+# --- tools ---
+
+
+def _tool(tool: Mapping[str, Json], at: str) -> ToolSchema | str:
+    """Its schema in chat's shape, or by what name it is overruled."""
+    if tool.get("type") not in (None, "custom"):
+        return "tools.type"
+    if tool.get("defer_loading") is True:
+        return "tools.defer_loading"
+    function: dict[str, Json] = {"name": _string(tool, "name", at)}
+    if tool.get("description") is not None:
+        function["description"] = _string(tool, "description", at)
+    function["parameters"] = _mapping(tool.get("input_schema"), f"{at}.input_schema")
+    return {"type": "function", "function": function}
+
+
+def _is_overruled_choice(choice: Json) -> bool:
+    if choice is None:
+        return False
+    choice = _mapping(choice, "tool_choice")
+    return choice.get("type") != "auto" or choice.get("disable_parallel_tool_use") is True
+
+
+# --- shapes ---
+
+
+def _mapping(value: Json, at: str) -> Mapping[str, Json]:
+    if not isinstance(value, Mapping):
+        raise _wrong(at, "it must be an object")
+    return value
+
+
+def _list(value: Json, at: str) -> Sequence[Json]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _wrong(at, "it must be a list")
+    return value
+
+
+def _string(block: Mapping[str, Json], name: str, at: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"{at}.{name}", "it must be a text")
+    return value
+
+
+def _wrong(at: str, why: str) -> Problem:
+    return Problem("invalid", f"{at}: {why}", param=at)
+
+
+def _not_offered(block: Mapping[str, Json], at: str) -> Problem:
+    kind = block.get("type")
+    named = f"{kind[:64]!r}" if isinstance(kind, str) else "that have no type"
+    return Problem("invalid", f"{at}: blocks of type {named} are not offered here", code="not_offered", param=at)

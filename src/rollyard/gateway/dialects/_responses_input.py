@@ -1,0 +1,198 @@
+"""The `input` of a Responses request, read as messages.
+
+Here a turn of the assistant is not one message but several items: reasoning, text, calls. They are put together as one
+message, which is how the turn was sampled. Which items belong together: those whose ids carry the same reply (ours do,
+see `item_id`, and clients send them back), even where a client has put outputs between the calls of one turn; without
+ids, those that follow one another, until reasoning comes after something said, or text after text.
+
+Invariant: nothing that was said is dropped. An item or part that has no place in a message is a Problem that names it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from rollyard.core import Json, Message
+from rollyard.gateway.base import Problem
+from rollyard.gateway.dialects._responses_calls import Toolbox, read_call
+
+_SEALED = "rollyard.1."
+_OURS = re.compile(r"[a-z]+_([0-9A-Za-z]+)_\d+")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def item_id(reply_id: str, index: int) -> str:
+    """What every output item's id ends in: clients that send it back tell us which reply it was part of."""
+    return f"{reply_id}_{index}"
+
+
+def seal(reasoning: str) -> str:
+    """Reasoning for `encrypted_content`, the one field of it that some clients keep. It hides nothing."""
+    return _SEALED + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
+
+
+def unseal(sealed: str) -> str | None:
+    """None: not of our making."""
+    if not sealed.startswith(_SEALED):
+        return None
+    try:
+        return base64.b64decode(sealed[len(_SEALED) :], validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+class Transcript:
+    """Messages, as the items come in."""
+
+    def __init__(self, toolbox: Toolbox) -> None:
+        self._toolbox = toolbox
+        self._messages: list[dict[str, Json]] = []
+        self._turn: dict[str, Json] | None = None  # the assistant's message that may still grow
+        self._reply = ""  # which of our replies it was, if its items say so
+        self._is_last = False  # nothing came after it yet; otherwise only outputs of tools did
+        self._readers: Mapping[str, Callable[[Mapping[str, Json], str], None]] = {
+            "message": self._message,
+            "reasoning": self._reasoning,
+            "function_call": self._call,
+            "custom_tool_call": self._call,
+            "local_shell_call": self._call,
+            "function_call_output": self._output,
+            "custom_tool_call_output": self._output,
+            "local_shell_call_output": self._output,
+            "additional_tools": self._tools,
+            "item_reference": self._reference,
+        }
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(self._messages)
+
+    def say(self, role: str, content: Json) -> None:
+        """A message that is not the assistant's."""
+        self._messages.append({"role": role, "content": content})
+        self._turn = None
+
+    def read(self, items: Json) -> None:
+        if isinstance(items, str):
+            self.say("user", items)
+            return
+        if not isinstance(items, Sequence):
+            raise Problem("invalid", "input must be a text or a list of items", param="input")
+        for index, item in enumerate(items):
+            where = f"input[{index}]"
+            if not isinstance(item, Mapping):
+                raise Problem("invalid", f"{where} must be an object", param=where)
+            kind = item.get("type") or ("message" if "role" in item else None)
+            read = self._readers.get(kind) if isinstance(kind, str) else None
+            if read is None:
+                raise Problem("invalid", f"{where}: items of type {kind!r} are not supported here", param=where)
+            read(item, where)
+
+    # --- one kind each ---
+
+    def _message(self, item: Mapping[str, Json], where: str) -> None:
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise Problem(
+                "invalid", f"{where}.role {role!r} is none of user, assistant, system, developer", param=where
+            )
+        content = _content(item.get("content"), f"{where}.content")
+        if role != "assistant":
+            self.say(str(role), content)
+            return
+        if not isinstance(content, str):
+            raise Problem("invalid", f"{where}.content: an assistant's message is text", param=f"{where}.content")
+        turn = self._assistant(item, is_new=lambda turn: bool(turn["content"]) and "tool_calls" not in turn)
+        turn["content"] = f"{turn['content']}{content}"
+
+    def _reasoning(self, item: Mapping[str, Json], where: str) -> None:
+        turn = self._assistant(item, is_new=lambda turn: bool(turn["content"]) or "tool_calls" in turn)
+        text = _thought(item, where)
+        if text:
+            turn["reasoning_content"] = f"{turn.get('reasoning_content', '')}{text}"
+
+    def _call(self, item: Mapping[str, Json], where: str) -> None:
+        turn = self._assistant(item, is_new=lambda _: False)
+        calls = turn.setdefault("tool_calls", [])
+        assert isinstance(calls, list)
+        calls.append(read_call(item, where))
+
+    def _output(self, item: Mapping[str, Json], where: str) -> None:
+        call_id = item.get("call_id") or item.get("id")  # local_shell_call_output has only the latter
+        if not isinstance(call_id, str):
+            raise Problem("invalid", f"{where}.call_id must be a text", param=f"{where}.call_id")
+        content = _content(item.get("output"), f"{where}.output")
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        self._is_last = False
+
+    def _tools(self, item: Mapping[str, Json], where: str) -> None:
+        self._toolbox.read(item.get("tools"), f"{where}.tools")
+
+    def _reference(self, item: Mapping[str, Json], where: str) -> None:
+        raise Problem(
+            "invalid",
+            f"{where}: items are not kept here, so there is nothing to refer to; send the item itself (store=false)",
+            param=where,
+        )
+
+    def _assistant(self, item: Mapping[str, Json], *, is_new: Callable[[Mapping[str, Json]], bool]) -> dict[str, Json]:
+        """The message that this item belongs to. `is_new` decides where the ids do not."""
+        found = item.get("id")
+        match = _OURS.fullmatch(found) if isinstance(found, str) else None
+        reply, turn = match.group(1) if match else "", self._turn
+        if turn is not None and reply and reply == self._reply:
+            return turn
+        if turn is not None and self._is_last and not (reply and self._reply) and not is_new(turn):
+            self._reply = self._reply or reply
+            return turn
+        new: dict[str, Json] = {"role": "assistant", "content": ""}
+        self._messages.append(new)
+        self._turn, self._reply, self._is_last = new, reply, True
+        return new
+
+
+def _content(content: Json, where: str) -> Json:
+    """A text where all of it is text; else chat's parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise Problem("invalid", f"{where} must be a text or a list of parts", param=where)
+    parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    if all(isinstance(part, str) for part in parts):
+        return "".join(str(part) for part in parts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def _part(part: Json, where: str) -> Json:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and isinstance(kind, str):
+        text = part.get(_TEXTS.get(kind, ""))
+        if isinstance(text, str):
+            return text
+        url = part.get("image_url")
+        if kind == "input_image" and isinstance(url, str):
+            detail = part.get("detail")
+            return {"type": "image_url", "image_url": {"url": url} | ({"detail": detail} if detail else {})}
+    raise Problem("invalid", f"{where}: a part of type {kind!r} like this one is not supported here", param=where)
+
+
+def _thought(item: Mapping[str, Json], where: str) -> str:
+    """The text of a reasoning item: what we sealed, else its content, else its summary."""
+    sealed = item.get("encrypted_content")
+    if isinstance(sealed, str) and (text := unseal(sealed)) is not None:
+        return text
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        if isinstance(parts, Sequence) and not isinstance(parts, str) and parts:
+            texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+            if not all(isinstance(text, str) for text in texts):
+                raise Problem("invalid", f"{where}.{name} must be parts with a text", param=f"{where}.{name}")
+            return "\n\n".join(str(text) for text in texts)
+    if sealed:
+        raise Problem("invalid", f"{where}.encrypted_content was not written here: it cannot be read", param=where)
+    return ""

@@ -1,0 +1,217 @@
+"""What a Responses client is told: output items, the response around them, and the events of a stream.
+
+Invariants. A stream adds up to what the same turn is told whole: the deltas of an item make its text, and the last
+event carries all items. A turn that said nothing has an empty message, so that it stands in the client's history too.
+The response says what applied, not what was asked for: the task's sampling wins, so no temperature is echoed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told
+from rollyard.gateway.dialects._responses_calls import tell_call
+from rollyard.gateway.dialects._responses_input import item_id, seal
+from rollyard.tokens.base import ToolCall
+
+
+def error_of(problem: Problem) -> dict[str, Any]:
+    """The `error` of OpenAI's answers. Programs look for `context_length_exceeded`."""
+    code = "context_length_exceeded" if problem.kind == "context" else problem.code
+    kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    return {"message": problem.message, "type": kind, "param": problem.param, "code": code}
+
+
+def response_of(ask: Ask, told: Told) -> dict[str, Any]:
+    """A completed turn, whole."""
+    output: list[dict[str, Any]] = []
+    if told.reasoning:
+        output.append(_reasoning(ask, told.id, 0, told.reasoning, "completed"))
+    if told.content or not told.calls:
+        output.append(_message(told.id, len(output), told.content, "completed" if told.calls else _status(told)))
+    for call in told.calls:
+        output.append(_call(ask, told.id, len(output), call, "completed"))
+    return _ended(ask, told, output)
+
+
+def _status(told: Told) -> str:
+    return "incomplete" if told.finish == "length" else "completed"
+
+
+def _ended(ask: Ask, told: Told, output: list[dict[str, Any]]) -> dict[str, Any]:
+    response = _response(ask, told.id, told.created)
+    usage = told.usage
+    response |= {"output": output, "status": _status(told)}
+    if told.finish == "length":
+        response["incomplete_details"] = {"reason": "max_output_tokens"}
+    response["usage"] = {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    return response
+
+
+def _response(ask: Ask, reply_id: str, created: int) -> dict[str, Any]:
+    echo = ask.options
+    return {
+        "id": f"resp_{reply_id}",
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": echo.get("instructions"),
+        "max_output_tokens": ask.max_tokens,
+        "metadata": echo.get("metadata") or {},
+        "model": ask.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": echo.get("tools") or [],
+        "top_p": None,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _reasoning(ask: Ask, reply_id: str, index: int, text: str, status: str) -> dict[str, Any]:
+    item: dict[str, Any] = {"id": f"rs_{item_id(reply_id, index)}", "type": "reasoning", "status": status}
+    item["summary"] = []
+    item["content"] = [{"type": "reasoning_text", "text": text}] if text else []
+    if ask.options.get("seals"):
+        item["encrypted_content"] = seal(text)
+    return item
+
+
+def _message(reply_id: str, index: int, text: str | None, status: str) -> dict[str, Any]:
+    content = [] if text is None else [_text_part(text)]
+    name = f"msg_{item_id(reply_id, index)}"
+    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call(ask: Ask, reply_id: str, index: int, call: ToolCall, status: str) -> dict[str, Any]:
+    return {**tell_call(call, ask.options.get("offered") or {}, item_id(reply_id, index)), "status": status}
+
+
+class Stream:
+    """A streamed response; `Writer` of the gateway's door. One item is open at a time."""
+
+    def __init__(self, ask: Ask, reply_id: str, created: int) -> None:
+        self._ask, self._id, self._created = ask, reply_id, created
+        self._sequence = 0
+        self._output: list[dict[str, Any]] = []
+        self._open: type[Text] | type[Reasoning] | None = None
+        self._pieces: list[str] = []
+
+    def begin(self) -> bytes:
+        response = _response(self._ask, self._id, self._created)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def event(self, event: Event) -> bytes:
+        if isinstance(event, ToolCall):
+            return self._close() + self._tell(event)
+        out = b""
+        if self._open is not type(event):
+            out = self._close() + self._begin(type(event))
+        self._pieces.append(event.text)
+        if self._open is Text:
+            return out + self._part("response.output_text.delta", delta=event.text, logprobs=[])
+        return out + self._part("response.reasoning_text.delta", delta=event.text)
+
+    def end(self, told: Told) -> bytes:
+        status = _status(told)
+        out = self._close(status) if self._open is Text else self._close()
+        if all(item["type"] == "reasoning" for item in self._output):
+            out += self._begin(Text) + self._close(status)
+        response = _ended(self._ask, told, self._output)
+        return out + self._event(f"response.{response['status']}", response=response)
+
+    def error(self, problem: Problem) -> bytes:
+        response = _response(self._ask, self._id, self._created)
+        error = error_of(problem)
+        response |= {"status": "failed", "output": self._output}
+        response["error"] = {"code": error["code"], "message": error["message"]}
+        return self._event("response.failed", response=response)
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    # --- items ---
+
+    def _begin(self, kind: type[Text] | type[Reasoning]) -> bytes:
+        self._open, self._pieces = kind, []
+        index = len(self._output)
+        if kind is Text:
+            item, part = _message(self._id, index, None, "in_progress"), _text_part("")
+        else:
+            item = _reasoning(self._ask, self._id, index, "", "in_progress")
+            part = {"type": "reasoning_text", "text": ""}
+        self._output.append(item)
+        return self._added(item) + self._part("response.content_part.added", part=part)
+
+    def _close(self, status: str = "completed") -> bytes:
+        """Says what the open item was, if there is one."""
+        if self._open is None:
+            return b""
+        text, index = "".join(self._pieces), len(self._output) - 1
+        if self._open is Text:
+            item = _message(self._id, index, text, status)
+            out = self._part("response.output_text.done", text=text, logprobs=[])
+        else:
+            item = _reasoning(self._ask, self._id, index, text, status)
+            out = self._part("response.reasoning_text.done", text=text)
+        part = item["content"][0] if item["content"] else {"type": "reasoning_text", "text": ""}
+        out += self._part("response.content_part.done", part=part)
+        self._open, self._output[-1] = None, item
+        return out + self._done(item)
+
+    def _tell(self, call: ToolCall) -> bytes:
+        item = _call(self._ask, self._id, len(self._output), call, "completed")
+        field, name = _SAID.get(item["type"], ("", ""))
+        self._output.append(item)
+        begun = {**item, "status": "in_progress"}
+        if not field:
+            return self._added(begun) + self._done(item)
+        where = {"item_id": item["id"], "output_index": len(self._output) - 1}
+        out = self._added({**begun, field: ""})
+        out += self._event(f"response.{name}.delta", **where, delta=item[field])
+        out += self._event(f"response.{name}.done", **where, **{field: item[field]})
+        return out + self._done(item)
+
+    def _added(self, item: dict[str, Any]) -> bytes:
+        return self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
+
+    def _done(self, item: dict[str, Any]) -> bytes:
+        return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _part(self, event: str, **data: Any) -> bytes:
+        place = len(self._output) - 1
+        return self._event(event, item_id=self._output[place]["id"], output_index=place, content_index=0, **data)
+
+    def _event(self, event: str, **data: Any) -> bytes:
+        body = orjson.dumps({"type": event, "sequence_number": self._sequence, **data})
+        self._sequence += 1
+        return b"event: %b\ndata: %b\n\n" % (event.encode(), body)
+
+
+_SAID = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}

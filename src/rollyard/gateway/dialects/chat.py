@@ -1,0 +1,182 @@
+"""OpenAI Chat Completions, as OpenAI's SDK, litellm and most agent programs speak it.
+
+A message comes out with its role, its text and what belongs to its role (`name`, `tool_calls`, `reasoning_content`,
+`tool_call_id`); null fields, and fields that say nothing to a model, are gone. `reasoning` (vLLM's word) reads as
+`reasoning_content` (litellm's and DeepSeek's), which is what we write.
+
+What becomes of a parameter:
+
+- honoured: messages, model (echoed), tools, max_tokens and max_completion_tokens (the lesser), stream,
+  stream_options.include_usage;
+- overruled, since the task's sampling wins: what `OVERRULED` lists in `_chat_request.py` (temperature, seed, stop,
+  tool_choice, response_format, logprobs, …), wherever it asks for anything but what happens anyway;
+- refused, since no honest reply has the shape that was asked for: n other than 1, functions and function_call (and the
+  messages that go with them), custom tools, modalities other than text, audio and files in messages,
+  continue_final_message, echo;
+- ignored: everything else (metadata, user, store, service_tier, cache_control, prompt_cache_key, prediction, …).
+
+Invariant: what `reply` or a stream tells, sent back as a message of the assistant, reads as the turn that was told.
+`error` is worded for those who look at words: litellm knows a context overflow by OpenAI's sentence, and takes any
+`invalid_request_error` for a 400, so what is none has another type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from rollyard.core import Json
+from rollyard.gateway.base import Ask, Event, Problem, ProblemKind, Reasoning, Text, Told, Usage
+from rollyard.gateway.dialects import _chat_request
+from rollyard.tokens.base import ToolCall
+
+_TYPES: Mapping[ProblemKind, str] = {
+    "not_found": "not_found_error",
+    "unauthorized": "authentication_error",
+    "unavailable": "server_error",
+    "internal": "server_error",
+}
+
+
+class Chat:
+    """See the module."""
+
+    name = "chat"
+    takes_raw_arguments = True
+
+    def read(self, body: Mapping[str, Json]) -> Ask:
+        return _chat_request.read(body)
+
+    def reply(self, ask: Ask, told: Told) -> bytes:
+        message: dict[str, Any] = {"role": "assistant", "content": told.content, "refusal": None}
+        if told.reasoning:
+            message["reasoning_content"] = told.reasoning
+        if told.calls:
+            message["content"] = told.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+                for call in told.calls
+            ]
+        return orjson.dumps(
+            {
+                "id": f"chatcmpl-{told.id}",
+                "object": "chat.completion",
+                "created": told.created,
+                "model": ask.model,
+                "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": told.finish}],
+                "usage": _usage(told.usage),
+                "system_fingerprint": None,
+            }
+        )
+
+    def writer(self, ask: Ask, reply_id: str, created: int, prompt_tokens: int) -> ChatWriter:
+        return ChatWriter(ask.model, reply_id, created, has_usage=bool(ask.options.get("include_usage")))
+
+    def error(self, problem: Problem) -> bytes:
+        return orjson.dumps({"error": _error(problem)})
+
+
+class ChatWriter:
+    """One streamed answer. All its chunks begin and end alike; only the delta between is written anew."""
+
+    def __init__(self, model: str, reply_id: str, created: int, *, has_usage: bool) -> None:
+        head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": created, "model": model}
+        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"system_fingerprint":null,"choices":['
+        self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        self._before = self._head + b'{"index":0,"delta":'
+        self._after = b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._has_usage = has_usage
+        self._calls = 0
+
+    def begin(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": "", "refusal": None})
+
+    def event(self, event: Event) -> bytes:
+        if isinstance(event, Text):
+            return self._chunk({"content": event.text})
+        if isinstance(event, Reasoning):
+            return self._chunk({"reasoning_content": event.text})
+        index, self._calls = self._calls, self._calls + 1
+        named = {"index": index, "id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+        rest = {"index": index, "function": {"arguments": _arguments(event)}}
+        return self._chunk({"tool_calls": [named]}) + self._chunk({"tool_calls": [rest]})
+
+    def end(self, told: Told) -> bytes:
+        finish = orjson.dumps({"index": 0, "delta": {}, "logprobs": None, "finish_reason": told.finish})
+        data = self._head + finish + self._tail
+        if self._has_usage:
+            data += self._head + b'],"usage":' + orjson.dumps(_usage(told.usage)) + b"}\n\n"
+        return data + b"data: [DONE]\n\n"
+
+    def error(self, problem: Problem) -> bytes:
+        return b"data: " + orjson.dumps({"error": _error(problem)}) + b"\n\n"
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def _chunk(self, delta: Mapping[str, Any]) -> bytes:
+        return self._before + orjson.dumps(delta) + self._after
+
+
+def models_body(names: Sequence[str]) -> bytes:
+    """The answer to `GET /v1/models`: one body that both OpenAI's and Anthropic's SDKs read as theirs."""
+    first, last = (names[0], names[-1]) if names else (None, None)
+    models = [_model(name) for name in names]
+    return orjson.dumps({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
+
+
+def model_body(name: str) -> bytes:
+    """The answer to `GET /v1/models/NAME`, for both SDKs. Any name is the rollout's one policy."""
+    return orjson.dumps(_model(name))
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "rollyard",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+
+
+# --- writing ---
+
+
+def _arguments(call: ToolCall) -> str:
+    """As they stand in the recorded message (`tokens.calls.assistant_message`): then the two are equal as text too."""
+    if call.arguments is None:
+        return call.raw
+    return json.dumps(call.arguments, ensure_ascii=False, separators=(", ", ": "))
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def _error(problem: Problem) -> dict[str, Any]:
+    message, code, param = problem.message, problem.code, problem.param
+    if problem.kind == "context":
+        message, code, param = _overflow(problem), "context_length_exceeded", param or "messages"
+    return {"message": message, "type": _TYPES.get(problem.kind, "invalid_request_error"), "param": param, "code": code}
+
+
+def _overflow(problem: Problem) -> str:
+    """OpenAI's sentence: clients find "maximum context length is" in it."""
+    if problem.max_tokens is None or problem.used_tokens is None:
+        return f"This model's maximum context length is exceeded. {problem.message}"
+    return (
+        f"This model's maximum context length is {problem.max_tokens} tokens. However, your messages resulted in "
+        f"{problem.used_tokens} tokens. Please reduce the length of the messages."
+    )

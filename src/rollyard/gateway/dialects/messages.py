@@ -1,0 +1,196 @@
+"""Anthropic Messages, as Anthropic's SDKs and Claude Code speak it. `_messages_request.py` reads, and says what is
+refused, overruled and ignored; this half writes replies, streams and errors.
+
+A turn is told as a `thinking` block, a `text` block and `tool_use` blocks; a stream tells them in the order in which
+they were sampled, so text between two calls is a block of its own. Thinking is told whether or not it was asked for: a
+client that never saw it could not send it back, and the model would then see another history than its own.
+
+Usage is counted Anthropic's way: `input_tokens` are those that no cache had. A stream begins before the engine has
+said what it had cached, so `message_delta`, at its end, says all of it again.
+
+A call's input is an object here, so arguments that are none cannot be told as a call (`takes_raw_arguments`). Numbers
+beyond a float's range, which JSON can write and no client could read, become the largest there is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+import orjson
+
+from rollyard.core import Json
+from rollyard.gateway.base import Ask, Event, Finish, Problem, ProblemKind, Reasoning, Text, Told, Usage
+from rollyard.gateway.dialects import _messages_request
+from rollyard.tokens.base import ToolCall
+
+SIGNATURE: Final = "cm9sbHlhcmQ="
+"""Of every thinking block. Clients keep it and send it back; some drop a block that has none. Nobody checks it."""
+
+_STOP_REASONS: Final[Mapping[Finish, str]] = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+
+_ERROR_TYPES: Final[Mapping[ProblemKind, str]] = {
+    "invalid": "invalid_request_error",
+    "context": "invalid_request_error",
+    "limit": "invalid_request_error",
+    "too_large": "request_too_large",
+    "not_found": "not_found_error",
+    "unauthorized": "authentication_error",
+    "unavailable": "api_error",  # not overloaded_error: clients try that again, and it would be in vain
+    "internal": "api_error",
+}
+
+
+class Messages:
+    """The dialect; see the module."""
+
+    name = "messages"
+    takes_raw_arguments = False
+
+    def read(self, body: Mapping[str, Json]) -> Ask:
+        return _messages_request.read(body)
+
+    def reply(self, ask: Ask, told: Told) -> bytes:
+        content: list[Json] = []
+        if told.reasoning:
+            content.append({"type": "thinking", "thinking": told.reasoning, "signature": SIGNATURE})
+        if told.content:
+            content.append({"type": "text", "text": told.content})
+        for call in told.calls:
+            block = {"type": "tool_use", "id": _told_id(told.id, call), "name": call.name}
+            content.append({**block, "input": orjson.Fragment(_arguments(call).encode())})
+        stop_reason = _STOP_REASONS[told.finish]
+        return orjson.dumps(_message(ask, told.id, content, stop_reason, _usage(told.usage)))
+
+    def writer(self, ask: Ask, reply_id: str, created: int, prompt_tokens: int) -> MessagesWriter:
+        return MessagesWriter(ask, reply_id, prompt_tokens)
+
+    def error(self, problem: Problem) -> bytes:
+        return orjson.dumps(_error_body(problem))
+
+
+class MessagesWriter:
+    """One stream. At most one block is open at a time, and it is closed before the next one begins."""
+
+    def __init__(self, ask: Ask, reply_id: str, prompt_tokens: int) -> None:
+        self._ask, self._id, self._prompt_tokens = ask, reply_id, prompt_tokens
+        self._open: Literal["thinking", "text"] | None = None
+        self._index = 0
+
+    def begin(self) -> bytes:
+        usage = _usage(Usage(prompt_tokens=self._prompt_tokens))
+        return _sse("message_start", message=_message(self._ask, self._id, [], None, usage))
+
+    def event(self, event: Event) -> bytes:
+        if isinstance(event, ToolCall):
+            return self._call(event)
+        if not event.text:
+            return b""  # a block of no text could not be sent back
+        match event:
+            case Text(text):
+                opened = self._opened("text", {"type": "text", "text": ""})
+                return opened + self._delta({"type": "text_delta", "text": text})
+            case Reasoning(text):
+                opened = self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                return opened + self._delta({"type": "thinking_delta", "thinking": text})
+
+    def end(self, told: Told) -> bytes:
+        delta = {"stop_reason": _STOP_REASONS[told.finish], "stop_sequence": None}
+        return self._closed() + _sse("message_delta", delta=delta, usage=_usage(told.usage)) + _sse("message_stop")
+
+    def error(self, problem: Problem) -> bytes:
+        return b"event: error\ndata: " + orjson.dumps(_error_body(problem)) + b"\n\n"
+
+    def keep_alive(self) -> bytes:
+        return _sse("ping")
+
+    def _call(self, call: ToolCall) -> bytes:
+        block = {"type": "tool_use", "id": _told_id(self._id, call), "name": call.name, "input": {}}
+        out = self._closed() + _sse("content_block_start", index=self._index, content_block=block)
+        out += self._delta({"type": "input_json_delta", "partial_json": _arguments(call)})
+        return out + self._stop()
+
+    def _opened(self, kind: Literal["thinking", "text"], block: Json) -> bytes:
+        if self._open == kind:
+            return b""
+        closed = self._closed()
+        self._open = kind
+        return closed + _sse("content_block_start", index=self._index, content_block=block)
+
+    def _closed(self) -> bytes:
+        if self._open is None:
+            return b""
+        signature: Json = {"type": "signature_delta", "signature": SIGNATURE}
+        signed = self._delta(signature) if self._open == "thinking" else b""
+        self._open = None
+        return signed + self._stop()
+
+    def _delta(self, delta: Json) -> bytes:
+        return _sse("content_block_delta", index=self._index, delta=delta)
+
+    def _stop(self) -> bytes:
+        self._index += 1
+        return _sse("content_block_stop", index=self._index - 1)
+
+
+def _sse(kind: str, **fields: Json) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
+
+
+def _message(ask: Ask, reply_id: str, content: Sequence[Json], stop_reason: str | None, usage: Json) -> dict[str, Json]:
+    return {
+        "id": f"msg_{reply_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": ask.model,
+        "content": content,
+        "stop_reason": stop_reason,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _error_body(problem: Problem) -> Json:
+    message, kind = problem.message, _ERROR_TYPES[problem.kind]
+    if problem.kind == "context":
+        # These very words: Claude Code finds the two numbers in them, and then compacts its history.
+        if problem.used_tokens is not None and problem.max_tokens is not None:
+            message = f"prompt is too long: {problem.used_tokens} tokens > {problem.max_tokens} maximum"
+        else:
+            message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+def _told_id(reply_id: str, call: ToolCall) -> str:
+    """Unique in all of a rollout, which a call's own id need not be; `_messages_request` takes it apart again."""
+    return f"toolu_{reply_id}_{call.id}"
+
+
+def _arguments(call: ToolCall) -> str:
+    """Not orjson: a model may write whole numbers of any length."""
+    try:
+        return json.dumps(call.arguments or {}, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(call.arguments), ensure_ascii=False)
+
+
+def _finite(value: Json) -> Json:
+    if isinstance(value, float) and math.isinf(value):
+        return math.copysign(sys.float_info.max, value)
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(item) for item in value]
+    return value

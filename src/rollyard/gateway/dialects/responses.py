@@ -1,0 +1,130 @@
+"""OpenAI's Responses API: requests read as an `Ask`, turns told as `response` objects or events.
+
+The items of a conversation are read in `_responses_input.py`, tools and calls in `_responses_calls.py`, and what is
+told is written in `_responses_output.py`. Here are the parameters around them:
+
+- honoured: `input`, `instructions` (a leading system message), `tools`, `max_output_tokens` (an upper bound), `model`
+  (echoed), `stream`, `metadata` (echoed), `include` (of it `reasoning.encrypted_content`).
+- overruled by the task's own, and named in `Ask.overruled`: `temperature`, `top_p`, `top_logprobs`, `seed`, `stop`,
+  `logit_bias`, the penalties, `tool_choice` other than auto, `parallel_tool_calls: false`, `reasoning.effort`,
+  `text.format` other than text, `text.verbosity`, `truncation: auto` (nothing is ever cut out of a history),
+  `context_management`, and of the tools those that nobody here runs, `strict` and grammars.
+- refused: `previous_response_id`, `conversation`, `prompt` and references to items (nothing is kept by id; send the
+  whole input, as with store=false), `background: true`, `n` above 1.
+- accepted and without effect: all else (`store`, `user`, `service_tier`, `prompt_cache_key`, `reasoning.summary`,
+  `client_metadata`, `stream_options`…).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+
+from rollyard.core import Json
+from rollyard.gateway.base import Ask, Problem, Told, Writer
+from rollyard.gateway.dialects._responses_calls import Toolbox
+from rollyard.gateway.dialects._responses_input import Transcript
+from rollyard.gateway.dialects._responses_output import Stream, error_of, response_of
+
+_OVERRULED: Mapping[str, tuple[Json, ...]] = {  # with the values that say nothing
+    "temperature": (None,),
+    "top_p": (None,),
+    "top_logprobs": (None, 0),
+    "top_k": (None,),
+    "seed": (None,),
+    "stop": (None,),
+    "logit_bias": (None,),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "tool_choice": (None, "auto"),
+    "parallel_tool_calls": (None, True),
+    "truncation": (None, "disabled"),
+    "context_management": (None,),
+}
+_REFUSED: Mapping[str, tuple[Json, ...]] = {
+    "previous_response_id": (None, ""),
+    "conversation": (None,),
+    "prompt": (None,),
+    "background": (None, False),
+    "n": (None, 1),
+}
+
+
+class Responses:
+    """See the module. No state."""
+
+    name = "responses"
+    takes_raw_arguments = True
+
+    def read(self, body: Mapping[str, Json]) -> Ask:
+        for name, harmless in _REFUSED.items():
+            if body.get(name) not in harmless:
+                raise Problem(
+                    "invalid", f"{name} is not supported here: {_INSTEAD.get(name, 'leave it out')}", param=name
+                )
+        toolbox = Toolbox()
+        if body.get("tools") is not None:
+            toolbox.read(body["tools"], "tools")
+        transcript = Transcript(toolbox)
+        instructions = body.get("instructions")
+        if isinstance(instructions, str) and instructions:
+            transcript.say("system", instructions)
+        elif instructions:
+            raise Problem("invalid", "instructions must be a text", param="instructions")
+        if body.get("input") is not None:
+            transcript.read(body["input"])
+        if not transcript.messages:
+            raise Problem("invalid", "input is missing", param="input")
+        model, include, metadata = body.get("model"), body.get("include"), body.get("metadata")
+        return Ask(
+            messages=transcript.messages,
+            tools=tuple(toolbox.schemas),
+            model=model if isinstance(model, str) else "",
+            max_tokens=_count(body, "max_output_tokens"),
+            is_stream=body.get("stream") is True,
+            overruled=(*_overruled(body), *dict.fromkeys(toolbox.overruled)),
+            options={
+                "offered": toolbox.offered,
+                "tools": body.get("tools"),
+                "instructions": instructions,
+                "metadata": metadata if isinstance(metadata, Mapping) else None,
+                "seals": isinstance(include, list) and "reasoning.encrypted_content" in include,
+            },
+        )
+
+    def reply(self, ask: Ask, told: Told) -> bytes:
+        return orjson.dumps(response_of(ask, told))
+
+    def writer(self, ask: Ask, reply_id: str, created: int, prompt_tokens: int) -> Writer:
+        return Stream(ask, reply_id, created)
+
+    def error(self, problem: Problem) -> bytes:
+        return orjson.dumps({"error": error_of(problem)})
+
+
+_SEND_ALL = "nothing is kept by id; send the whole input with every request (store=false)"
+_INSTEAD = {"previous_response_id": _SEND_ALL, "conversation": _SEND_ALL, "n": "a request has one answer"}
+
+
+def _overruled(body: Mapping[str, Json]) -> list[str]:
+    names = [name for name, harmless in _OVERRULED.items() if body.get(name) not in harmless]
+    reasoning, text = body.get("reasoning"), body.get("text")
+    if isinstance(reasoning, Mapping) and reasoning.get("effort") is not None:
+        names.append("reasoning.effort")
+    if isinstance(text, Mapping):
+        format_ = text.get("format")
+        if isinstance(format_, Mapping) and format_.get("type") not in (None, "text"):
+            names.append("text.format")
+        if text.get("verbosity") is not None:
+            names.append("text.verbosity")
+    return names
+
+
+def _count(body: Mapping[str, Json], name: str) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise Problem("invalid", f"{name} must be a whole number above 0", param=name)
+    return value

@@ -1,0 +1,128 @@
+"""One completion on its way to whoever asked for it, and those who listen to it.
+
+A completion belongs to the session, not to the connection that asked for it: a client that goes away and asks again
+listens to the same one. Events are kept until the answer has been delivered, so a late listener hears all of them.
+
+Invariants. Whoever listens hears every event once, in order, and then the whole turn or the problem. `delivered` is
+said by the listener that has written the last byte; an exchange that nobody listens to, and that was not delivered, is
+forsaken: its generation is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+
+from rollyard.engines.base import Generation
+from rollyard.gateway.base import Ask, Dialect, Event, Problem, Reasoning, Text, Told
+from rollyard.tokens.splice import Turn
+
+
+class Exchange:
+    """See the module. Made, filled and ended by the session."""
+
+    def __init__(self, key: bytes, dialect: Dialect, ask: Ask, turn: Turn) -> None:
+        self.key = key
+        self.dialect = dialect
+        self.ask = ask
+        self.turn: Turn | None = turn  # let go when it has been recorded: it holds the whole prompt
+        self.prompt_tokens = len(turn.prompt)
+        self.id = secrets.token_hex(12)
+        self.created = int(time.time())
+        self.events: list[Event] = []
+        self.told: Told | None = None
+        self.problem: Problem | None = None
+        self.sampled: Generation | None = None  # complete or not; given to nobody and recorded nowhere yet
+        self.is_delivered = False
+        self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.task: asyncio.Task[None] | None = None
+        self.listeners: set[Listener] = set()
+
+    @property
+    def is_running(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    @property
+    def is_forsaken(self) -> bool:
+        return not self.listeners and not self.is_delivered
+
+    def listen(self) -> Listener:
+        return Listener(self)
+
+    def add(self, events: Sequence[Event]) -> None:
+        if events:
+            self.events += events
+            self.wake()
+
+    def wake(self) -> None:
+        for listener in self.listeners:
+            listener.news.set()
+
+    def heard(self, told: Told) -> None:
+        """Complete, as the listeners are told it."""
+        self.told = told
+        self.turn = None
+
+    def replayed(self) -> list[Event]:
+        """All events of a turn whose own were let go."""
+        assert self.told is not None
+        told = self.told
+        lead: list[Event] = [Reasoning(told.reasoning)] if told.reasoning else []
+        if told.content:
+            lead.append(Text(told.content))
+        return [*lead, *told.calls]
+
+
+class Listener:
+    """One connection that waits for an exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.news = asyncio.Event()
+        self._at = 0
+        exchange.listeners.add(self)
+        if exchange.is_delivered and exchange.ask.is_stream and not exchange.events:
+            exchange.events = exchange.replayed()
+
+    async def told(self) -> Told:
+        """The whole turn, when it is there; or the Problem."""
+        exchange = self.exchange
+        while exchange.told is None:
+            if exchange.problem is not None:
+                raise exchange.problem
+            self.news.clear()
+            await self.news.wait()
+        return exchange.told
+
+    async def next(self, within_s: float) -> list[Event] | None:
+        """The events since the last call; an empty list if none came in time; None when there are no more."""
+        exchange = self.exchange
+        try:
+            async with asyncio.timeout(within_s):
+                while self._at >= len(exchange.events):
+                    if exchange.told is not None or exchange.problem is not None:
+                        return None
+                    self.news.clear()
+                    await self.news.wait()
+        except TimeoutError:
+            return []
+        batch = exchange.events[self._at :]
+        self._at = len(exchange.events)
+        return batch
+
+    def delivered(self) -> None:
+        """The last byte is on its way."""
+        exchange = self.exchange
+        exchange.listeners.discard(self)
+        exchange.is_delivered = True
+        if not exchange.listeners:
+            exchange.events = []  # told again, they are made of the whole
+
+    def leave(self) -> None:
+        """However its connection ended. Nothing happens after `delivered`."""
+        exchange = self.exchange
+        exchange.listeners.discard(self)
+        if exchange.is_forsaken and exchange.is_running and not exchange.stop.done():
+            exchange.stop.set_result(None)

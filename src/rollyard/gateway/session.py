@@ -1,0 +1,458 @@
+"""One rollout's model, as an agent program sees it: requests come in, every token that is sampled is kept exactly.
+
+Each request is put to the book (`tokens.splice`), which finds the recorded conversation that it extends; the engine is
+sent those very tokens and what is new. The task's sampling counts, not the client's; the task's limits end the rollout
+as they end the native loop's.
+
+Retries. A request is a retry if its body is, byte for byte, that of one whose reply nobody received whole, or if the
+SDK says so (its retry count is above 0). In flight, it listens to that completion; finished, it is told the same one;
+cut off by the client's going away, the completion goes on from the tokens that were sampled. Any other identical
+request is a new sample.
+
+Invariants. Nothing sampled is dropped: what was received is in the trace that it extends, what nobody received in a
+trace of its own that is not trained on (`abandoned`). A client that goes away stops its generation. After `close`
+nothing of this rollout is asked of an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import cast
+
+from rollyard.core import Deadline, DeadlineExpired, Json, Message, Run, Task, Trace, sampling_seed
+from rollyard.core.failure import (
+    ContextLimit,
+    EngineFailure,
+    EngineRefused,
+    InternalError,
+    InvalidRequest,
+    PromptTooLong,
+    RollyardError,
+    RunDeadline,
+    TaskInvalid,
+    TokenLimit,
+    TurnLimit,
+)
+from rollyard.engines.base import Engine, Generation, Kind, Session
+from rollyard.engines.watching import CallWatch, max_context_of
+from rollyard.gateway.base import Ask, Dialect, Problem
+from rollyard.gateway.exchange import Exchange, Listener
+from rollyard.gateway.telling import Telling, tell_whole, told_of
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import NO_SPAN, Span
+from rollyard.tokens import Parsed, Renderer
+from rollyard.tokens.splice import Book, Reasoning, Turn
+
+log = logging.getLogger("rollyard.gateway")
+
+MOST_REMEMBERED = 256
+"""Answered requests that a retry may still ask for."""
+
+REASONING: tuple[Reasoning, ...] = ("as_sent", "keep")
+
+
+def reasoning_of(task: Task) -> Reasoning:
+    """What `agent.options.reasoning_history` says; TaskInvalid for anything else."""
+    wanted = task.agent.options.get("reasoning_history", "as_sent")
+    if wanted not in REASONING:
+        raise TaskInvalid(f"agent.options.reasoning_history: one of {', '.join(REASONING)} was expected")
+    return cast("Reasoning", wanted)
+
+
+async def open_gateway(
+    session: Session,
+    renderer_of: Callable[[Engine], Awaitable[Renderer]],
+    *,
+    task: Task,
+    run: Run,
+    rollout_id: str,
+    clock: Deadline,
+    beat: Callable[[], None] = lambda: None,
+    span: Span = NO_SPAN,
+    metrics: Metrics | None = None,
+) -> GatewaySession:
+    """The gateway of one rollout. EngineRefused for an engine that gives no tokens: nothing could be exact then."""
+    if session.engine.spec.kind is Kind.OPENAI:
+        raise EngineRefused(
+            f"engine {session.engine.spec.id} speaks only text: an agent program behind the gateway needs token ids; "
+            "use a vllm or sglang engine, or the native agent"
+        )
+    renderer = await renderer_of(session.engine)
+    return GatewaySession(
+        session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock, beat=beat, span=span, metrics=metrics
+    )
+
+
+class GatewaySession:
+    """See the module."""
+
+    def __init__(
+        self,
+        session: Session,
+        renderer: Renderer,
+        *,
+        task: Task,
+        run: Run,
+        rollout_id: str,
+        clock: Deadline,
+        beat: Callable[[], None] = lambda: None,
+        span: Span = NO_SPAN,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._session = session
+        self._renderer = renderer
+        self._task = task
+        self._run = run
+        self._rollout_id = rollout_id
+        self._clock = clock
+        self._beat = beat
+        self._watch = CallWatch(session, span, metrics)
+        self._book = Book(
+            renderer,
+            sampling=task.sampling,
+            policy=run.policy,
+            model=session.engine.info.model,
+            reasoning=reasoning_of(task),
+        )
+        self._asked: OrderedDict[bytes, Exchange] = OrderedDict()  # the last of each body, for its retries
+        self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
+        self._unheard: list[Exchange] = []  # sampled, and received by nobody
+        self._over: asyncio.Future[RollyardError] = asyncio.get_running_loop().create_future()
+        self._freed = asyncio.Event()  # one that ran has ended
+        self._messages: Sequence[Message] = ()
+        self._begun = 0
+        self._is_closed = False
+        self._finish_reason = ""
+        self._counts: Counter[str] = Counter()
+        self._overruled: Counter[str] = Counter()
+        self.model_s = 0.0
+        self.overflow: RollyardError | None = None
+        """The conversation did not fit, and no turn has been completed since."""
+
+    # --- what there is by now
+
+    @property
+    def model(self) -> str:
+        return self._session.engine.info.model
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The longest conversation, with its last answer."""
+        return self._messages
+
+    @property
+    def sampled_tokens(self) -> int:
+        unheard = sum(len(it.sampled.token_ids) for it in self._unheard if it.sampled is not None)
+        return self._book.sampled_tokens + unheard
+
+    @property
+    def turns(self) -> int:
+        return self._book.turns
+
+    @property
+    def finish_reason(self) -> str:
+        return self._finish_reason
+
+    @property
+    def failure(self) -> RollyardError | None:
+        """Why the rollout cannot go on; None while it can."""
+        return self._over.result() if self._over.done() else None
+
+    @property
+    def forks(self) -> Mapping[str, int]:
+        """Why new traces began, and how often."""
+        return self._book.forks
+
+    def traces(self) -> tuple[Trace, ...]:
+        return self._book.traces()
+
+    def info(self) -> dict[str, Json]:
+        """For the trajectory: what happened at this door."""
+        return {
+            **{name: self._counts[name] for name in ("requests", "joined", "replayed", "resumed", "refused")},
+            "abandoned": self._counts["abandoned"],
+            "forks": dict(self._book.forks),
+            "overruled": dict(self._overruled),
+        }
+
+    async def ended(self) -> RollyardError:
+        """Waits until the rollout cannot go on: a limit, or the engines failed."""
+        return await asyncio.shield(self._over)
+
+    # --- a request
+
+    def count(self, ask: Ask) -> int:
+        """How many tokens it would be sent with."""
+        return len(self._begin(ask).prompt)
+
+    async def open(self, dialect: Dialect, ask: Ask, key: bytes, *, retries: int = 0) -> Listener:
+        """Begins a completion, or joins the one that this request is a retry of. Raises Problem."""
+        self._check_open()
+        self._beat()
+        self._counts["requests"] += 1
+        self._overruled.update(ask.overruled)
+        earlier = self._asked.get(key)
+        resume: Generation | None = None
+        if earlier is not None and (retries > 0 or earlier.is_forsaken):
+            if earlier.is_running and earlier.stop.done():  # its client went away just now: see what is left of it
+                assert earlier.task is not None
+                await asyncio.wait({earlier.task})
+            if earlier.is_running:
+                self._counts["joined"] += 1
+                return earlier.listen()
+            if earlier.told is not None or self._claimed(earlier):
+                self._counts["replayed"] += 1
+                return earlier.listen()
+            if earlier in self._unheard:
+                self._unheard.remove(earlier)
+                resume = earlier.sampled
+                self._counts["resumed"] += 1
+        try:
+            return await self._start(dialect, ask, key, resume)
+        except BaseException:
+            if resume is not None and earlier is not None:
+                self._unheard.append(earlier)
+            raise
+
+    async def _start(self, dialect: Dialect, ask: Ask, key: bytes, resume: Generation | None) -> Listener:
+        turn = self._begin(ask)
+        max_tokens = await self._budget(ask, turn, resume)
+        self._check_open()  # that may have taken a while
+        exchange = Exchange(key, dialect, ask, turn)
+        self._remember(exchange)
+        self._running[exchange] = max_tokens
+        listener = exchange.listen()
+        exchange.task = asyncio.create_task(self._run_one(exchange, max_tokens, resume), name=f"ask {self._rollout_id}")
+        return listener
+
+    def _begin(self, ask: Ask) -> Turn:
+        try:
+            return self._book.begin(ask.messages, ask.tools)
+        except (InvalidRequest, TaskInvalid) as error:  # the renderer has no such part, or no such order of turns
+            raise Problem("invalid", error.detail, param="messages") from error
+        except RecursionError:
+            raise Problem("invalid", "the request is nested too deeply") from None
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Problem("unavailable", "this rollout has ended", code="ended")
+        if self._over.done():
+            error = self._over.result()
+            raise Problem("limit", error.detail, code=error.code)
+
+    async def _budget(self, ask: Ask, turn: Turn, resume: Generation | None) -> int:
+        """How many tokens it may sample, those that it resumes with included; or the limit that forbids any."""
+        limits = self._task.limits
+        if resume is None and self._turns_begun >= limits.max_turns:
+            raise self._limit(TurnLimit(f"all {limits.max_turns} turns are used up"))
+        max_tokens = min(filter(None, (ask.max_tokens, self._task.sampling.max_tokens)))
+        max_context = max_context_of(limits, self._session)
+        if max_context is not None:
+            if len(turn.prompt) + 1 > max_context:
+                raise self._too_long(len(turn.prompt), max_context)
+            max_tokens = min(max_tokens, max_context - len(turn.prompt))
+        if limits.max_tokens is None:
+            return max_tokens
+        while True:
+            sampled = self.sampled_tokens + (len(resume.token_ids) if resume is not None else 0)
+            left = limits.max_tokens - sampled
+            if left <= 0:
+                raise self._limit(TokenLimit(f"all {limits.max_tokens} tokens are used up"))
+            free = left - sum(self._running.values())
+            if free > 0 or not self._running:
+                return min(max_tokens, free + (len(resume.token_ids) if resume is not None else 0))
+            self._freed.clear()
+            await self._freed.wait()  # those that run may use less than they were given
+
+    @property
+    def _turns_begun(self) -> int:
+        return self._book.turns + len(self._running) + len(self._unheard)
+
+    def _remember(self, exchange: Exchange) -> None:
+        self._asked[exchange.key] = exchange
+        self._asked.move_to_end(exchange.key)
+        while len(self._asked) > MOST_REMEMBERED:
+            self._asked.popitem(last=False)
+
+    # --- its completion
+
+    async def _run_one(self, exchange: Exchange, max_tokens: int, resume: Generation | None) -> None:
+        turn = exchange.turn
+        assert turn is not None
+        telling: Telling | None = None
+        if exchange.ask.is_stream:
+            telling = Telling(self._renderer, turn, takes_raw_arguments=exchange.dialect.takes_raw_arguments)
+        number, self._begun = self._begun, self._begun + 1
+        begun = time.monotonic()
+        try:
+            with self._watch.call(number, len(turn.prompt)) as seen:
+                generation = await self._session.generate(
+                    turn.prompt,
+                    sampling=self._task.sampling,
+                    max_tokens=max_tokens,
+                    seed=sampling_seed(self._run.seed, self._rollout_id, number),
+                    stop_token_ids=self._renderer.stop_token_ids,
+                    clock=self._clock,
+                    model_s=self._task.limits.model_s,
+                    salvage=lambda partial: self._salvage(exchange, partial),
+                    on_tokens=None if telling is None else self._streaming(exchange, telling),
+                    resume=resume,
+                    stop=exchange.stop,
+                )
+                seen.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
+            self._sampled(exchange, generation, telling)
+        except BaseException as error:
+            exchange.problem = self._problem(error, exchange)
+            exchange.turn = None
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.model_s += time.monotonic() - begun
+            del self._running[exchange]
+            self._freed.set()
+            self._beat()
+            exchange.wake()
+
+    def _streaming(self, exchange: Exchange, telling: Telling) -> Callable[[Sequence[int]], None]:
+        def came(ids: Sequence[int]) -> None:
+            self._beat()
+            exchange.add(telling.feed(ids))
+
+        return came
+
+    def _sampled(self, exchange: Exchange, generation: Generation, telling: Telling | None) -> None:
+        if exchange.is_forsaken or generation.finish_reason == "abort":
+            exchange.sampled = generation
+            if generation.token_ids:
+                self._unheard.append(exchange)
+            if generation.finish_reason == "abort":  # whoever still listens when the rollout ends gets no half answer
+                exchange.problem = Problem("unavailable", "this rollout has ended", code="ended")
+            return
+        if telling is not None:
+            rest, parsed = telling.finish()
+            exchange.add(rest)
+        else:
+            parsed = None
+        self._record(exchange, generation, parsed)
+
+    def _salvage(self, exchange: Exchange, partial: Generation) -> None:
+        """What a call had sampled that then failed, or that ran out of time: the rollout's last turn."""
+        self._keep(exchange, partial)
+
+    def _claimed(self, exchange: Exchange) -> bool:
+        """A retry asks for what nobody has received: whether it is complete, and now recorded as received."""
+        if exchange not in self._unheard or exchange.sampled is None or exchange.sampled.finish_reason == "abort":
+            return False
+        self._unheard.remove(exchange)
+        exchange.events = []
+        self._record(exchange, exchange.sampled)
+        if exchange.ask.is_stream:
+            exchange.events = exchange.replayed()
+        return True
+
+    def _record(self, exchange: Exchange, generation: Generation, told: Parsed | None = None) -> None:
+        """Complete: into the book, and to whoever listens."""
+        told = self._keep(exchange, generation, told)
+        reply = told_of(
+            told,
+            generation,
+            self._renderer,
+            reply_id=exchange.id,
+            created=exchange.created,
+            prompt_tokens=exchange.prompt_tokens,
+        )
+        exchange.heard(reply)
+
+    def _keep(
+        self, exchange: Exchange, generation: Generation, told: Parsed | None = None, *, is_abandoned: bool = False
+    ) -> Parsed:
+        """Into the book, as what the client is told."""
+        turn = exchange.turn
+        assert turn is not None
+        parsed = self._renderer.parse(generation.token_ids, turn.prompt, turn.tools)
+        if told is None:
+            told = tell_whole(parsed, takes_raw_arguments=exchange.dialect.takes_raw_arguments)
+        engine = self._session.engine
+        self._book.keep(
+            turn,
+            generation.token_ids,
+            generation.logprobs,
+            finish_reason=generation.finish_reason,
+            versions=[(span.version, span.start, span.end) for span in generation.versions],
+            logprobs_kind=engine.info.logprobs_kind,
+            engine=engine.spec.id,
+            cached_tokens=generation.cached_tokens,
+            columns=generation.columns,
+            is_abandoned=is_abandoned,
+            parsed=parsed,
+            told=told.message,
+        )
+        if not is_abandoned:
+            self._finish_reason = generation.finish_reason
+            if len(turn.messages) + 1 >= len(self._messages):
+                self._messages = (*turn.messages, told.message)
+            self._mark_overflow(turn, generation)
+        return told
+
+    def _mark_overflow(self, turn: Turn, generation: Generation) -> None:
+        max_context = max_context_of(self._task.limits, self._session)
+        length = len(turn.prompt) + len(generation.token_ids)
+        self.overflow = None
+        if generation.finish_reason == "length" and max_context is not None and length >= max_context:
+            self.overflow = ContextLimit(f"the reply was cut off where the context of {max_context} tokens ends")
+
+    # --- what goes wrong
+
+    def _problem(self, error: BaseException, exchange: Exchange) -> Problem:
+        if isinstance(error, DeadlineExpired):
+            return self._limit(RunDeadline(f"RUN used up its {self._clock.budget_s:g} s"))
+        if isinstance(error, EngineRefused) and error.data.get("context"):
+            return self._too_long(exchange.prompt_tokens, None, error.detail)
+        if isinstance(error, EngineFailure):
+            self._end(error)
+            return Problem("unavailable", error.detail, code=error.code)
+        if isinstance(error, asyncio.CancelledError):
+            return Problem("unavailable", "this rollout has ended", code="ended")
+        log.error("a completion broke", extra={"rollout": self._rollout_id}, exc_info=error)
+        broken = error if isinstance(error, RollyardError) else InternalError(f"{type(error).__name__}: {error}")
+        self._end(broken)
+        return Problem("internal", broken.detail, code=broken.code)
+
+    def _too_long(self, used: int, room: int | None, detail: str = "") -> Problem:
+        detail = detail or f"the prompt has {used} tokens, the context {room}"
+        self.overflow = ContextLimit(detail) if self._book.turns else PromptTooLong(detail)
+        self._counts["refused"] += 1
+        return Problem("context", detail, code=self.overflow.code, used_tokens=used, max_tokens=room)
+
+    def _limit(self, error: RollyardError) -> Problem:
+        self._end(error)
+        self._counts["refused"] += 1
+        return Problem("limit", error.detail, code=error.code)
+
+    def _end(self, error: RollyardError) -> None:
+        if not self._over.done():
+            self._over.set_result(error)
+
+    # --- the end
+
+    async def close(self) -> None:
+        """Stops what runs, and records what nobody has received. Traces are complete after this."""
+        self._is_closed = True
+        for exchange in self._running:
+            if not exchange.stop.done():
+                exchange.stop.set_result(None)
+        tasks = [exchange.task for exchange in self._running if exchange.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+        is_abandoned = (
+            not self._clock.is_expired
+        )  # time was up before anybody could receive it: the rollout's last turn
+        for exchange in self._unheard:
+            assert exchange.sampled is not None
+            self._keep(exchange, exchange.sampled, is_abandoned=is_abandoned)
+            self._counts["abandoned"] += is_abandoned
+        self._unheard.clear()

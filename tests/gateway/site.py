@@ -1,0 +1,100 @@
+"""A gateway of real parts in this process: a scripted engine over HTTP, the router, one session, served on loopback."""
+
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rollyard.core import AgentSpec, Deadline, Json, Limits, Run, Sampling, Task, Trajectory
+from rollyard.engines import EngineSpec, Kind, Router, RouterSettings
+from rollyard.gateway import GatewayApp, GatewaySession, open_gateway
+from rollyard.pipeline import Renderers
+from rollyard.sandbox.doorway import Doorway, DoorwayLimits
+from rollyard.testing.script import FolderTokenizer
+from rollyard.testing.scripted_engine import ScriptedEngine
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.tokens import verify
+
+LIMITS = Limits(run_s=60.0, model_s=20.0, max_turns=50)
+
+
+@dataclass
+class Site:
+    """What a test drives and looks at. `url` is without /v1."""
+
+    url: str
+    session: GatewaySession
+    engine: ScriptedEngine
+    router: Router
+    renderers: Renderers
+    clock: Deadline
+    beats: list[float] = field(default_factory=list)
+
+    def verified(self) -> Trajectory:
+        """What there is by now, proven."""
+        trajectory = Trajectory("ro-1", 1, traces=self.session.traces(), turns=self.session.turns)
+        verify(trajectory)
+        return trajectory
+
+    @property
+    def forks(self) -> Mapping[str, Json]:
+        forks = self.session.info()["forks"]
+        assert isinstance(forks, dict)
+        return forks
+
+
+@cache
+def engine_tokenizer(folder: Path) -> FolderTokenizer:
+    """Loaded once: a real one takes half a second."""
+    return FolderTokenizer(folder)
+
+
+@asynccontextmanager
+async def gateway(
+    script: Any = None,
+    *,
+    tokenizer: Path | None = None,
+    renderer: str = "",
+    limits: Limits = LIMITS,
+    sampling: Sampling | None = None,
+    options: Mapping[str, Json] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+    router_settings: RouterSettings | None = None,
+    watches: bool = False,
+    renderers: Renderers | None = None,
+) -> AsyncGenerator[Site, None]:
+    """`script` is what the engine says (see rollyard.testing.script); `tokenizer` a folder, else the small one.
+    `renderers`: those that were loaded before, for a test that needs many gateways."""
+    folder = tokenizer or tokenizer_dir()
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(
+            ScriptedEngine(script, tokenizer=engine_tokenizer(folder), **(engine_options or {}))
+        )
+        router = await stack.enter_async_context(Router(router_settings or RouterSettings(engine_wait_s=5.0)))
+        await router.add(EngineSpec("e0", engine.url, Kind.VLLM, tokenizer=str(folder), renderer=renderer))
+        task = Task("shell", agent=AgentSpec(options=options or {}), limits=limits)
+        if sampling is not None:
+            task = replace(task, sampling=sampling)
+        clock = Deadline(limits.run_s)
+        held = await stack.enter_async_context(router.session("default", "ro-1"))
+        renderers = renderers or Renderers()
+        beats: list[float] = []
+        session = await open_gateway(
+            held,
+            renderers.of,
+            task=task,
+            run=Run("r1"),
+            rollout_id="ro-1",
+            clock=clock,
+            beat=lambda: beats.append(clock.used_s),
+        )
+        stack.push_async_callback(session.close)
+        listener = socket.create_server(("127.0.0.1", 0))
+        doorway = Doorway(listener, limits=DoorwayLimits(connections=256))
+        stack.callback(doorway.close)
+        await doorway.serve(GatewayApp(session, watches=watches))
+        port = listener.getsockname()[1]
+        yield Site(f"http://127.0.0.1:{port}", session, engine, router, renderers, clock, beats)

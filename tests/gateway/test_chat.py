@@ -1,0 +1,540 @@
+"""Chat Completions alone: what a body reads as, and how a turn is written. Over HTTP: test_openai_sdk.py."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.gateway.base import Ask, Dialect, Event, Problem, ProblemKind, Reasoning, Text, Told, Usage
+from rollyard.gateway.dialects.chat import Chat, model_body, models_body
+from rollyard.tokens.base import ToolCall
+from rollyard.tokens.calls import assistant_message
+
+CHAT: Dialect = Chat()
+HELLO = {"role": "user", "content": "hello"}
+LS = {"type": "function", "function": {"name": "ls", "description": "lists", "parameters": {"type": "object"}}}
+
+
+def read(*messages: object, **body: Any) -> Ask:
+    """A request as it comes off the wire."""
+    return CHAT.read(orjson.loads(orjson.dumps({"model": "m", "messages": messages or [HELLO], **body})))
+
+
+def problem_of(*messages: object, **body: Any) -> Problem:
+    with pytest.raises(Problem) as caught:
+        read(*messages, **body)
+    assert caught.value.kind == "invalid"
+    return caught.value
+
+
+def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Told:
+    finish = more.pop("finish", "tool_calls" if calls else "stop")
+    return Told("abc", 1_700_000_000, content, reasoning, tuple(calls), finish, more.pop("usage", Usage()))
+
+
+def call(number: int, name: str, arguments: Mapping[str, Any] | None, raw: str = "") -> ToolCall:
+    return ToolCall(f"call_{number}", name, arguments, raw)
+
+
+# --- messages ---
+
+
+def test_messages_keep_what_they_say_and_lose_their_null_fields() -> None:
+    ask = read(
+        {"role": "system", "content": "be brief", "name": None},
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": "hello", "name": "ann", "cache_control": {"type": "ephemeral"}},
+        {
+            "role": "assistant",
+            "content": "hi",
+            "refusal": None,
+            "audio": None,
+            "function_call": None,
+            "annotations": [],
+        },
+    )
+    assert ask.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": "hello", "name": "ann"},
+        {"role": "assistant", "content": "hi"},
+    )
+
+
+def test_text_parts_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+    assert read({"role": "user", "content": parts}).messages == ({"role": "user", "content": "ab"},)
+    assert read({"role": "user", "content": []}).messages == ({"role": "user", "content": ""},)
+    tool = {"role": "tool", "tool_call_id": "call_1", "content": parts}
+    assert read(tool).messages == ({"role": "tool", "tool_call_id": "call_1", "content": "ab"},)
+
+
+def test_an_image_stays_a_part_among_the_others() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}}
+    text = {"type": "text", "text": "what is it?", "cache_control": {"type": "ephemeral"}}
+    (message,) = read({"role": "user", "content": [text, image]}).messages
+    assert message["content"] == [{"type": "text", "text": "what is it?"}, image]
+
+
+def test_a_refusal_is_something_that_was_said() -> None:
+    parts = [{"type": "text", "text": "no: "}, {"type": "refusal", "refusal": "I may not"}]
+    assert read({"role": "assistant", "content": parts}).messages[0]["content"] == "no: I may not"
+    assert read({"role": "assistant", "content": None, "refusal": "I may not"}).messages[0]["content"] == "I may not"
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    (message,) = read({"role": "assistant", "content": [image], "refusal": "I may not"}).messages
+    assert message["content"] == [image, {"type": "text", "text": "I may not"}]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_an_assistant_that_only_calls_has_no_content(content: dict[str, object]) -> None:
+    asked = {"id": "x", "type": "function", "function": {"name": "ls", "arguments": '{"a":1}'}}
+    (message,) = read({"role": "assistant", **content, "tool_calls": [{**asked, "index": 0}]}).messages
+    assert message == {"role": "assistant", "content": "", "tool_calls": [asked]}
+    for none in ([], None):
+        assert read({"role": "assistant", **content, "tool_calls": none}).messages[0] == {
+            "role": "assistant",
+            "content": "",
+        }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"reasoning_content": None, "reasoning": "hm"},
+        {"reasoning_content": "hm", "reasoning": "hm"},
+    ],
+)
+def test_reasoning_has_two_names(fields: dict[str, object]) -> None:
+    (message,) = read({"role": "assistant", "content": "so", **fields}).messages
+    assert message == {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+
+
+CALL = {"id": "x", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "code"),
+    [
+        ("hello", "messages[1]", "invalid_type"),
+        ({"content": "x"}, "messages[1].role", "missing_required_parameter"),
+        ({"role": "robot", "content": "x"}, "messages[1].role", "invalid_value"),
+        ({"role": ["user"], "content": "x"}, "messages[1].role", "invalid_value"),
+        ({"role": "function", "name": "ls", "content": "x"}, "messages[1].role", "unsupported_parameter"),
+        ({"role": "user"}, "messages[1].content", "missing_required_parameter"),
+        ({"role": "user", "content": None}, "messages[1].content", "missing_required_parameter"),
+        ({"role": "user", "content": 3}, "messages[1].content", "invalid_type"),
+        ({"role": "user", "content": {"type": "text"}}, "messages[1].content", "invalid_type"),
+        ({"role": "user", "content": ["x"]}, "messages[1].content[0]", "invalid_type"),
+        ({"role": "user", "content": [{"text": "x"}]}, "messages[1].content[0].type", "missing_required_parameter"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text", "missing_required_parameter"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[1].content[0].text", "invalid_type"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[1].content[0].type", "invalid_value"),
+        ({"role": "user", "content": [{"type": "file"}]}, "messages[1].content[0].type", "invalid_value"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": "http://"}]},
+            "messages[1].content[0].image_url",
+            "invalid_type",
+        ),
+        ({"role": "user", "content": "x", "name": 1}, "messages[1].name", "invalid_type"),
+        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id", "missing_required_parameter"),
+        ({"role": "tool", "content": "x", "tool_call_id": 1}, "messages[1].tool_call_id", "invalid_type"),
+        (
+            {"role": "assistant", "content": None, "function_call": {"name": "ls", "arguments": "{}"}},
+            "messages[1].function_call",
+            "unsupported_parameter",
+        ),
+        ({"role": "assistant", "audio": {"id": "a"}}, "messages[1].audio", "unsupported_parameter"),
+        ({"role": "assistant", "content": "x", "refusal": ["no"]}, "messages[1].refusal", "invalid_type"),
+        ({"role": "assistant", "content": "x", "reasoning": {"a": 1}}, "messages[1].reasoning", "invalid_type"),
+        ({"role": "assistant", "tool_calls": {}}, "messages[1].tool_calls", "invalid_type"),
+        ({"role": "assistant", "tool_calls": ["ls"]}, "messages[1].tool_calls[0]", "invalid_type"),
+        (
+            {"role": "assistant", "tool_calls": [CALL, {**CALL, "type": "custom"}]},
+            "messages[1].tool_calls[1].type",
+            "unsupported_parameter",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "x"}]},
+            "messages[1].tool_calls[0].function",
+            "missing_required_parameter",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "id": None}]},
+            "messages[1].tool_calls[0].id",
+            "missing_required_parameter",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "ls", "arguments": {}}}]},
+            "messages[1].tool_calls[0].function.arguments",
+            "invalid_type",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"arguments": "{}"}}]},
+            "messages[1].tool_calls[0].function.name",
+            "missing_required_parameter",
+        ),
+    ],
+)
+def test_a_wrong_message_is_named_as_openai_names_it(message: object, param: str, code: str) -> None:
+    problem = problem_of(HELLO, message)
+    assert (problem.param, problem.code) == (param, code)
+    error = json.loads(CHAT.error(problem))["error"]
+    assert error == {"message": problem.message, "type": "invalid_request_error", "param": param, "code": code}
+
+
+def test_what_a_problem_shows_of_a_value_is_short() -> None:
+    assert len(problem_of({"role": "x" * 10_000, "content": ""}).message) < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({}, "messages", "missing_required_parameter"),
+        ({"messages": []}, "messages", "empty_array"),
+        ({"messages": "hello"}, "messages", "invalid_type"),
+        ({"messages": [HELLO], "model": 3}, "model", "invalid_type"),
+        ({"messages": [HELLO], "stream": "yes"}, "stream", "invalid_type"),
+        ({"messages": [HELLO], "stream": True, "stream_options": True}, "stream_options", "invalid_type"),
+        (
+            {"messages": [HELLO], "stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage",
+            "invalid_type",
+        ),
+        ({"messages": [HELLO], "max_tokens": 0}, "max_tokens", "integer_below_min_value"),
+        ({"messages": [HELLO], "max_tokens": "5"}, "max_tokens", "invalid_type"),
+        ({"messages": [HELLO], "max_completion_tokens": True}, "max_completion_tokens", "invalid_type"),
+        ({"messages": [HELLO], "n": 2}, "n", "unsupported_parameter"),
+        ({"messages": [HELLO], "n": 0}, "n", "unsupported_parameter"),
+        ({"messages": [HELLO], "modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+        ({"messages": [HELLO], "functions": [{"name": "ls"}]}, "functions", "unsupported_parameter"),
+        ({"messages": [HELLO], "function_call": {"name": "ls"}}, "function_call", "unsupported_parameter"),
+        ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
+        ({"messages": [HELLO], "echo": True}, "echo", "unsupported_parameter"),
+        ({"messages": [HELLO], "tools": LS}, "tools", "invalid_type"),
+        ({"messages": [HELLO], "tools": ["ls"]}, "tools[0]", "invalid_type"),
+        ({"messages": [HELLO], "tools": [LS, {"type": "custom"}]}, "tools[1].type", "unsupported_parameter"),
+        ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+        (
+            {"messages": [HELLO], "tools": [{"type": "function", "function": {"description": "?"}}]},
+            "tools[0].function.name",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [HELLO], "tools": [{"type": "function", "function": {"name": "ls", "parameters": []}}]},
+            "tools[0].function.parameters",
+            "invalid_type",
+        ),
+    ],
+)
+def test_a_wrong_parameter_is_named(body: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(Problem) as caught:
+        CHAT.read(body)
+    assert (caught.value.kind, caught.value.param, caught.value.code) == ("invalid", param, code)
+
+
+# --- parameters ---
+
+
+def test_a_tool_is_what_a_model_is_told_of_it() -> None:
+    strict = {
+        "type": "function",
+        "function": {**LS["function"], "strict": True},
+        "cache_control": {"type": "ephemeral"},
+    }  # type: ignore[dict-item]
+    bare = {"type": "function", "function": {"name": "ls", "description": None, "parameters": None, "strict": None}}
+    ask = read(tools=[strict, strict, bare])
+    assert ask.tools == (LS, LS, {"type": "function", "function": {"name": "ls"}})
+    assert ask.overruled == ("strict",)
+    assert read(tools=None).tools == read(tools=[]).tools == ()
+
+
+def test_what_would_change_the_sampling_is_overruled_by_name() -> None:
+    ask = read(
+        temperature=0,
+        top_p=1.0,
+        seed=7,
+        stop=["\n"],
+        logprobs=True,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        response_format={"type": "json_object"},
+        reasoning_effort="low",
+    )
+    assert set(ask.overruled) == {
+        "temperature",
+        "top_p",
+        "seed",
+        "stop",
+        "logprobs",
+        "tool_choice",
+        "parallel_tool_calls",
+        "response_format",
+        "reasoning_effort",
+    }
+
+
+def test_what_asks_for_nothing_else_is_not_counted() -> None:
+    ask = read(
+        temperature=None,
+        n=1,
+        stop=None,
+        logit_bias={},
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        logprobs=False,
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        modalities=["text"],
+        metadata={"a": "b"},
+        user="u",
+        store=True,
+        service_tier="flex",
+        prompt_cache_key="k",
+        something_new={"x": 1},
+    )
+    assert ask == read()
+
+
+def test_the_lesser_bound_of_two_counts() -> None:
+    assert read().max_tokens is None
+    assert read(max_tokens=5).max_tokens == read(max_completion_tokens=5).max_tokens == 5
+    assert read(max_tokens=9, max_completion_tokens=5).max_tokens == 5
+
+
+def test_usage_is_an_option_of_streams() -> None:
+    assert not read().is_stream
+    assert read(stream=True).options == {"include_usage": False}
+    assert read(stream=True, stream_options={"include_usage": True}).options == {"include_usage": True}
+    assert read(stream=False, stream_options={"include_usage": True}) == read()
+
+
+def test_a_model_need_not_be_named() -> None:
+    assert CHAT.read({"messages": [HELLO]}).model == ""
+
+
+# --- whole replies ---
+
+
+def test_a_reply_has_openais_shape() -> None:
+    usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=5, reasoning_tokens=2)
+    assert json.loads(CHAT.reply(read(), told("hi", usage=usage))) == {
+        "id": "chatcmpl-abc",
+        "object": "chat.completion",
+        "created": 1_700_000_000,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hi", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 10,
+            "completion_tokens": 5,
+            "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 4},
+            "completion_tokens_details": {"reasoning_tokens": 2},
+        },
+        "system_fingerprint": None,
+    }
+
+
+def test_a_reply_that_only_calls_has_null_content() -> None:
+    calls = [call(0, "ls", {"path": "é", "all": True}), call(1, "cat", None, raw="{broken")]
+    (choice,) = json.loads(CHAT.reply(read(), told(reasoning="hm", calls=calls)))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"id": "call_0", "type": "function", "function": {"name": "ls", "arguments": '{"path": "é", "all": true}'}},
+            {"id": "call_1", "type": "function", "function": {"name": "cat", "arguments": "{broken"}},
+        ],
+    }
+
+
+def test_an_empty_turn_has_an_empty_content_and_a_cut_one_says_so() -> None:
+    (choice,) = json.loads(CHAT.reply(read(), told(finish="length")))["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+
+
+def test_numbers_that_json_libraries_differ_in_are_told_as_they_are_recorded() -> None:
+    """orjson refuses integers beyond 64 bits, and writes infinity as null."""
+    turn = told(calls=[call(0, "f", {"n": 2**70, "x": float("inf")})])
+    (choice,) = json.loads(CHAT.reply(read(), turn))["choices"]
+    assert choice["message"]["tool_calls"] == assistant_message("", "", turn.calls)["tool_calls"]
+
+
+# --- streams ---
+
+
+def written(ask: Ask, turn: Told, events: Sequence[Event]) -> list[Any]:
+    """The data of each server-sent event; the terminator as it is."""
+    writer = CHAT.writer(ask, turn.id, turn.created, prompt_tokens=0)
+    raw = writer.begin() + b"".join(map(writer.event, events)) + writer.end(turn)
+    assert raw.endswith(b"\n\n")
+    lines = raw.decode().split("\n\n")[:-1]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def events_of(turn: Told) -> list[Event]:
+    """As a session streams it: a token or so at a time."""
+    lead = [Reasoning(letter) for letter in turn.reasoning]
+    return [*lead, *(Text(letter) for letter in turn.content), *turn.calls]
+
+
+def accumulated(chunks: Sequence[Any]) -> dict[str, Any]:
+    """The message that a client puts together."""
+    message: dict[str, Any] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            for key, value in choice["delta"].items():
+                if key == "tool_calls":
+                    (part,) = value
+                    calls = message.setdefault("tool_calls", [])
+                    if part["index"] == len(calls):
+                        calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
+                    else:
+                        calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+                elif isinstance(value, str) and key != "role":
+                    message[key] = message.get(key, "") + value
+                else:
+                    message[key] = value
+    return message
+
+
+def test_a_stream_is_made_of_openais_chunks() -> None:
+    turn = told("ok", "hm", [call(0, "ls", {"a": 1})])
+    chunks = written(read(stream=True), turn, [Reasoning("hm"), Text("ok"), *turn.calls])
+    assert {chunk["id"] for chunk in chunks} == {"chatcmpl-abc"}
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert all(chunk["model"] == "m" and "usage" not in chunk for chunk in chunks)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": "", "refusal": None},
+        {"reasoning_content": "hm"},
+        {"content": "ok"},
+        {"tool_calls": [{"index": 0, "id": "call_0", "type": "function", "function": {"name": "ls", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": 1}'}}]},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["tool_calls"]
+
+
+def test_usage_comes_last_if_it_is_asked_for() -> None:
+    ask = read(stream=True, stream_options={"include_usage": True})
+    *chunks, last = written(ask, told("ok", usage=Usage(3, 1, 2)), [Text("ok")])
+    assert [chunk["usage"] for chunk in chunks] == [None, None, None]
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 5
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_parallel_calls_are_counted_per_writer() -> None:
+    turn = told(calls=[call(0, "a", {}), call(1, "b", {})])
+    for _ in range(2):
+        chunks = written(read(stream=True), turn, turn.calls)
+        parts = [part for chunk in chunks for part in chunk["choices"][0]["delta"].get("tool_calls", [])]
+        assert [part["index"] for part in parts] == [0, 0, 1, 1]
+
+
+def test_text_with_line_breaks_stays_one_event() -> None:
+    (_, chunk, _) = written(read(stream=True), told("a\n\nb"), [Text("a\n\ndata: [DONE]\n\nb\r\n\u2028")])
+    assert chunk["choices"][0]["delta"]["content"] == "a\n\ndata: [DONE]\n\nb\r\n\u2028"
+
+
+def test_silence_is_a_comment_and_trouble_is_an_error_object() -> None:
+    writer = CHAT.writer(read(stream=True), "abc", 0, prompt_tokens=0)
+    assert writer.keep_alive() == b": keep-alive\n\n"
+    problem = Problem("unavailable", "no engine", code="engine_unavailable")
+    data = writer.error(problem)
+    assert data.startswith(b"data: ")
+    assert data.endswith(b"\n\n")
+    assert data.removeprefix(b"data: ").rstrip() == CHAT.error(problem)
+
+
+# --- what was told reads as what was said ---
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+ARGUMENTS = st.dictionaries(TEXT, st.none() | st.booleans() | st.integers() | TEXT | st.lists(TEXT, max_size=2))
+CALLS = st.lists(st.tuples(TEXT.filter(bool), ARGUMENTS | st.none(), TEXT), max_size=3)
+
+
+@given(content=TEXT, reasoning=TEXT, calls=CALLS)
+def test_a_turn_that_is_sent_back_reads_as_it_was_told(
+    content: str, reasoning: str, calls: list[tuple[str, Mapping[str, Any] | None, str]]
+) -> None:
+    made = [call(index, name, arguments, raw) for index, (name, arguments, raw) in enumerate(calls)]
+    turn = told(content, reasoning, made)
+    expected = assistant_message(content, reasoning, turn.calls)
+    whole = json.loads(CHAT.reply(read(), turn))["choices"][0]["message"]
+    assert read(whole).messages == (expected,)
+    streamed = accumulated(written(read(stream=True), turn, events_of(turn)))
+    assert read(streamed).messages == (expected,)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("invalid", "invalid_request_error"),
+        ("limit", "invalid_request_error"),
+        ("too_large", "invalid_request_error"),
+        ("not_found", "not_found_error"),
+        ("unauthorized", "authentication_error"),
+        ("unavailable", "server_error"),
+        ("internal", "server_error"),
+    ],
+)
+def test_each_kind_of_problem_has_its_type(kind: ProblemKind, expected: str) -> None:
+    error = json.loads(CHAT.error(Problem(kind, "why", code="turn_limit")))["error"]
+    assert error == {"message": "why", "type": expected, "param": None, "code": "turn_limit"}
+
+
+def test_an_overflow_is_said_in_openais_words() -> None:
+    """litellm finds `this model's maximum context length is` in the lowered message; nothing else tells it."""
+    known = Problem("context", "too long", code="context_limit", used_tokens=90, max_tokens=64)
+    unknown = Problem("context", "the engine refused 90 tokens", code="context_limit", used_tokens=90)
+    for problem in (known, unknown):
+        error = json.loads(CHAT.error(problem))["error"]
+        assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+        assert error["param"] == "messages"
+        assert "this model's maximum context length is" in error["message"].lower()
+    assert (
+        "64 tokens. However, your messages resulted in 90 tokens." in json.loads(CHAT.error(known))["error"]["message"]
+    )
+    assert "the engine refused 90 tokens" in json.loads(CHAT.error(unknown))["error"]["message"]
+
+
+# --- models ---
+
+
+def test_one_list_of_models_satisfies_both_sdks() -> None:
+    body = json.loads(models_body(("a", "b")))
+    assert (body["object"], body["has_more"], body["first_id"], body["last_id"]) == ("list", False, "a", "b")
+    assert [model["id"] for model in body["data"]] == ["a", "b"]
+    assert body["data"][0] == {
+        "id": "a",
+        "object": "model",
+        "created": 0,
+        "owned_by": "rollyard",
+        "type": "model",
+        "display_name": "a",
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+    assert json.loads(model_body("a")) == body["data"][0]
+    assert json.loads(models_body(()))["first_id"] is None

@@ -1,0 +1,304 @@
+"""The gateway's session: splicing, retries, limits and ends, over real HTTP."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollyard.core import Json, Sampling
+from rollyard.core.failure import ContextLimit, PromptTooLong, RunDeadline, TokenLimit, TurnLimit
+from rollyard.engines import RouterSettings
+from rollyard.testing.script import Reply, Rules
+from tests.gateway.site import LIMITS, Site, gateway
+
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+def says(*turns: Reply | str) -> Rules:
+    replies = tuple(Reply(turn) if isinstance(turn, str) else turn for turn in turns)
+    return Rules(rules=(("go", replies),))
+
+
+def body(*said: str, **fields: Any) -> dict[str, Any]:
+    """A history: user, assistant, user, …"""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(said)]
+    return {"model": "any", "messages": messages, **fields}
+
+
+async def ask(http: aiohttp.ClientSession, site: Site, what: Any, headers: Any = None) -> dict[str, Any]:
+    async with http.post(f"{site.url}/v1/chat/completions", json=what, headers=headers) as answer:
+        return {"status": answer.status, "headers": answer.headers, **await answer.json()}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+# --- splicing
+
+
+async def test_a_history_that_is_sent_back_is_one_trace_of_what_was_sampled():
+    async with gateway(says("first", "second", "third")) as site, aiohttp.ClientSession() as http:
+        history = ["go"]
+        for expected in ("first", "second", "third"):
+            answer = await ask(http, site, body(*history))
+            assert text_of(answer) == expected
+            history += [expected, "and then?"]
+        (trace,) = site.verified().traces
+        assert len(trace.spans) == 3
+        assert site.forks == {}
+        prompts = [list(call.prompt_ids) for call in site.engine.calls]
+        for before, after, span in zip(prompts, prompts[1:], trace.spans, strict=False):
+            assert after[: span.end] == list(trace.token_ids[: span.end])
+            assert after[: len(before)] == before
+        assert [message["role"] for message in site.session.messages] == ["user", "assistant"] * 3
+
+
+async def test_a_rewritten_history_forks_with_its_reason():
+    async with gateway(says("first", "second")) as site, aiohttp.ClientSession() as http:
+        await ask(http, site, body("go"))
+        await ask(http, site, body("go", "something else", "and then?"))
+        assert len(site.verified().traces) == 2
+        assert site.forks == {"history rewritten": 1}
+
+
+async def test_the_tasks_sampling_wins_and_what_the_client_wanted_is_counted():
+    sampling = Sampling(temperature=0.7, max_tokens=33)
+    async with gateway(says("ok"), sampling=sampling) as site, aiohttp.ClientSession() as http:
+        await ask(http, site, body("go", temperature=0.0, max_tokens=4096))
+        params = site.engine.calls[-1].body["sampling_params"]
+        assert (params["temperature"], params["max_tokens"]) == (0.7, 33)
+        assert site.session.info()["overruled"] == {"temperature": 1}
+        await ask(http, site, body("go", max_tokens=7))
+        assert site.engine.calls[-1].body["sampling_params"]["max_tokens"] == 7
+
+
+# --- retries
+
+
+async def test_an_identical_request_is_a_new_sample():
+    async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
+        first = await ask(http, site, body("go"))
+        second = await ask(http, site, body("go"))
+        assert first["id"] != second["id"]
+        traces = site.verified().traces
+        assert len(traces) == 2
+        assert all(trace.is_trainable for trace in traces)
+        seeds = [call.body["sampling_params"]["seed"] for call in site.engine.calls]
+        assert len(set(seeds)) == 2
+
+
+async def test_a_retry_by_the_sdks_count_is_told_the_same_completion():
+    async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
+        first = await ask(http, site, body("go"))
+        second = await ask(http, site, body("go"), RETRY)
+        assert first["id"] == second["id"]
+        assert len(site.verified().traces) == 1
+        assert site.session.info()["replayed"] == 1
+        assert len(site.engine.calls) == 1
+
+
+async def test_a_streamed_answer_is_told_again_whole():
+    async with gateway(says("one two three")) as site, aiohttp.ClientSession() as http:
+        told = []
+        for headers in (None, RETRY):
+            async with http.post(
+                f"{site.url}/v1/chat/completions", json=body("go", stream=True), headers=headers
+            ) as answer:
+                told.append(_streamed(await answer.read()))
+        assert told == ["one two three", "one two three"]
+        assert len(site.verified().traces) == 1
+
+
+async def test_a_retry_joins_what_is_in_flight():
+    async with gateway(says(Reply("one", latency_s=0.3))) as site, aiohttp.ClientSession() as http:
+        first = asyncio.create_task(ask(http, site, body("go")))
+        await site.engine.busy()
+        second = await ask(http, site, body("go"), RETRY)
+        assert second["id"] == (await first)["id"]
+        assert site.session.info()["joined"] == 1
+        assert len(site.engine.calls) == 1
+
+
+async def test_two_identical_requests_at_once_are_two_samples():
+    async with gateway(says(Reply("one", latency_s=0.1))) as site, aiohttp.ClientSession() as http:
+        first, second = await asyncio.gather(ask(http, site, body("go")), ask(http, site, body("go")))
+        assert first["id"] != second["id"]
+        assert len(site.verified().traces) == 2
+
+
+async def test_a_client_that_goes_away_stops_its_generation_and_leaves_an_abandoned_trace():
+    async with gateway(says(Reply("a b c d e f", stall_after=3))) as site, aiohttp.ClientSession() as http:
+        asking = asyncio.create_task(ask(http, site, body("go")))
+        await site.engine.busy()
+        asking.cancel()
+        await site.engine.idle()
+        assert site.engine.aborted
+        await site.session.close()
+        (trace,) = site.verified().traces
+        assert (trace.is_trainable, trace.untrainable_reason, trace.sampled_tokens) == (False, "abandoned", 3)
+        assert site.session.info()["abandoned"] == 1
+
+
+async def test_a_completion_that_was_cut_off_goes_on_when_its_client_asks_again():
+    turns = iter([Reply("a b c d e f", stall_after=3)])
+    script = lambda turn: next(turns, "a b c d e f") if "go" in turn.text else "ok"  # noqa: E731
+    async with gateway(script) as site, aiohttp.ClientSession() as http:
+        asking = asyncio.create_task(ask(http, site, body("go")))
+        await site.engine.busy()
+        asking.cancel()
+        await site.engine.idle()
+        answer = await ask(http, site, body("go"))  # no retry header: nobody had received it
+        assert text_of(answer) == "a b c d e f"
+        (trace,) = site.verified().traces
+        assert trace.is_trainable
+        assert site.session.info()["resumed"] == 1
+        first, second = site.engine.calls
+        assert list(second.prompt_ids[: len(first.prompt_ids)]) == list(first.prompt_ids)
+        assert len(second.prompt_ids) == len(first.prompt_ids) + 3
+
+
+# --- limits
+
+
+async def test_the_turn_limit_ends_the_rollout():
+    limits = replace(LIMITS, max_turns=1)
+    async with gateway(says("one"), limits=limits) as site, aiohttp.ClientSession() as http:
+        await ask(http, site, body("go"))
+        answer = await ask(http, site, body("go", "one", "more"))
+        assert (answer["status"], answer["error"]["code"]) == (400, "turn_limit")
+        assert answer["headers"]["x-should-retry"] == "false"
+        assert isinstance(await site.session.ended(), TurnLimit)
+        assert (await ask(http, site, body("go")))["error"]["code"] == "turn_limit"
+
+
+async def test_the_token_limit_bounds_a_reply_and_then_ends_the_rollout():
+    limits = replace(LIMITS, max_tokens=4)
+    async with gateway(says("a b c d e f g h"), limits=limits) as site, aiohttp.ClientSession() as http:
+        answer = await ask(http, site, body("go"))
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 4
+        answer = await ask(http, site, body("go"))
+        assert answer["error"]["code"] == "token_limit"
+        assert isinstance(site.session.failure, TokenLimit)
+
+
+async def test_parallel_requests_share_the_token_limit():
+    limits = replace(LIMITS, max_tokens=6)
+    reply = Reply("a b c d e f g h", latency_s=0.1)
+    async with gateway(says(reply), limits=limits) as site, aiohttp.ClientSession() as http:
+        answers = await asyncio.gather(*(ask(http, site, body("go", max_tokens=4)) for _ in range(3)))
+        assert sorted(answer["status"] for answer in answers) == [200, 200, 400]
+        assert site.verified().sampled_tokens == 6
+
+
+async def test_a_context_that_is_too_small_does_not_end_the_rollout():
+    limits = replace(LIMITS, max_context=200)
+    async with gateway(says("one"), limits=limits) as site, aiohttp.ClientSession() as http:
+        answer = await ask(http, site, body("go " * 300))
+        assert (answer["status"], answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert isinstance(site.session.overflow, PromptTooLong)
+        assert site.session.failure is None
+        assert (await ask(http, site, body("go")))["status"] == 200  # the program compacted
+        assert site.session.overflow is None
+        await ask(http, site, body("go", "one", "more " * 300))
+        assert isinstance(site.session.overflow, ContextLimit)
+
+
+async def test_time_that_runs_out_keeps_what_was_sampled():
+    limits = replace(LIMITS, run_s=0.3)
+    async with gateway(says(Reply("a b c d e", stall_after=2)), limits=limits) as site, aiohttp.ClientSession() as http:
+        answer = await ask(http, site, body("go"))
+        assert answer["error"]["code"] == "run_deadline"
+        assert isinstance(site.session.failure, RunDeadline)
+        await site.session.close()
+        (trace,) = site.verified().traces
+        assert (trace.sampled_tokens, trace.is_trainable) == (2, True)
+
+
+async def test_engines_that_fail_end_the_rollout_as_infrastructure():
+    settings = RouterSettings(engine_wait_s=0.2, backoff_s=0.01)
+    async with gateway(says("one"), router_settings=settings) as site, aiohttp.ClientSession() as http:
+        await site.engine.stop()
+        answer = await ask(http, site, body("go"))
+        assert answer["status"] == 503
+        assert site.session.failure is not None and site.session.failure.blame == "infra"
+        assert answer["headers"]["x-should-retry"] == "false"
+        await site.engine.start()
+
+
+async def test_after_its_close_nothing_is_asked_of_an_engine():
+    async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
+        await site.session.close()
+        answer = await ask(http, site, body("go"))
+        assert (answer["status"], answer["error"]["code"]) == (503, "ended")
+        assert not site.engine.calls
+
+
+async def test_whoever_still_listens_when_the_rollout_ends_gets_no_half_answer():
+    async with gateway(says(Reply("a b c d", stall_after=2))) as site, aiohttp.ClientSession() as http:
+        asking = asyncio.create_task(ask(http, site, body("go")))
+        await site.engine.busy()
+        await site.session.close()
+        answer = await asking
+        assert (answer["status"], answer["error"]["code"]) == (503, "ended")
+        (trace,) = site.verified().traces
+        assert (trace.sampled_tokens, trace.untrainable_reason) == (2, "abandoned")
+
+
+# --- what is wrong with a request
+
+
+async def test_a_request_that_is_nested_too_deeply_is_refused():
+    deep = b'{"a":' * 900 + b"1" + b"}" * 900
+    raw = b'{"messages": [{"role": "user", "content": "go"}], "tools": [{"type": "function", "function": {"name": "f", '
+    raw += b'"parameters": ' + deep + b"}}]}"
+    async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
+        async with http.post(f"{site.url}/v1/chat/completions", data=raw) as answer:
+            assert answer.status in (200, 400)
+        assert (await ask(http, site, body("go")))["status"] == 200
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b'{"messages": 3}', b'{"messages": []}', b"\xff\xfe"])
+async def test_garbage_is_refused_and_leaves_no_mark(raw: bytes):
+    async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
+        async with http.post(f"{site.url}/v1/chat/completions", data=raw) as answer:
+            said = await answer.json()
+        assert answer.status == 400
+        assert said["error"]["type"] == "invalid_request_error"
+        assert site.session.traces() == ()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/", "/v2/messages"])
+async def test_an_unknown_path_is_not_found(path: str):
+    async with (
+        gateway(says("one")) as site,
+        aiohttp.ClientSession() as http,
+        http.post(f"{site.url}{path}", json={}) as answer,
+    ):
+        assert answer.status == 404
+        assert "error" in await answer.json()
+
+
+async def test_a_server_that_does_not_cancel_us_is_watched():
+    """uvicorn only says http.disconnect; the doorway cancels. Both must stop the generation."""
+    reply = Reply("a b c", stall_after=1)
+    async with gateway(says(reply), watches=True) as site, aiohttp.ClientSession() as http:
+        asking = asyncio.create_task(ask(http, site, body("go")))
+        await site.engine.busy()
+        asking.cancel()
+        await site.engine.idle()
+
+
+def _streamed(raw: bytes) -> str:
+    parts: list[str] = []
+    for line in raw.decode().splitlines():
+        if line.startswith("data: {"):
+            chunk: Json = json.loads(line[6:])
+            for choice in chunk["choices"]:  # type: ignore[index, call-overload]
+                parts.append(choice["delta"].get("content") or "")  # type: ignore[union-attr]
+    return "".join(parts)
