@@ -4,6 +4,7 @@ import pytest
 
 from rollyard.core import CODES, Blame, Ending, Failure, Outcome, Score
 from rollyard.core.failure import (
+    AgentCrashed,
     InfraFailure,
     PolicyFailure,
     RequestError,
@@ -18,6 +19,7 @@ STABLE = [
     "token_limit",
     "context_limit",
     "run_deadline",
+    "agent_crashed",
     "memory_limit",
     "process_limit",
     "disk_limit",
@@ -39,6 +41,7 @@ STABLE = [
     "artifact_lost",
     "stalled",
     "lost_to_restarts",
+    "session_lost",
     "trace_invalid",
     "internal_error",
     "setup_failed",
@@ -47,12 +50,14 @@ STABLE = [
     "task_invalid",
     "environment_broken",
     "cancelled",
+    "session_abandoned",
     "invalid_request",
     "malformed_id",
     "unknown_environment",
     "unknown_agent",
     "unknown_tool",
     "runtime_not_allowed",
+    "agent_missing",
     "unauthorized",
     "forbidden",
     "foreign_host",
@@ -60,6 +65,7 @@ STABLE = [
     "gone",
     "id_conflict",
     "engine_exists",
+    "session_conflict",
     "body_too_large",
     "queue_full",
     "draining",
@@ -75,7 +81,7 @@ def test_each_code_has_what_follows_from_its_blame(code: str):
     kind = CODES[code]
     if issubclass(kind, PolicyFailure):
         assert kind.blame is Blame.POLICY
-        assert kind.trainable or kind is RunDeadline
+        assert kind.trainable or kind in (RunDeadline, AgentCrashed)
         assert not kind.retryable
     elif issubclass(kind, InfraFailure):
         assert kind.blame is Blame.INFRA

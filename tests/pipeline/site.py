@@ -123,6 +123,7 @@ async def site(
     layer_bytes: int = 1 << 30,
     kind: type[BubblewrapRuntime] | type[ApptainerRuntime] = BubblewrapRuntime,
     pythons: PythonShelf | None = None,
+    agents: Agents | None = None,
 ) -> AsyncGenerator[Site, None]:
     """Opens everything below `folder`; opening it again is a restart."""
     async with AsyncExitStack() as stack:
@@ -143,7 +144,7 @@ async def site(
             default_runtime=kind.name,
             router=router,
             environments=environments or Environments(),
-            agents=Agents(),
+            agents=agents or Agents(),
             renderers=Renderers(),
             artifacts=ArtifactFolder(folder / "artifacts"),
             mcp_servers=mcp_servers or {},

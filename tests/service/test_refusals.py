@@ -163,6 +163,7 @@ async def test_a_body_too_large_is_413_told_or_not(site: Site) -> None:
     [
         ({"task": task(environment="shel")}, "unknown_environment", "shel"),
         ({"task": task(agent={"name": "nativ"})}, "unknown_agent", "nativ"),
+        ({"task": task(agent={"name": "mini-swe-agent"})}, "agent_missing", "is not installed on this machine"),
         ({"task": task(agent={"options": {"tools": ["saw"]}})}, "unknown_tool", "saw"),
         ({"task": task(data={"instruction": 3})}, "task_invalid", "instruction"),
         ({"task": task(limits={"run": 3})}, "invalid_request", "task.limits.run: "),

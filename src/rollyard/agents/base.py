@@ -1,8 +1,9 @@
 """The door of this wing: an `Agent` drives RUN.
 
 It talks to the model through a `Conversation` (which keeps every token exact, or is text only) and to the world
-through tools. It ends by returning; a limit ends it by raising a PolicyFailure, which truncates and never
-loses what was sampled: the conversation, not the agent, holds the traces.
+through tools; or, with `needs_gateway`, somebody else does the talking, through a `GatewaySession`. It ends by
+returning; a limit ends it by raising a PolicyFailure, which truncates and never loses what was sampled: the
+conversation or the gateway, not the agent, holds the traces.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from rollyard.core import Deadline, Json, Message, Task, Trace
+from rollyard.core import Deadline, Json, LostAttempt, Message, Task, Trace
+from rollyard.gateway.session import GatewaySession
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
-from rollyard.sandbox.base import Sandbox
+from rollyard.sandbox.base import Bind, Sandbox
+from rollyard.sandbox.python import PortablePython
 from rollyard.tokens.base import Parsed, ToolSchema
 from rollyard.tools.base import Tool
 
@@ -57,7 +60,7 @@ class AgentContext:
 
     task: Task
     rollout_id: str
-    conversation: Conversation
+    model: Conversation | GatewaySession  # as the agent's `needs_gateway` says; read it as one of the two below
     tools: Mapping[str, Tool]
     sandbox: Sandbox | None
     clock: Deadline
@@ -65,9 +68,35 @@ class AgentContext:
     info: dict[str, Json] = field(default_factory=dict[str, Json])  # ends up in Trajectory.info
     span: Span = NO_SPAN  # of RUN; model and tool calls are its children
     metrics: Metrics | None = None
+    lost: Sequence[LostAttempt] = ()  # earlier attempts at this rollout
+    python: PortablePython | None = None  # ours, in the sandbox, if the agent's outfit asked for it
+
+    @property
+    def conversation(self) -> Conversation:
+        if isinstance(self.model, GatewaySession):
+            raise RuntimeError("an agent with needs_gateway has no conversation: use context.gateway")
+        return self.model
+
+    @property
+    def gateway(self) -> GatewaySession:
+        if not isinstance(self.model, GatewaySession):
+            raise RuntimeError("this agent has a conversation; for a gateway, set needs_gateway on its class")
+        return self.model
+
+
+@dataclass(frozen=True, slots=True)
+class Outfit:
+    """What an agent needs of its sandbox, beside what the environment does."""
+
+    needs_doorway: bool = False  # then it gets a sandbox, whatever the plan says
+    needs_python: bool = False  # our own
+    binds: tuple[Bind, ...] = ()
 
 
 class Agent(Protocol):
+    """Two things more are optional: `needs_gateway: ClassVar[bool]` (then the context has a gateway, and no tools), and
+    `outfit(task) -> Outfit`."""
+
     name: ClassVar[str]
     default_tools: ClassVar[tuple[str, ...]]
 
@@ -78,3 +107,12 @@ class Agent(Protocol):
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         """Works from the environment's messages; returns why it ended ("stop", "finish")."""
         ...
+
+
+def needs_gateway(agent: Agent) -> bool:
+    return bool(getattr(agent, "needs_gateway", False))
+
+
+def outfit_of(agent: Agent, task: Task) -> Outfit:
+    find: Callable[[Task], Outfit] | None = getattr(agent, "outfit", None)
+    return Outfit() if find is None else find(task)

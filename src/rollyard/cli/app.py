@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rollyard import __version__
+from rollyard.cli.agents import agents
 from rollyard.cli.bench import command as bench
 from rollyard.cli.config import config
 from rollyard.cli.doctor import doctor
@@ -65,6 +66,7 @@ app.command(epilog=_example("rollyard serve --engine http://gpu1:8000 --engine h
 app.command(epilog=_example("rollyard submit tasks.jsonl --group-size 8 --out trajectories.jsonl"))(submit)
 app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list --state ended --limit 20"))
 app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))
+app.add_typer(agents, name="agents", epilog=_example("rollyard agents try mini-swe-agent"))
 app.add_typer(images, name="images", epilog=_example("rollyard images pull docker://ubuntu:24.04"))
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
 app.add_typer(tokens, name="tokens", epilog=_example("rollyard tokens check Qwen/Qwen3-0.6B"))

@@ -122,11 +122,13 @@ async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list[Artifac
 @asynccontextmanager
 async def _workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, None]:
     """What the stages need, for one sandbox at a time and without an engine."""
+    from rollyard.agents.install import AgentShelf
     from rollyard.agents.registry import Agents
     from rollyard.engines.router import Router, RouterSettings
     from rollyard.envs.registry import Environments
     from rollyard.pipeline import ArtifactFolder, Renderers, Workshop
     from rollyard.sandbox.layers import Layers
+    from rollyard.service.build import AGENTS
     from rollyard.service.runtimes import NAMES, make_runtime
     from rollyard.service.settings import load_settings
 
@@ -144,7 +146,7 @@ async def _workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, None
             default_runtime=runtime,
             router=router,
             environments=environments,
-            agents=Agents(),
+            agents=Agents(shelf=AgentShelf(settings.data_dir / AGENTS)),
             renderers=Renderers(),
             artifacts=ArtifactFolder(folder / "artifacts"),
             layers={runtime: layers},

@@ -4,6 +4,7 @@
     ├── PolicyFailure                  the model's own doing: keeps its reward, is trained on
     │   ├── TurnLimit  TokenLimit  ContextLimit        (outcome truncated)
     │   ├── RunDeadline                                (truncated; untrainable unless the run says so)
+    │   ├── AgentCrashed                               (truncated; untrainable: nobody can say whose doing it was)
     │   ├── MemoryLimit  ProcessLimit  DiskLimit  SandboxEndedByPolicy
     │   └── EvalDeadline                               (the environment's failing score)
     ├── InfraFailure                   ours or the cluster's: never has a reward, is tried again
@@ -13,15 +14,17 @@
     │   ├── SandboxFailure
     │   │   ├── SandboxStartFailed  SandboxLost  SandboxStuck
     │   ├── VerifierCrashed  JudgeUnreachable  ToolUnreachable  ArtifactLost
-    │   ├── Stalled  LostToRestarts
+    │   ├── Stalled  LostToRestarts  SessionLost
     │   └── TraceInvalid  InternalError
     ├── TaskFailure                    the task as given cannot be done: no reward, no retry
     │   ├── SetupFailed  SetupDeadline  PromptTooLong  TaskInvalid  EnvironmentBroken
     ├── Cancelled                      the client asked for it
+    ├── SessionAbandoned               the client gave no reward in time
     └── RequestError                   an HTTP answer only; never in a record
         ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool
-        ├── RuntimeNotAllowed  ImageMissing
+        ├── RuntimeNotAllowed  ImageMissing  AgentMissing
         ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  EngineExists
+        ├── SessionConflict
         └── BodyTooLarge  QueueFull  Draining
 
 Invariants. A code is stable for ever: trainers switch on it. Blame follows the cause, and infra needs
@@ -124,6 +127,13 @@ class ContextLimit(PolicyFailure):
 class RunDeadline(PolicyFailure):
     trainable = False
     remedy = "Raise limits.run_s, or set trainable_on_deadline on the run to train on such rollouts."
+
+
+class AgentCrashed(PolicyFailure):
+    """A harness's program ended with an exit status that its preset does not call an end."""
+
+    trainable = False
+    remedy = "Look at the program's last lines in the detail, and at all it said in the trajectory's info.harness."
 
 
 class MemoryLimit(PolicyFailure):
@@ -231,6 +241,14 @@ class LostToRestarts(InfraFailure):
     remedy = "The service died too often while this ran; raise max_attempts or find out why it dies."
 
 
+class SessionLost(InfraFailure):
+    """What an agent elsewhere had sampled is gone, with the process or the engine that had it. Only its client could
+    do it again."""
+
+    retryable = False
+    remedy = "Open a new session."
+
+
 class TraceInvalid(InfraFailure):
     """A trajectory did not prove itself. Always a bug here or a lying engine; never repaired in silence."""
 
@@ -281,6 +299,14 @@ class Cancelled(RollyardError):
     outcome = Outcome.CANCELLED
 
 
+class SessionAbandoned(RollyardError):
+    """A session's time was over and nobody had said what it was worth: no reward is made up for it."""
+
+    blame = Blame.CLIENT
+    status = 200
+    remedy = "Post the reward before limits.run_s is over, or raise it."
+
+
 class RequestError(RollyardError):
     blame = Blame.CLIENT
     status = 400
@@ -320,6 +346,11 @@ class ImageMissing(RequestError):
     remedy = "Fetch it first: rollyard images pull REFERENCE; `rollyard images list` shows what is here."
 
 
+class AgentMissing(RequestError):
+    status = 422
+    remedy = "Install it first: rollyard agents install NAME; `rollyard agents list` shows what is here."
+
+
 class Unauthorized(RequestError):
     status = 401
     remedy = "Send `Authorization: Bearer TOKEN`; the token file is named by `rollyard config`."
@@ -351,6 +382,13 @@ class IdConflict(RequestError):
 
 class EngineExists(RequestError):
     status = 409
+
+
+class SessionConflict(RequestError):
+    """The session has not begun, has got another reward already, or has ended without one."""
+
+    status = 409
+    remedy = "GET /v1/sessions/{id} says how it stands; if it has ended, open a new one."
 
 
 class BodyTooLarge(RequestError):

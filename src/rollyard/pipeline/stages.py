@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollyard.agents.base import AgentContext, Conversation
+from rollyard.agents.base import AgentContext, Conversation, needs_gateway, outfit_of
 from rollyard.agents.conversation import converse
 from rollyard.core import (
     CODES,
@@ -45,11 +45,14 @@ from rollyard.core.failure import (
     TaskInvalid,
     VerifierCrashed,
 )
-from rollyard.engines.base import ChatReply
+from rollyard.engines.base import ChatReply, Session
 from rollyard.envs.base import EnvContext, Evidence, Judge, Plan, Start
+from rollyard.gateway.app import GatewayApp
+from rollyard.gateway.session import GatewaySession, open_gateway
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Span
 from rollyard.pipeline.boundary import boundary
+from rollyard.pipeline.door import Door
 from rollyard.pipeline.layering import INIT_GRACE_S, eval_spec, late, left_out, prepared, setting_up
 from rollyard.pipeline.starting import ended_by_policy, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
@@ -57,7 +60,6 @@ from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
 from rollyard.sandbox.layers import Layers, Lease, Scratch
 from rollyard.sandbox.python import INSIDE, PortablePython
 from rollyard.tools.base import Tool, ToolContext, ToolKind, ToolSource
-from rollyard.tools.mcp import OutsideServer
 from rollyard.tools.mcp_proxy import McpProxy
 
 AGENT = "the agent"
@@ -80,14 +82,14 @@ class Kit:
     lease: Lease | None = None  # of the prepared layer below the sandbox
     left: Scratch | None = None  # what RUN wrote
     python: PortablePython | None = None  # ours, bound into the sandbox where a tool needs it
-    proxy: McpProxy | None = None  # what is served at the sandbox's doorway
+    door: Door | None = None  # what is served at the sandbox's doorway
     holding: ExitStack = field(default_factory=ExitStack)  # of its image, which nobody prunes meanwhile
 
     async def close(self) -> None:
         try:
             async with AsyncExitStack() as stack:
-                if self.proxy is not None:
-                    stack.push_async_callback(self.proxy.close)
+                if self.door is not None:
+                    stack.push_async_callback(self.door.close)
                 if self.sandbox is not None:
                     stack.push_async_callback(self.sandbox.kill)
                 for tool in self.tools.values():
@@ -140,10 +142,11 @@ async def init(
     with boundary(EnvironmentBroken, f"{task.environment}.plan"):
         kit = Kit(environment.plan(task))
     kinds = shop.tools_of(task)
+    outfit = outfit_of(shop.agent_of(task), task)
     spec: SandboxSpec | None = None
     phase = "start"
     try:
-        if kit.plan.needs_sandbox or any(kind.needs_sandbox for kind in kinds):
+        if kit.plan.needs_sandbox or outfit.needs_doorway or any(kind.needs_sandbox for kind in kinds):
             kit.holding.enter_context(shop.holding_image(task))
             spec = shop.spec_of(task, kit.plan, rollout.id)
             kit.python = await shop.python_of(task, kinds)
@@ -154,10 +157,11 @@ async def init(
                 spec = replace(spec, layers=(kit.lease.path,))
         async with clock.counting():
             if spec is not None:
-                spec = replace(spec, has_doorway=bool(shop.served_inside(task)))
+                has_doorway = outfit.needs_doorway or bool(shop.served_inside(task))
+                spec = replace(spec, binds=(*spec.binds, *outfit.binds), has_doorway=has_doorway)
                 init_lease_s = max(lease_s, task.limits.init_s + INIT_GRACE_S)
                 kit.sandbox = await start(shop, task, spec, lease_s=init_lease_s, metrics=metrics)
-                await _serve_inside(kit, shop.served_inside(task), rollout.id)
+                await _serve_inside(kit, shop, task, rollout.id)
             phase = "set-up"
             context = EnvContext(task, rollout.id, kit.sandbox, shop.router)
             if kit.lease is None:
@@ -166,6 +170,8 @@ async def init(
             with setting_up(f"{task.environment}.init"):
                 kit.start = await environment.init(context)
             phase = "tools"
+            if kit.start.tools and needs_gateway(shop.agent_of(task)):
+                raise TaskInvalid(f"{task.environment} brings tools of its own, which an agent program cannot be given")
             await _open_tools(kit, [*kinds, *kit.start.tools], task)
     except DeadlineExpired:
         await to_its_end(kit.close)
@@ -176,14 +182,16 @@ async def init(
     return kit
 
 
-async def _serve_inside(kit: Kit, servers: Mapping[str, OutsideServer], rollout_id: str) -> None:
-    """The MCP servers that programs inside may use, at the sandbox's doorway."""
-    if not servers or kit.sandbox is None:
+async def _serve_inside(kit: Kit, shop: Workshop, task: Task, rollout_id: str) -> None:
+    """The MCP servers that programs inside may use, and the place of the gateway, at the sandbox's doorway."""
+    if kit.sandbox is None or not kit.sandbox.spec.has_doorway:
         return
     if kit.sandbox.doorway is None:
-        raise TaskInvalid("agent.options.mcp: the task's runtime has no doorway, so nothing can be served inside")
-    kit.proxy = McpProxy(servers, owner=rollout_id)
-    await kit.sandbox.doorway.serve(kit.proxy)
+        name = shop.runtime_of(task).name
+        raise TaskInvalid(f"the runtime {name} has no doorway, so nothing can be served inside: choose another")
+    servers = shop.served_inside(task)
+    kit.door = Door(McpProxy(servers, owner=rollout_id) if servers else None)
+    await kit.sandbox.doorway.serve(kit.door)
 
 
 async def _open_tools(kit: Kit, kinds: Sequence[ToolKind | ToolSource], task: Task) -> None:
@@ -217,7 +225,7 @@ class Ran:
 class Running:
     """What RUN has so far; readable from outside when RUN is cut off in the middle."""
 
-    conversation: Conversation | None = None
+    conversation: Conversation | GatewaySession | None = None
     info: dict[str, Json] = field(default_factory=dict[str, Json])
 
     @property
@@ -234,7 +242,7 @@ class Running:
             rollout_id=rollout.id,
             attempt=rollout.attempt,
             traces=conversation.traces() if conversation else (),
-            messages=tuple(conversation.messages) if conversation else kit.start.messages,
+            messages=tuple(conversation.messages if conversation else ()) or kit.start.messages,
             tools=tuple(tool.spec.schema() for tool in kit.tools.values()),
             turns=self.turns,
             ended_by=ended_by,
@@ -264,20 +272,11 @@ async def run(
         avoid = {lost.engine for lost in rollout.lost if lost.code in ENGINE_CODES}
         async with shop.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid) as session:
             engine = session.engine.spec.id
-            conversation = running.conversation = await converse(
-                session,
-                shop.renderers.of,
-                task=task,
-                run=run,
-                rollout_id=rollout.id,
-                clock=clock,
-                span=watch.span,
-                metrics=watch.metrics,
-            )
+            model = running.conversation = await _model(shop, rollout, run, session, clock, watch)
             context = AgentContext(
                 task,
                 rollout.id,
-                conversation,
+                model,
                 kit.tools,
                 kit.sandbox,
                 clock,
@@ -285,12 +284,18 @@ async def run(
                 running.info,
                 watch.span,
                 watch.metrics,
+                rollout.lost,
+                kit.python,
             )
             try:
+                if kit.door is not None and isinstance(model, GatewaySession):
+                    kit.door.open(GatewayApp(model))
                 with boundary(InternalError, AGENT):
                     ended_by = await agent.run(context, kit.start.messages)
             finally:
                 engine = session.engine.spec.id  # it may have moved
+                if isinstance(model, GatewaySession):
+                    await _end_gateway(model, kit, running)
     except DeadlineExpired:
         failure = RunDeadline(f"RUN used up its {clock.budget_s:g} s").failure("run")
     except RollyardError as error:
@@ -303,6 +308,43 @@ async def run(
     trajectory = _storable(running.trajectory(rollout, kit, ended_by or (failure.code if failure else "")))
     prompt_tokens = sum(len(trace) for trace in trajectory.traces) - trajectory.sampled_tokens
     return Ran(trajectory, failure, engine, prompt_tokens, ended_by_policy(kit.sandbox) is not None)
+
+
+async def _model(
+    shop: Workshop, rollout: Rollout, run: Run, session: Session, clock: Deadline, watch: Watch
+) -> Conversation | GatewaySession:
+    """What the agent speaks to, or speaks through. EngineRefused where that takes tokens and the engine has none."""
+    task = rollout.task
+    if not needs_gateway(shop.agent_of(task)):
+        return await converse(
+            session,
+            shop.renderers.of,
+            task=task,
+            run=run,
+            rollout_id=rollout.id,
+            clock=clock,
+            span=watch.span,
+            metrics=watch.metrics,
+        )
+    return await open_gateway(
+        session,
+        shop.renderers.of,
+        task=task,
+        run=run,
+        rollout_id=rollout.id,
+        clock=clock,
+        beat=watch.beat,
+        span=watch.span,
+        metrics=watch.metrics,
+    )
+
+
+async def _end_gateway(gateway: GatewaySession, kit: Kit, running: Running) -> None:
+    """However RUN ends: nothing more is asked, and what was sampled is all recorded before traces are taken."""
+    if kit.door is not None:
+        kit.door.shut()
+    await to_its_end(gateway.close)
+    running.info["gateway"] = gateway.info()
 
 
 def _storable(trajectory: Trajectory) -> Trajectory:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollyard.agents.base import Agent
+from rollyard.agents.base import Agent, needs_gateway, outfit_of
 from rollyard.agents.registry import Agents
 from rollyard.core import Run, Task
 from rollyard.core.failure import ImageMissing, RuntimeNotAllowed, SandboxStartFailed, TaskInvalid
@@ -61,6 +61,13 @@ class Workshop:
         if task.sandbox.runtime is not None and task.sandbox.runtime not in self.runtimes:
             allowed = ", ".join(sorted(self.runtimes))
             raise RuntimeNotAllowed(f"runtime {task.sandbox.runtime!r} is not among the allowed ones ({allowed})")
+        self.served_inside(task)
+        runtime, agent = self.runtime_of(task), self.agent_of(task)
+        if outfit_of(agent, task).needs_doorway and not runtime.is_isolated:
+            raise TaskInvalid(
+                f"the agent {agent.name} is a program that reaches its model from inside a sandbox, and the runtime"
+                f" {runtime.name} makes none: choose another"
+            )
         self.image_of(task)
 
     def image_of(self, task: Task) -> Resolved | None:
@@ -92,7 +99,9 @@ class Workshop:
 
     def tools_of(self, task: Task) -> list[ToolKind | ToolSource]:
         """The agent's tools: those that the task names, else the environment's choice, else the agent's own; and the
-        MCP servers that the task names."""
+        MCP servers that the task names. None for one behind the gateway: what works there brings its own."""
+        if needs_gateway(self.agent_of(task)):
+            return []
         named = task.agent.options.get("tools")
         if named is not None:
             if not isinstance(named, (list, tuple)) or not all(isinstance(name, str) for name in named):
@@ -116,8 +125,10 @@ class Workshop:
         return self.runtimes[name]
 
     async def python_of(self, task: Task, kinds: Sequence[ToolKind | ToolSource]) -> PortablePython | None:
-        """Our own Python as this task's runtime starts it, if one of its tools needs it. May take seconds, once."""
-        if self.pythons is None or not any(kind.needs_python for kind in kinds):
+        """Our own Python as this task's runtime starts it, if its agent or one of its tools needs it. May take seconds,
+        once."""
+        is_needed = any(kind.needs_python for kind in kinds) or outfit_of(self.agent_of(task), task).needs_python
+        if self.pythons is None or not is_needed:
             return None
         python = await self.pythons.get()
         return python if self.runtime_of(task).is_isolated else python.on_host()

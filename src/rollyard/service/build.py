@@ -17,7 +17,9 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from rollyard.agents.install import AgentShelf
 from rollyard.agents.registry import Agents
+from rollyard.agents.session import SessionAgent
 from rollyard.core import RollyardError
 from rollyard.core.failure import EngineFailure, TokenizerMismatch
 from rollyard.engines.base import Engine, EngineSpec, Kind, Role
@@ -33,6 +35,7 @@ from rollyard.sandbox.python import PythonShelf
 from rollyard.service.auth import load_tokens
 from rollyard.service.bounds import end_all
 from rollyard.service.house import House
+from rollyard.service.keys import load_keys
 from rollyard.service.models import EngineBody, check_body
 from rollyard.service.runtimes import make_runtime
 from rollyard.service.scrape import snapshot
@@ -43,6 +46,7 @@ from rollyard.tools.mcp import OutsideServer
 log = logging.getLogger("rollyard.service")
 
 IMAGES = "images"  # below data_dir: the store that `rollyard images` fills
+AGENTS = "agents"  # below data_dir: the operator's presets, and what `rollyard agents install` made
 
 MOST_DESCRIPTORS = 1 << 20  # some hosts allow a billion, and some programs close them one by one
 
@@ -59,7 +63,8 @@ async def open_house(
     raise_descriptor_limit()
     open_data_dir(settings.data_dir)
     tokens = load_tokens(settings)
-    agents = agents or Agents()
+    keys = load_keys(settings.data_dir)
+    agents = agents or Agents(shelf=AgentShelf(settings.data_dir / AGENTS))
     async with AsyncExitStack() as stack:
         environments = await stack.enter_async_context(environments or Environments())
         metrics = Metrics()
@@ -109,7 +114,7 @@ async def open_house(
         yard = await stack.enter_async_context(
             Yard(store, shop, pipeline_settings(settings), metrics=metrics, tracer=tracer)
         )
-        house = House(settings, tokens, store, router, shop, yard, probes, refused)
+        house = House(settings, tokens, store, router, shop, yard, keys, _sessions(agents), probes, refused)
         metrics.watch(lambda: snapshot(yard, router))
         try:
             yield house
@@ -149,6 +154,13 @@ def pipeline_settings(settings: Settings) -> PipelineSettings:
         drain_s=settings.drain_s,
         retain_s=settings.retain_s,
     )
+
+
+def _sessions(agents: Agents) -> SessionAgent:
+    agent = agents.get(SessionAgent.name)
+    if not isinstance(agent, SessionAgent):
+        raise SettingsError(f"an installed package takes the agent name {SessionAgent.name!r}, which is Rollyard's own")
+    return agent
 
 
 async def _probe(name: str, runtime: Runtime) -> Mapping[str, str]:

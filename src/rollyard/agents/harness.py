@@ -1,0 +1,249 @@
+"""A harness: an unmodified agent program in the sandbox, which talks to its model through the gateway.
+
+We write its files, start it, and wait for the first of: it ended, the gateway says that the rollout cannot go on, the
+time is over, the sandbox is gone. What it does in between is its own business; that its tokens are exact is the
+gateway's.
+
+How it ended. A limit or a failure of the engines, as the gateway says it: that, as in the native loop. The context was
+full and the program gave up: ContextLimit, whatever its exit status. A status that the preset calls an end: "stop".
+Killed for memory: MemoryLimit. Its last reply was cut off and it gave up: TokenLimit, as in the native loop. Any other
+status: AgentCrashed, which is not trained on, for nobody can say whether the model or the program was at fault. A
+program that never asked the model has not done its work, whatever its status.
+
+Invariants. When `run` is over, however that comes, the program is dead. RUN's clock runs while the program does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rollyard.agents.base import AgentContext, Outfit
+from rollyard.agents.install import AgentShelf
+from rollyard.agents.preset import HOME_INSIDE, INSTALL_INSIDE, Preset
+from rollyard.agents.program import Program
+from rollyard.agents.template import PYTHON, filled_chars, machine_values, render
+from rollyard.core import DeadlineExpired, Json, Message, Task
+from rollyard.core.failure import (
+    AgentCrashed,
+    AgentMissing,
+    MemoryLimit,
+    RunDeadline,
+    SandboxStartFailed,
+    TaskInvalid,
+    TokenLimit,
+)
+from rollyard.gateway.session import GatewaySession, reasoning_of
+from rollyard.sandbox.base import Bind, Sandbox
+
+log = logging.getLogger("rollyard.agents")
+
+MOST_STRING_BYTES = (128 << 10) - 256
+"""Linux's bound of one argument or variable, with the variable's name; all of them have 2 MB, the sandbox's own among
+them."""
+MOST_STRINGS_BYTES = 1 << 20
+
+MOST_FILLED_CHARS = 16 << 20
+"""Of one template with its values in it: it may name a long instruction often."""
+
+BEATS = 3  # within limits.stall_s
+
+_NOT_THE_PRESETS = frozenset({"reasoning_history", "mcp"})  # the gateway's, and the pipeline's
+
+
+class HarnessAgent:
+    """See the module. One per preset; it holds no state of a rollout."""
+
+    default_tools: ClassVar[tuple[str, ...]] = ()  # it brings its own
+    needs_gateway: ClassVar[bool] = True
+
+    def __init__(self, preset: Preset, shelf: AgentShelf | None = None) -> None:
+        self.name = preset.name
+        self.preset = preset
+        self.shelf = shelf
+
+    def check(self, task: Task) -> None:
+        """TaskInvalid; AgentMissing if it is to be installed first, which only an operator does."""
+        self._with_options(task)
+        reasoning_of(task)
+        _check_mcp(task)
+        if self.preset.is_installable and self._installed is None:
+            raise AgentMissing(f"the agent {self.name} {self.preset.version} is not installed on this machine")
+
+    def outfit(self, task: Task) -> Outfit:
+        """SandboxStartFailed if what was installed at the submit is gone by now."""
+        binds: tuple[Bind, ...] = ()
+        if self.preset.is_installable:
+            if self._installed is None:
+                raise SandboxStartFailed(f"since the submit: the agent {self.name} is not installed any more")
+            binds = (Bind(self._installed, INSTALL_INSIDE),)
+        return Outfit(needs_doorway=True, needs_python=self._with_options(task).needs_python, binds=binds)
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        sandbox, gateway = context.sandbox, context.gateway
+        if sandbox is None or sandbox.doorway is None:
+            raise TaskInvalid(f"the agent {self.name} needs a sandbox with a doorway, which this runtime has not")
+        preset = self._with_options(context.task)
+        values = _values(preset, messages, sandbox.doorway.url)
+        oom_kills = sandbox.oom_kills
+        program = Program(sandbox, context.beat)
+        try:
+            try:
+                async with context.clock.counting():
+                    await self._start(program, preset, values, context)
+                    await _first(program, context)
+            finally:
+                await program.end()
+        except DeadlineExpired as error:
+            raise RunDeadline(f"RUN used up its {context.clock.budget_s:g} s") from error
+        finally:
+            context.info["model_s"] = round(gateway.model_s, 6)
+            context.info["harness"] = self._told(preset, program)
+        return _verdict(preset, program, gateway, has_lost_memory=sandbox.oom_kills > oom_kills)
+
+    async def _start(self, program: Program, preset: Preset, values: Mapping[str, str], context: AgentContext) -> None:
+        sandbox = context.sandbox
+        assert sandbox is not None
+        await _write_files(sandbox, preset, values)
+        if preset.needs_python and context.python is None:
+            raise SandboxStartFailed(f"the agent {self.name} needs our own Python, which is not here")
+        python = [*context.python.argv, "-E", "-s"] if context.python is not None else []
+        argv: list[str] = []
+        for index, item in enumerate(preset.command):
+            argv += python if item == PYTHON else [_string(f"command[{index}]", item, values)]
+        env = {name: _string(f"env.{name}", value, values) for name, value in preset.env.items()}
+        if sum(len(text.encode()) for text in (*argv, *env, *env.values())) > MOST_STRINGS_BYTES:
+            raise TaskInvalid("agent: command and env have more than 1 MB together; give long texts in files")
+        stdin = _filled("stdin", preset.stdin, values).encode()
+        log.debug("an agent program starts", extra={"rollout": context.rollout_id, "agent": self.name})
+        await program.start(argv, cwd=values["workdir"], env={"HOME": HOME_INSIDE, **env}, stdin=stdin)
+
+    def _with_options(self, task: Task) -> Preset:
+        options = {name: value for name, value in task.agent.options.items() if name not in _NOT_THE_PRESETS}
+        return self.preset.with_options(options)
+
+    @property
+    def _installed(self) -> Path | None:
+        return None if self.shelf is None else self.shelf.folder_of(self.preset)
+
+    def _told(self, preset: Preset, program: Program) -> dict[str, Json]:
+        output, dropped_bytes = program.said()
+        return {
+            "preset": preset.name,
+            "version": preset.version,
+            "exit_status": program.status,
+            "output": output,
+            "dropped_bytes": dropped_bytes,
+            "duration_s": round(program.duration_s, 6),
+        }
+
+
+async def _first(program: Program, context: AgentContext) -> None:
+    """Until the program has ended, or the rollout cannot go on. A quiet program is a tool that takes its time: run_s
+    bounds it, model_s a call of it. The stall watch is for what nobody bounds."""
+    waiting = [asyncio.ensure_future(program.wait()), asyncio.ensure_future(context.gateway.ended())]
+    every_s = context.task.limits.stall_s / BEATS
+    done: set[asyncio.Future[Any]] = set()
+    try:
+        while not done:
+            done, _ = await asyncio.wait(waiting, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+            context.beat()
+        for future in done:
+            future.result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        await asyncio.wait(waiting)
+
+
+def _verdict(preset: Preset, program: Program, gateway: GatewaySession, *, has_lost_memory: bool) -> str:
+    """Why it ended, or the failure that it ended with."""
+    limit = gateway.failure or gateway.overflow
+    if limit is not None:
+        raise limit
+    status, is_ok = program.status, program.status in preset.end.ok
+    if not is_ok and has_lost_memory:
+        raise MemoryLimit(f"{preset.name} was killed at the sandbox's memory limit")
+    if is_ok and gateway.turns:
+        return "stop"
+    if gateway.finish_reason == "length":
+        raise TokenLimit(f"a reply was cut off by its token limit, and {preset.name} gave up (status {status})")
+    asked = gateway.info().get("requests")
+    had = "" if gateway.turns else f", and had got no answer of the model ({asked} requests reached the gateway)"
+    said = program.last_lines() or "(nothing)"
+    raise AgentCrashed(f"{preset.name} ended with status {status}{had}. Its last lines: {said}", exit_status=status)
+
+
+async def _write_files(sandbox: Sandbox, preset: Preset, values: Mapping[str, str]) -> None:
+    for index, file in enumerate(preset.files):
+        path = _filled(f"files[{index}].path", file.path, values)
+        content = file.content if file.raw else _filled(f"files[{index}].content", file.content, values)
+        try:
+            await sandbox.write(path, content.encode("utf-8", "replace"), mode=file.mode_bits)
+        except (OSError, ValueError) as error:
+            raise TaskInvalid(f"agent: files[{index}]: {path} could not be written: {error}") from error
+
+
+def _filled(where: str, text: str, values: Mapping[str, str]) -> str:
+    """As text that can be passed on: half a surrogate pair cannot."""
+    if filled_chars(text, values) > MOST_FILLED_CHARS:
+        raise TaskInvalid(f"agent: {where}: with its values in it has more than {MOST_FILLED_CHARS} characters")
+    return render(text, values).encode("utf-8", "replace").decode()
+
+
+def _string(where: str, text: str, values: Mapping[str, str]) -> str:
+    """An argument or a variable. What the kernel would refuse, nobody inside could tell from a lost sandbox."""
+    string = _filled(where, text, values)
+    if "\0" in string:
+        raise TaskInvalid(f"agent: {where}: there is a NUL in it; give such a text in a file or on stdin")
+    if len(string.encode()) > MOST_STRING_BYTES:
+        raise TaskInvalid(f"agent: {where}: is longer than the 128 KB that Linux allows; give it in a file or on stdin")
+    return string
+
+
+def _values(preset: Preset, messages: Sequence[Message], root_url: str) -> dict[str, str]:
+    values = {
+        **machine_values(),
+        "instruction": instruction_of(messages),
+        "root_url": root_url,
+        "base_url": f"{root_url}/v1",
+        "model": preset.model,
+        "home": HOME_INSIDE,
+        "install": INSTALL_INSIDE,
+    }
+    values["workdir"] = render(preset.workdir, values)
+    return values
+
+
+def instruction_of(messages: Sequence[Message]) -> str:
+    """What the environment tells, as one text. TaskInvalid for what a program cannot be told so."""
+    texts: list[str] = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else _texts(content)
+        if parts is None or message.get("role") not in ("system", "developer", "user"):
+            raise TaskInvalid(f"messages[{index}]: an agent program can only be told text, by system and user messages")
+        texts += parts
+    return "\n\n".join(texts)
+
+
+def _texts(content: Json) -> list[str] | None:
+    if not isinstance(content, Sequence):
+        return None
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    found = [text for text in texts if isinstance(text, str)]
+    return found if len(found) == len(texts) else None
+
+
+def _check_mcp(task: Task) -> None:
+    """A program reaches MCP servers by itself: at the doorway, or by starting them."""
+    servers = task.agent.options.get("mcp")
+    for name, entry in servers.items() if isinstance(servers, Mapping) else ():
+        if not isinstance(entry, Mapping) or entry.get("inside") is not True:
+            raise TaskInvalid(
+                f"agent.options.mcp.{name}: an agent program reaches servers of the operator only, with `inside`: true"
+                f" ({{{{root_url}}}}/mcp/{name}); what it starts itself belongs into its own configuration"
+            )

@@ -1,0 +1,296 @@
+'''A preset: one small TOML file that says how an unmodified agent program is run.
+
+    name = "my-agent"                 # what tasks call it: lower case letters, digits and -
+    version = "1.2.3"                 # of the program
+    about = "One line for `rollyard agents list`."
+    dialect = "chat"                  # what it speaks: chat, responses or messages; any: the user's own business
+    command = ["{{python}}", "-m", "my_agent", "--task", "{{instruction}}"]
+    stdin = ""                        # what it reads; nothing by default
+    workdir = "/workspace"            # where it starts
+    model = "policy"                  # the name that it is told; the gateway takes any and echoes it
+
+    [env]                             # added to the sandbox's own; HOME is {{home}} unless set here
+    OPENAI_BASE_URL = "{{base_url}}"
+    OPENAI_API_KEY = "none"
+
+    [[files]]                         # written before it starts
+    path = "{{home}}/.config/my-agent.toml"
+    content = """model = {{model|json}}"""
+    mode = "0644"                     # octal
+    raw = false                       # true: the content is no template
+
+    [install]                         # how its files are made, once: `rollyard agents install NAME`
+    kind = "pip"                      # none (it is in the image), pip or npm
+    packages = ["my-agent==1.2.3"]    # each pinned; npm: "@scope/name@1.2.3"
+    dependencies = true               # pip only; false: `packages` is all there is, a lock
+    remove = []                       # globs below the folder that are not needed
+
+    [end]
+    ok = [0]                          # exit statuses that mean: it is done
+
+    [try]                             # what the model says in `rollyard agents try NAME`, see there
+    [[try.turns]]
+    say = "I look at it."
+    calls = [{ name = "bash", arguments = { command = "cat greeting.txt" } }]
+
+Templates, in command, stdin, env, workdir, and in path and content of files:
+
+    {{instruction}}  what the environment's messages say, as one text: the system part, then the user's
+    {{base_url}}     http://127.0.0.1:8129/v1     {{root_url}}  the same without /v1
+    {{model}}        `model`                      {{home}}      a writable folder, HOME
+    {{workdir}}      `workdir`                    {{install}}   where `install` made is seen, read-only
+    {{arch}}         x64 or arm64, as npm names them; {{machine}}: x86_64 or aarch64. Both in install.packages, too
+    {{python}}       our own Python, which needs nothing of the image; only as a whole item of `command`: it is several
+                     arguments. With install.kind = "pip": ["{{python}}", "{{install}}", "MODULE", ARGUMENTS…] runs a
+                     module of what was installed, and leaves PYTHONPATH alone: the program's children inherit it.
+
+`{{name|json}}` is the value as a JSON string (good for YAML and TOML, too), `{{name|sh}}` quoted for a shell. What is
+put in is never read as a template again. One argument of a command has at most 128 KB: a program that may get a long
+instruction should read it from a file or from stdin.
+
+Invariants. A preset that loads has only names that exist. It is data: nothing of it is run outside a sandbox, but for
+pip or npm themselves when an operator installs it.
+'''
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rollyard.agents.template import PYTHON, machine_values, names_in, problem_of, render
+from rollyard.core import Json
+from rollyard.core.failure import TaskInvalid
+
+INSTALL_INSIDE = "/.rollyard-agent"
+"""Where a sandbox sees what was installed."""
+
+HOME_INSIDE = "/home/agent"
+"""Every sandbox has it, private and writable."""
+
+MOST_NAME_CHARS = 200
+MOST_FILES = 64
+MOST_FILE_BYTES = 1 << 20
+"""Of a file, of stdin, of a command: a preset is configuration, not a way to bring data."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_PINNED = {
+    "pip": re.compile(r"[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?==[\w.+!-]+"),
+    "npm": re.compile(r"(@[\w.-]+/)?[\w.-]+@\d[\w.+-]*"),
+}
+
+
+class PresetError(ValueError):
+    """A preset that cannot be used: `where` names the field, `what` says what was wrong with it."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(f"{where}: {what}")
+        self.where = where
+        self.what = what
+
+
+class PresetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    path: str
+    content: str = ""
+    mode: str = "0644"
+    raw: bool = False
+
+    @property
+    def mode_bits(self) -> int:
+        return int(self.mode, 8)
+
+
+class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    kind: Literal["none", "pip", "npm"] = "none"
+    packages: tuple[str, ...] = ()
+    dependencies: bool = True
+    remove: tuple[str, ...] = ()
+
+    def resolved(self) -> tuple[str, ...]:
+        """The packages for this machine."""
+        return tuple(render(package, machine_values()) for package in self.packages)
+
+
+class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    ok: tuple[int, ...] = (0,)
+
+
+class TryCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class TryTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One reply of the scripted model: a text, calls, or both."""
+
+    say: str = ""
+    calls: tuple[TryCall, ...] = ()
+
+
+class Try(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    turns: tuple[TryTurn, ...] = ()
+
+
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """See the module. `command` is empty only where the task gives it."""
+
+    name: str
+    version: str = ""
+    about: str = ""
+    dialect: Literal["chat", "responses", "messages", "any"] = "any"
+    command: tuple[str, ...] = ()
+    stdin: str = ""
+    workdir: str = "/workspace"
+    model: str = "policy"
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    files: tuple[PresetFile, ...] = ()
+    install: Install = msgspec.field(default_factory=Install)
+    end: End = msgspec.field(default_factory=End)
+    try_: Try = msgspec.field(name="try", default_factory=Try)
+
+    @property
+    def needs_python(self) -> bool:
+        return PYTHON in self.command
+
+    @property
+    def is_installable(self) -> bool:
+        return self.install.kind != "none"
+
+    def with_options(self, options: Mapping[str, Json]) -> Preset:
+        """With what a task adds: `args` behind the command, `env` and `files` beside its own, `model`. A preset without
+        a command takes the whole of it: `command`, `stdin`, `workdir`, `end`. TaskInvalid names a wrong one."""
+        allowed = {"args", "env", "files", "model", *(() if self.command else ("command", "stdin", "workdir", "end"))}
+        if unknown := sorted(set(options) - allowed):
+            raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(sorted(allowed))}")
+        try:
+            given = msgspec.convert({"name": self.name, **_plain(_without(options, "args"))}, Preset)
+            args = msgspec.convert(_plain(options.get("args", [])), tuple[str, ...])
+        except msgspec.ValidationError as error:
+            where, what = _told(error)
+            raise TaskInvalid(f"agent.options.{where}: {what}") from error
+        made = msgspec.structs.replace(
+            self,
+            command=(*(self.command or given.command), *args),
+            env={**self.env, **given.env},
+            files=(*self.files, *given.files),
+            model=given.model if "model" in options else self.model,
+            stdin=given.stdin if "stdin" in options else self.stdin,
+            workdir=given.workdir if "workdir" in options else self.workdir,
+            end=given.end if "end" in options else self.end,
+        )
+        if not made.command:
+            raise TaskInvalid("agent.options.command: a list of at least one string was expected")
+        try:
+            _check(made)
+        except PresetError as error:
+            raise TaskInvalid(f"agent.options.{error}") from error
+        return made
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+def read_preset(text: str) -> Preset:
+    """A preset of its TOML text, or PresetError."""
+    try:
+        return preset_of(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise PresetError("the file", f"is no TOML: {error}") from error
+
+
+def preset_of(raw: Mapping[str, Any]) -> Preset:
+    try:
+        preset = msgspec.convert(raw, Preset)
+    except msgspec.ValidationError as error:
+        raise PresetError(*_told(error)) from error
+    _check(preset)
+    return preset
+
+
+def built_in() -> dict[str, str]:
+    """The text of those that come with Rollyard, by name."""
+    folder = resources.files("rollyard.agents").joinpath("presets")
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return {file.name.removesuffix(".toml"): file.read_text("utf-8") for file in files}
+
+
+def presets_in(folder: Path) -> dict[str, str]:
+    """The text of an operator's own, by name: every NAME.toml of the folder."""
+    return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.toml"))}
+
+
+def _told(error: msgspec.ValidationError) -> tuple[str, str]:
+    """msgspec's "Expected `str`, got `int` - at `$.command[0]`" as the field, and what was wrong."""
+    what, _, where = str(error).partition(" - at `")
+    return where.rstrip("`").removeprefix("$").lstrip(".") or "the preset", what
+
+
+def _plain(value: Any) -> Any:
+    """Task options may be mappings and sequences that are no dict and no list."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _without(options: Mapping[str, Json], name: str) -> dict[str, Json]:
+    return {key: value for key, value in options.items() if key != name}
+
+
+def _check(preset: Preset) -> None:
+    if not _NAME.fullmatch(preset.name):
+        raise PresetError("name", "up to 64 lower case letters, digits and - were expected")
+    for where, text in _templates(preset):
+        if len(text) > MOST_FILE_BYTES:
+            raise PresetError(where, f"at most {MOST_FILE_BYTES} characters")
+        if "\0" in text and not where.endswith(".content"):
+            raise PresetError(where, "no NUL")
+        wrong = problem_of(text, without=where, is_argument=where.startswith("command["))
+        if wrong:
+            raise PresetError(where, wrong)
+    if names_in(preset.model) or len(preset.model) > MOST_NAME_CHARS:
+        raise PresetError("model", f"a name of at most {MOST_NAME_CHARS} characters was expected, and no template")
+    if not preset.workdir.startswith(("/", "{{")):
+        raise PresetError("workdir", "an absolute path was expected")
+    for name in preset.env:
+        if not name or "=" in name or "\0" in name or len(name) > MOST_NAME_CHARS:
+            what = f"1 to {MOST_NAME_CHARS} characters were expected, without = and NUL"
+            raise PresetError(f"env.{name[:MOST_NAME_CHARS]}", what)
+    if len(preset.files) > MOST_FILES:
+        raise PresetError("files", f"at most {MOST_FILES} files")
+    for index, file in enumerate(preset.files):
+        if not file.path.startswith(("/", "{{")) or file.path.endswith("/"):
+            raise PresetError(f"files[{index}].path", "the absolute path of a file was expected")
+        if not re.fullmatch(r"0?[0-7]{3}", file.mode):
+            raise PresetError(f"files[{index}].mode", 'octal digits were expected, like "0644"')
+    _check_install(preset.install)
+
+
+def _check_install(install: Install) -> None:
+    if (install.kind == "none") != (not install.packages):
+        raise PresetError("install.packages", "are expected with the kinds pip and npm, and only with them")
+    for index, package in enumerate(install.packages):
+        where = f"install.packages[{index}]"
+        if unknown := names_in(package) - set(machine_values()):
+            raise PresetError(where, f"only {{{{arch}}}} and {{{{machine}}}} may stand here, not {min(unknown)}")
+        if not _PINNED[install.kind].fullmatch(render(package, machine_values())):
+            example = "name==1.2.3" if install.kind == "pip" else "name@1.2.3"
+            raise PresetError(where, f"a package pinned to one version was expected, like {example}")
+    for index, pattern in enumerate(install.remove):
+        if pattern.startswith("/") or ".." in pattern.split("/"):
+            raise PresetError(f"install.remove[{index}]", "a pattern below the installed folder was expected")
+
+
+def _templates(preset: Preset) -> list[tuple[str, str]]:
+    found = [(f"command[{index}]", item) for index, item in enumerate(preset.command)]
+    found += [("stdin", preset.stdin), ("workdir", preset.workdir)]
+    found += [(f"env.{name}", value) for name, value in preset.env.items()]
+    for index, file in enumerate(preset.files):
+        found.append((f"files[{index}].path", file.path))
+        if not file.raw:
+            found.append((f"files[{index}].content", file.content))
+    return found

@@ -1,0 +1,152 @@
+"""A program in a sandbox, from its start to its end: what it says is kept, whoever ends it.
+
+Invariants. Of its output (standard output and error, as they come) a head and a tail are kept, the rest is counted; a
+flood slows down the program, not us. After `end` the program is dead, with its process group if we ended it. What it
+left behind, or started outside that group, finds no model any more and dies with its sandbox, right after RUN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rollyard.core.failure import SandboxLost
+from rollyard.sandbox.base import Process, Sandbox
+from rollyard.tools._output import Output
+
+KEPT_BYTES = 64 << 10
+CHUNK_BYTES = 64 << 10
+FULL_PAUSE_S = 0.02
+"""After a read that was full: a flood costs us 3 MB a second, not the event loop."""
+
+REST_CHUNKS = 4
+"""What is still read when it has ended: a pipe holds one; who goes on filling it is somebody whom it left behind."""
+
+GONE_S = 1.0
+"""What killed the program may have killed the sandbox with it, which is known a moment later."""
+
+END_S = 10.0
+"""From SIGKILL to its end. Beyond that it hangs in the kernel, and its sandbox's end will say so."""
+
+
+class Program:
+    """See the module. `start`, then `wait` or `end`, and always `end`."""
+
+    def __init__(self, sandbox: Sandbox, beat: Callable[[], None]) -> None:
+        self._sandbox = sandbox
+        self._beat = beat
+        self._output = Output(KEPT_BYTES)
+        self._process: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._out = -1
+        self._begun = time.monotonic()
+        self.status: int | None = None  # None: it was ended, or has not begun
+
+    @property
+    def duration_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    def said(self) -> tuple[str, int]:
+        """Its output, and how many bytes of the middle are missing."""
+        return self._output.text()
+
+    def last_lines(self, most_bytes: int = 2000) -> str:
+        return self.said()[0].strip()[-most_bytes:]
+
+    async def start(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], stdin: bytes) -> None:
+        self._begun = time.monotonic()
+        self._out, inside = os.pipe2(os.O_CLOEXEC)
+        source = -1
+        try:
+            os.set_blocking(self._out, False)
+            source = _source(stdin)
+            self._process = await self._sandbox.spawn(argv, fds={0: source, 1: inside, 2: inside}, cwd=cwd, env=env)
+        finally:
+            os.close(inside)
+            if source >= 0:
+                os.close(source)
+        self._reading = asyncio.create_task(self._read(), name="an agent program's output")
+
+    async def wait(self) -> int:
+        """Its exit status, when it has ended by itself. A sandbox that is gone raises what ended it."""
+        assert self._process is not None
+        self.status = await self._process.wait()
+        if self.status == -signal.SIGKILL and self._sandbox.end is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GONE_S):
+                    await self._sandbox.ended()
+        if self._sandbox.end is not None:
+            self.status = None
+            await self._sandbox.exec(["true"], timeout_s=END_S)  # raises: the sandbox knows what has become of it
+            raise SandboxLost("the sandbox ended while its program ran")
+        return self.status
+
+    async def end(self) -> None:
+        """Kills what is left of it, and takes the rest of its output."""
+        try:
+            if self._process is not None:
+                self._process.kill()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(END_S):
+                        await self._process.wait()
+            if self._reading is not None:
+                self._reading.cancel()
+                await asyncio.wait([self._reading])
+            for _ in range(REST_CHUNKS):
+                if self._out < 0 or not self._take():
+                    break
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """In any case, even where a second cancel cuts `end` short."""
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._out >= 0:
+            asyncio.get_running_loop().remove_reader(self._out)
+            os.close(self._out)
+            self._out = -1
+
+    async def _read(self) -> None:
+        loop, out = asyncio.get_running_loop(), self._out
+        while True:
+            ready = loop.create_future()
+            loop.add_reader(out, lambda ready=ready: ready.done() or ready.set_result(None))
+            try:
+                await ready
+            finally:
+                if self._out == out:  # else it is closed, and its number somebody else's
+                    loop.remove_reader(out)
+            took = self._take()
+            if took == 0:
+                return
+            self._beat()
+            if took == CHUNK_BYTES:
+                await asyncio.sleep(FULL_PAUSE_S)
+
+    def _take(self) -> int:
+        """How much was there; 0: the end, or nothing."""
+        try:
+            data = os.read(self._out, CHUNK_BYTES)
+        except BlockingIOError:
+            return 0
+        self._output.feed(data)
+        return len(data)
+
+
+def _source(stdin: bytes) -> int:
+    """A descriptor that gives these bytes and then ends."""
+    if not stdin:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    made = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    try:
+        view = memoryview(stdin)
+        while view:
+            view = view[os.write(made, view) :]
+        return os.open(f"/proc/self/fd/{made}", os.O_RDONLY | os.O_CLOEXEC)  # from its beginning, and not writable
+    finally:
+        os.close(made)

@@ -1,0 +1,167 @@
+"""The agent `session`: the one who works is elsewhere, and talks to the model through the service's gateway.
+
+RUN, here, is waiting: it makes the rollout's gateway reachable under its id, and ends when the client posts a reward,
+cancels, or has used up `limits.run_s`, which counts from the beginning to the end (a client that died must not hold a
+slot for ever; how long its own tools take, only it can know).
+
+A limit of turns, tokens or context ends the model calls, not the session: the client hears of it and has the rest of
+`run_s` to say what the work is worth. The rollout is then truncated, with that reward.
+
+Invariants. No reward is made up: time over without one is SessionAbandoned. What was sampled is in this process only
+until RUN ends, and nobody here can do it again: a session that was begun and then lost, with its engine or with the
+service, ends as SessionLost and is not retried. One that was not yet begun has lost nothing, and begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from rollyard.agents.base import AgentContext
+from rollyard.core import CODES, DeadlineExpired, Json, LostAttempt, Message, State, Task
+from rollyard.core.failure import (
+    EngineFailure,
+    PolicyFailure,
+    RollyardError,
+    SessionAbandoned,
+    SessionConflict,
+    SessionLost,
+    TaskInvalid,
+)
+from rollyard.gateway.session import GatewaySession, reasoning_of
+
+log = logging.getLogger("rollyard.agents")
+
+NAME = "session"
+POSTED = "score"  # in `Trajectory.info`: where the environment `session` finds what the client posted
+BEATS = 3  # within limits.stall_s: a client that thinks is no stall of ours
+
+
+class LiveSession:
+    """A session that is open: its gateway, and the place for its reward."""
+
+    def __init__(self, gateway: GatewaySession) -> None:
+        self.gateway = gateway
+        self.posted: asyncio.Future[Mapping[str, Json]] = asyncio.get_running_loop().create_future()
+
+    def give(self, posted: Mapping[str, Json]) -> None:
+        """Ends it with this: `reward`, and what else there is. The same again is nothing new; SessionConflict for
+        another."""
+        if not self.posted.done():
+            self.posted.set_result(posted)
+        elif self.posted.result() != posted:
+            raise SessionConflict("this session has got another reward already")
+
+
+class SessionAgent:
+    """See the module. One instance serves all sessions, and knows those that are open."""
+
+    name: ClassVar[str] = NAME
+    default_tools: ClassVar[tuple[str, ...]] = ()
+    needs_gateway: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._live: dict[str, LiveSession] = {}
+        self._waiting: dict[str, list[asyncio.Future[LiveSession]]] = {}
+
+    # --- for those who know a session by its id -------------------------------------------------------
+
+    def live(self, session_id: str) -> LiveSession | None:
+        return self._live.get(session_id)
+
+    async def opened(self, session_id: str) -> LiveSession:
+        """That session once it is open. Whoever waits bounds it: it may never be."""
+        if (live := self._live.get(session_id)) is not None:
+            return live
+        future: asyncio.Future[LiveSession] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(session_id, [])
+        waiting.append(future)
+        try:
+            return await future
+        finally:
+            waiting.remove(future)
+            if not waiting and self._waiting.get(session_id) is waiting:
+                del self._waiting[session_id]
+
+    # --- the agent ------------------------------------------------------------------------------------
+
+    def check(self, task: Task) -> None:
+        if task.environment != NAME:
+            raise TaskInvalid(f"agent.name: {NAME!r} goes with the environment {NAME!r} (POST /v1/sessions)")
+        unknown = sorted(set(task.agent.options) - {"reasoning_history"})
+        if unknown:
+            raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there is reasoning_history")
+        reasoning_of(task)
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        if (lost := _begun_before(context.lost)) is not None:
+            raise SessionLost(f"the service lost it in attempt {lost.attempt}: {lost.detail}", cause=lost.code)
+        session = LiveSession(context.gateway)
+        self._open(context.rollout_id, session)
+        limit: RollyardError | None = None
+        try:
+            async with context.clock.counting():
+                limit = await self._wait(context, session)
+        except DeadlineExpired as error:
+            if not session.posted.done():  # else it came at the last moment, and was accepted
+                raise SessionAbandoned(f"there was no reward within the {context.clock.budget_s:g} s of RUN") from error
+        finally:
+            del self._live[context.rollout_id]
+        self._take(context, session.posted.result())
+        limit = limit or _policys(context.gateway.failure) or _policys(context.gateway.overflow)
+        if limit is not None:
+            raise limit
+        return "reward"
+
+    def _open(self, session_id: str, session: LiveSession) -> None:
+        self._live[session_id] = session
+        for future in self._waiting.get(session_id, ()):
+            if not future.done():
+                future.set_result(session)
+
+    async def _wait(self, context: AgentContext, session: LiveSession) -> RollyardError | None:
+        """Until the reward is there; the limit that had ended the model calls before, if one had."""
+        every_s = context.task.limits.stall_s / BEATS
+        ended = asyncio.ensure_future(session.gateway.ended())
+        watched: set[asyncio.Future[Any]] = {session.posted, ended}
+        limit: RollyardError | None = None
+        try:
+            while not session.posted.done():
+                await asyncio.wait(watched, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+                context.beat()
+                if limit is None and ended.done():
+                    watched.discard(ended)
+                    limit = _policys(ended.result())
+                    if limit is None:
+                        raise _lost(ended.result())
+        finally:
+            ended.cancel()
+        return limit
+
+    def _take(self, context: AgentContext, posted: Mapping[str, Json]) -> None:
+        """Into what RUN leaves; an answer where every environment's evidence has it."""
+        context.info[POSTED] = {name: value for name, value in posted.items() if name != "answer"}
+        if posted.get("answer") is not None:
+            context.info["answer"] = posted["answer"]
+
+
+def _policys(error: RollyardError | None) -> RollyardError | None:
+    return error if isinstance(error, PolicyFailure) else None
+
+
+def _lost(error: RollyardError) -> RollyardError:
+    """A failure after which others are tried again: this one cannot be."""
+    if not error.retryable:
+        return error
+    log.warning("a session was lost", extra={"code": error.code})
+    return SessionLost(error.detail, cause=error.code)
+
+
+def _begun_before(lost: Sequence[LostAttempt]) -> LostAttempt | None:
+    """The attempt that a client may have worked with. Those that got no engine were never open."""
+    for attempt in lost:
+        if attempt.stage == State.RUN and not issubclass(CODES.get(attempt.code, RollyardError), EngineFailure):
+            return attempt
+    return None

@@ -1,0 +1,66 @@
+"""The `{{name}}` and `{{name|filter}}` of presets: which there are, and how they are filled.
+
+Invariant: one pass. What is put in is not read again, so an instruction that holds `{{model}}` says just that.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shlex
+from collections.abc import Mapping
+
+NAMES = frozenset(
+    {"instruction", "base_url", "root_url", "model", "home", "workdir", "install", "arch", "machine", "python"}
+)
+PYTHON = "{{python}}"
+
+_PLACE = re.compile(r"\{\{\s*(\w+)\s*(?:\|\s*(\w+)\s*)?\}\}")
+_NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+_ARCH = {"x86_64": "x64", "aarch64": "arm64"}
+
+
+def _json(text: str) -> str:
+    """As JSON, YAML and TOML all read it: what one of them forbids is escaped, all else stands as it is (YAML does not
+    join the two halves of a surrogate pair)."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
+
+
+_FILTERS = {"json": _json, "sh": shlex.quote}
+
+
+def machine_values() -> dict[str, str]:
+    machine = platform.machine()
+    return {"machine": machine, "arch": _ARCH.get(machine, machine)}
+
+
+def names_in(text: str) -> set[str]:
+    return {place[1] for place in _PLACE.finditer(text)}
+
+
+def problem_of(text: str, *, without: str, is_argument: bool) -> str:
+    """What is wrong with a template; empty: nothing. `without` is a name that it cannot use: its own."""
+    for place in _PLACE.finditer(text):
+        name, filter_name = place[1], place[2]
+        if name not in NAMES or name == without:
+            return f"unknown {{{{{name}}}}}; there are {', '.join(sorted(NAMES))}"
+        if filter_name is not None and filter_name not in _FILTERS:
+            return f"unknown filter |{filter_name}; there are {', '.join(_FILTERS)}"
+        if name == "python" and not (is_argument and text == PYTHON):
+            return "{{python}} is several arguments: only a whole item of `command` can be it"
+    return ""
+
+
+def filled_chars(text: str, values: Mapping[str, str]) -> int:
+    """How long it gets, before any filter; without making it."""
+    return len(text) + sum(len(values[place[1]]) for place in _PLACE.finditer(text))
+
+
+def render(text: str, values: Mapping[str, str]) -> str:
+    def fill(place: re.Match[str]) -> str:
+        value = values[place[1]]
+        return _FILTERS[place[2]](value) if place[2] else value
+
+    return _PLACE.sub(fill, text)

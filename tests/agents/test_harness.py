@@ -1,0 +1,409 @@
+"""An agent program in a real sandbox: how it is started, and every way that it ends."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.agents.harness import instruction_of
+from rollyard.core import Blame, Outcome, Run, State, Trajectory
+from rollyard.core.failure import AgentMissing, TaskInvalid
+from rollyard.engines import EngineSpec, Kind, RouterSettings
+from rollyard.sandbox.local import LocalRuntime
+from rollyard.testing.sandbox_conformance import alive, marked
+from rollyard.testing.script import Reply
+from rollyard.tokens import verify
+from rollyard.tools.mcp import OutsideServer
+from tests.agents.harness_parts import PROGRAM, call, greeting_task, plays, pythons, runs
+from tests.pipeline.site import Site
+from tests.pipeline.site import site as whole_site
+
+FIX = call("sh", command="sed -i s/wrold/world/ greeting.txt")
+LOOK = call("sh", command="cat greeting.txt")
+SOLVES = (LOOK, FIX, "Done.")
+
+
+def site(folder: Path, turns: Sequence[str | Reply] = SOLVES, **more: Any):
+    return whole_site(folder, plays(turns), pythons=pythons(), **more)
+
+
+async def trajectory_of(yard: Site, rollout_id: str) -> Trajectory:
+    trajectory = await yard.store.trajectory(rollout_id)
+    assert trajectory is not None
+    return trajectory
+
+
+def nothing_left(yard: Site, folder: Path, mark: str) -> None:
+    """No process that was started with the mark, no sandbox, no slot and no call."""
+    assert not alive(mark)
+    assert not list((folder / "sandboxes").glob("sbx_*"))
+    yard.nothing_left()
+
+
+@pytest.fixture
+def mark() -> str:
+    """A word for a command line that no other process of this machine has."""
+    return marked()
+
+
+# --- the good end ---------------------------------------------------------------------------------------
+
+
+async def test_a_program_that_nobody_changed_leaves_one_exact_trace_and_its_reward(tmp_path: Path, mark: str):
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(PROGRAM, mark)))
+        trajectory = await trajectory_of(yard, rollout.id)
+        await yard.idle()
+        nothing_left(yard, tmp_path, mark)
+    ending = rollout.ending
+    assert ending is not None
+    assert (ending.outcome, ending.failure) == (Outcome.COMPLETED, None)
+    assert ending.score is not None and ending.score.reward == 1.0
+    assert ending.is_trainable
+    verify(trajectory)
+    assert (len(trajectory.traces), trajectory.turns, trajectory.ended_by) == (1, 3, "stop")
+    assert [message["role"] for message in trajectory.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
+    harness, gateway = trajectory.info["harness"], trajectory.info["gateway"]
+    assert isinstance(harness, dict) and isinstance(gateway, dict)
+    assert (harness["preset"], harness["exit_status"], harness["dropped_bytes"]) == ("command", 0, 0)
+    assert harness["output"] == "it begins\nit ends\n"
+    assert (gateway["requests"], gateway["forks"]) == (3, {})
+
+
+async def test_files_stdin_environment_and_workdir_are_filled_in(tmp_path: Path):
+    look = PROGRAM + (
+        "\nprint(json.dumps([sys.stdin.read(), open(sys.argv[2]).read(), oct(os.stat(sys.argv[2]).st_mode & 0o777),"
+        " os.getcwd(), os.environ['HOME'], os.environ['MODEL'], open(sys.argv[3]).read()]))"
+    )
+    options = runs(
+        look,
+        "{{home}}/deep/config.yaml",
+        "/tmp/raw",
+        stdin="{{instruction|sh}}",
+        workdir="/tmp",
+        model="mine",
+        files=[
+            {"path": "{{home}}/deep/config.yaml", "content": "task: {{instruction|json}}", "mode": "0600"},
+            {"path": "/tmp/raw", "content": "{{untouched}}", "raw": True},
+        ],
+    )
+    env = options["env"]
+    assert isinstance(env, dict)
+    env["MODEL"] = "{{model}}"
+    task = greeting_task("command", options)
+    data = {**task.data, "instruction": 'say "{{model}}" \u00e4\n\x7f'}
+    async with site(tmp_path, ["Done."]) as yard:
+        rollout = await yard.rolled(replace(task, data=data))
+        harness = (await trajectory_of(yard, rollout.id)).info["harness"]
+    assert isinstance(harness, dict)
+    told = json.loads(str(harness["output"]).splitlines()[-1])
+    assert told[0] == "'say \"{{model}}\" \u00e4\n\x7f'"
+    assert told[1] == 'task: "say \\"{{model}}\\" \u00e4\\n\\u007f"'
+    assert told[2:] == ["0o600", "/tmp", "/home/agent", "mine", "{{untouched}}"]
+
+
+async def test_the_operators_mcp_servers_are_beside_the_model_at_the_doorway(tmp_path: Path):
+    look = PROGRAM + "\ntry: urllib.request.urlopen(sys.argv[2])\nexcept OSError as error: print(error.read().decode())"
+    options = runs(look, "{{root_url}}/mcp/theirs", mcp={"theirs": {"server": "dead", "inside": True}})
+    servers = {"dead": OutsideServer("http://127.0.0.1:9/", {})}
+    async with site(tmp_path, mcp_servers=servers) as yard:
+        rollout = await yard.rolled(greeting_task("command", options))
+        harness = (await trajectory_of(yard, rollout.id)).info["harness"]
+    assert isinstance(harness, dict)
+    assert str(harness["output"]).splitlines()[-1] == "the MCP server cannot be reached"
+    assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
+
+
+async def test_statuses_that_the_task_calls_an_end_are_one(tmp_path: Path):
+    async with site(tmp_path) as yard:
+        task = greeting_task("command", runs(PROGRAM + "\nsys.exit(3)", end={"ok": [0, 3]}))
+        rollout = await yard.rolled(task)
+    assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
+
+
+async def test_a_child_that_keeps_the_output_open_does_not_keep_run_open(tmp_path: Path, mark: str):
+    left = PROGRAM + f"\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)"
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(left, mark)))
+        await yard.idle()
+        nothing_left(yard, tmp_path, mark)
+    assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
+
+
+# --- ends that are not --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("import sys; print('no key was given'); sys.exit(2)", 2), ("print('no key was given')", 0)],
+)
+async def test_a_program_that_never_asks_the_model_is_the_tasks_fault_and_says_why(
+    tmp_path: Path, code: str, status: int
+):
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(code)))
+    ending = rollout.ending
+    assert ending is not None and ending.failure is not None
+    assert (ending.outcome, ending.failure.code, ending.failure.blame) == (Outcome.FAILED, "agent_crashed", Blame.TASK)
+    assert ending.score is None and not ending.is_trainable
+    assert "no key was given" in ending.failure.detail and f"status {status}" in ending.failure.detail
+    assert "0 requests" in ending.failure.detail
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"command": ["no-such-program"]}, "no-such-program"),
+        ({"command": ["/workspace/greeting.txt"]}, "greeting.txt"),
+        ({"command": ["true"], "workdir": "/no/such/folder"}, "/no/such/folder"),
+    ],
+    ids=["program", "no program", "folder"],
+)
+async def test_a_command_that_cannot_start_is_told(tmp_path: Path, options: Any, said: str):
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", options))
+    assert rollout.ending is not None and rollout.ending.failure is not None
+    failure = rollout.ending.failure
+    assert (failure.code, failure.blame) == ("agent_crashed", Blame.TASK)
+    assert said in failure.detail and "status 12" in failure.detail, failure.detail
+
+
+@pytest.mark.parametrize(
+    ("instruction", "more", "said"),
+    [
+        ("x" * 200_000, {}, "command[3]: is longer than the 128 KB"),
+        ("x\0y", {}, "command[3]: there is a NUL"),
+        ("x" * 100_000, {"args": ["{{instruction}}"] * 12}, "more than 1 MB together"),
+        ("x" * 100_000, {"stdin": "{{instruction}}" * 200}, "stdin: with its values in it has more than"),
+        ("x", {"files": [{"path": "/proc/nothing", "content": ""}]}, "files[0]: /proc/nothing could not be written"),
+    ],
+    ids=["long", "NUL", "many", "bomb", "unwritable"],
+)
+async def test_what_cannot_be_passed_on_is_the_tasks_fault_and_named(
+    tmp_path: Path, instruction: str, more: dict[str, Any], said: str
+):
+    task = greeting_task("command", runs(PROGRAM, **more))
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(replace(task, data={**task.data, "instruction": instruction}))
+    assert rollout.ending is not None and rollout.ending.failure is not None
+    assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("task_invalid", Blame.TASK)
+    assert said in rollout.ending.failure.detail, rollout.ending.failure.detail
+
+
+async def test_a_crash_after_turns_is_truncated_and_scored_and_not_trained_on(tmp_path: Path):
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(PROGRAM + "\nsys.exit('it broke')")))
+        trajectory = await trajectory_of(yard, rollout.id)
+    ending = rollout.ending
+    assert ending is not None and ending.failure is not None and ending.score is not None
+    assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "agent_crashed")
+    assert ending.failure.blame is Blame.POLICY and not ending.is_trainable
+    assert "it broke" in ending.failure.detail and ending.failure.data["exit_status"] == 1
+    assert (ending.score.reward, trajectory.turns) == (1.0, 3)
+
+
+LOOPS = PROGRAM.replace('if not message.get("tool_calls"):\n        break', "pass")
+STUBBORN = "import signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n" + LOOPS
+DEAF = STUBBORN.replace("message = ask()", "try: message = ask()\n    except OSError: continue")
+
+
+@pytest.mark.parametrize("code", [LOOPS, STUBBORN, DEAF], ids=["loops", "ignores SIGTERM", "hears no error"])
+async def test_the_turn_limit_ends_the_program_and_is_scored(tmp_path: Path, mark: str, code: str):
+    async with site(tmp_path, [FIX, LOOK]) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(code, mark), max_turns=3))
+        trajectory = await trajectory_of(yard, rollout.id)
+        await yard.idle()
+        nothing_left(yard, tmp_path, mark)
+    ending = rollout.ending
+    assert ending is not None and ending.failure is not None and ending.score is not None
+    assert (ending.outcome, ending.failure.code, ending.is_trainable) == (Outcome.TRUNCATED, "turn_limit", True)
+    assert (trajectory.turns, ending.score.reward) == (3, 1.0)
+    verify(trajectory)
+
+
+async def test_the_token_limit_ends_the_program(tmp_path: Path):
+    async with site(tmp_path, [FIX, LOOK]) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(LOOPS), max_tokens=50))
+    assert rollout.ending is not None and rollout.ending.failure is not None
+    assert (rollout.ending.failure.code, rollout.ending.outcome) == ("token_limit", Outcome.TRUNCATED)
+
+
+async def test_a_program_that_gives_up_after_a_reply_was_cut_off_hit_the_token_limit(tmp_path: Path):
+    gives_up = PROGRAM.replace("    messages.append(message)\n", "    sys.exit(1)\n", 1)
+    task = greeting_task("command", runs(gives_up))
+    async with site(tmp_path, ["one two three four five six seven eight"]) as yard:
+        rollout = await yard.rolled(replace(task, sampling=replace(task.sampling, max_tokens=3)))
+    ending = rollout.ending
+    assert ending is not None and ending.failure is not None
+    assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "token_limit")
+    assert ending.is_trainable
+
+
+@pytest.mark.parametrize("end", ["", "\n        sys.exit(4)"], ids=["gives up quietly", "crashes"])
+async def test_a_program_that_gives_up_when_its_context_is_full_hit_the_context_limit(tmp_path: Path, end: str):
+    code = LOOPS.replace("message = ask()", f"try: message = ask()\n    except OSError:{end or ' break'}")
+    async with site(tmp_path, [call("sh", command="seq 2000")]) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(code), max_context=3000))
+    ending = rollout.ending
+    assert ending is not None and ending.failure is not None
+    assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "context_limit")
+    assert ending.is_trainable and ending.score is not None
+
+
+async def test_run_s_counts_while_the_program_works(tmp_path: Path, mark: str):
+    code = PROGRAM + "\nimport time\ntime.sleep(1000)"
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(code, mark), run_s=3))
+        trajectory = await trajectory_of(yard, rollout.id)
+        await yard.idle()
+        nothing_left(yard, tmp_path, mark)
+    ending = rollout.ending
+    assert ending is not None and ending.failure is not None
+    assert (ending.outcome, ending.failure.code, ending.is_trainable) == (Outcome.TRUNCATED, "run_deadline", False)
+    assert trajectory.turns == 3 and ending.score is not None
+
+
+async def test_a_quiet_program_is_no_stall(tmp_path: Path):
+    """It works longer than stall_s without a word: run_s bounds it, nobody retries it."""
+    code = PROGRAM + "\nimport time\ntime.sleep(2)"
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(code), stall_s=0.5))
+    assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
+    assert rollout.attempt == 1
+
+
+async def test_a_flood_of_output_is_bounded(tmp_path: Path):
+    code = (
+        PROGRAM + "\nprint('x' * 79 + '\\n', end='', flush=True)\nfor _ in range(40): print('y' * 9999)\nprint('last')"
+    )
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(code)))
+        harness = (await trajectory_of(yard, rollout.id)).info["harness"]
+    assert isinstance(harness, dict)
+    output = str(harness["output"])
+    assert len(output) < 70_000 and harness["dropped_bytes"] > 300_000  # type: ignore[operator]
+    assert output.startswith("it begins\n") and output.endswith("last\n") and "bytes left out" in output
+    assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize("end", ["os.kill(-1, 9)", "os.system('kill -9 -1')"], ids=["itself", "by its child"])
+async def test_who_ends_the_own_sandbox_gets_the_failing_score(tmp_path: Path, end: str):
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(f"{PROGRAM}\n{end}\nimport time\ntime.sleep(1000)")))
+    ending = rollout.ending
+    assert ending is not None and ending.failure is not None and ending.score is not None
+    assert (ending.failure.code, ending.failure.blame) == ("sandbox_ended_by_policy", Blame.POLICY)
+    assert (ending.score.reward, rollout.attempt) == (0.0, 1)
+
+
+async def test_a_program_killed_for_its_memory_hit_the_memory_limit(tmp_path: Path):
+    task = greeting_task("command", runs(PROGRAM + "\nx = b'x' * (400 << 20)\nprint(len(x))"))
+    task = replace(task, sandbox=replace(task.sandbox, memory_bytes=200 << 20))
+    async with site(tmp_path) as yard:
+        rollout = await yard.rolled(task)
+        in_force = rollout.ending.summary.limits_in_force["memory"] if rollout.ending is not None else "none"
+    if in_force in ("none", "rlimit"):
+        pytest.skip("this machine gives us no cgroups, and memory is not counted")
+    assert rollout.ending is not None and rollout.ending.failure is not None
+    assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("memory_limit", Blame.POLICY)
+
+
+# --- from outside ---------------------------------------------------------------------------------------------
+
+
+WAITS: dict[str, tuple[str, Sequence[str | Reply], Callable[[Site], Any]]] = {
+    "in a model call": (PROGRAM, [Reply("x", latency_s=60.0)], lambda yard: yard.engines[0].busy()),
+    "at work": (STUBBORN, [call("sh", command="sleep 1000")], lambda yard: sampled(yard, 1)),
+}
+
+
+async def sampled(yard: Site, count: int) -> None:
+    async with asyncio.timeout(20):
+        while len([it for it in yard.engines[0].calls if it.session_id]) < count:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", WAITS)
+async def test_a_cancel_leaves_no_process_and_no_call(tmp_path: Path, mark: str, name: str):
+    code, turns, until = WAITS[name]
+    async with site(tmp_path, turns) as yard:
+        rollout_id = await yard.submit(greeting_task("command", runs(code, mark)))
+        await yard.until(rollout_id, State.RUN)
+        await until(yard)
+        await yard.yard.cancel(rollout_id)
+        rollout = await yard.ended(rollout_id)
+        await yard.idle()
+        await yard.engines[0].idle()
+        nothing_left(yard, tmp_path, mark)
+    assert rollout.ending is not None and rollout.ending.outcome is Outcome.CANCELLED
+
+
+async def test_an_engine_that_fails_is_infra_and_the_rollout_is_tried_again(tmp_path: Path):
+    failed: list[int] = []
+
+    def once(turn: Any) -> Any:
+        if turn.session_id and turn.number == 1 and not failed:
+            failed.append(1)
+            return Reply(fault="not_json")
+        return plays(SOLVES)(turn)
+
+    once_only = RouterSettings(engine_wait_s=5.0, max_tries=1)
+    async with whole_site(tmp_path, once, pythons=pythons(), router_settings=once_only) as yard:
+        rollout = await yard.rolled(greeting_task("command", runs(PROGRAM)), within_s=50)
+    assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
+    assert rollout.attempt == 2
+    assert [lost.code for lost in rollout.lost] == ["engine_broken"]
+
+
+async def test_an_engine_that_speaks_only_text_is_a_clear_refusal(tmp_path: Path):
+    async with site(tmp_path) as yard:
+        await yard.router.add(EngineSpec("t", yard.engines[0].url, Kind.OPENAI, policy="text"))
+        run = Run("text", policy="text")
+        await yard.store.put_run(run, {"id": run.id})
+        yard.yard.know(run)
+        rollout = await yard.rolled(greeting_task("command", runs(PROGRAM)), run="text")
+    assert rollout.ending is not None and rollout.ending.failure is not None
+    assert rollout.ending.failure.code == "engine_refused" and "token ids" in rollout.ending.failure.detail
+
+
+# --- at submit ------------------------------------------------------------------------------------------------
+
+
+async def test_what_can_never_run_is_refused_at_submit(tmp_path: Path):
+    async with site(tmp_path) as yard:
+        for options, said in (
+            ({}, "agent.options.command"),
+            ({"command": ["x"], "tools": ["shell"]}, "agent.options.tools: unknown"),
+            ({"command": ["{{nothing}}"]}, "agent.options.command[0]: unknown {{nothing}}"),
+            ({"command": ["x"], "files": [{"path": "relative"}]}, "agent.options.files[0].path"),
+            ({"command": ["x"], "env": {"A": 1}}, "agent.options.env"),
+            ({"command": ["x"], "reasoning_history": "never"}, "agent.options.reasoning_history"),
+            ({"command": ["x"], "mcp": {"a": {"command": ["y"]}}}, "agent.options.mcp.a"),
+        ):
+            with pytest.raises(TaskInvalid) as caught:
+                yard.yard.shop.check(greeting_task("command", options), yard.run)  # type: ignore[arg-type]
+            assert caught.value.detail.startswith(said), caught.value.detail
+        with pytest.raises(AgentMissing, match="mini-swe-agent 2"):
+            yard.yard.shop.check(greeting_task("mini-swe-agent"), yard.run)
+
+
+async def test_a_runtime_that_isolates_nothing_is_refused_at_submit(tmp_path: Path):
+    async with site(tmp_path) as yard, LocalRuntime(root=tmp_path / "local") as local:
+        shop = replace(yard.yard.shop, runtimes={"local": local}, default_runtime="local")
+        with pytest.raises(TaskInvalid, match="the runtime local makes none"):
+            shop.check(greeting_task("command", runs(PROGRAM)), yard.run)
+
+
+def test_a_program_is_told_the_system_part_and_then_the_users():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Do it."}]},
+    ]
+    assert instruction_of(messages) == "Be brief.\n\nDo it."
+    for wrong in ({"role": "assistant", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}):
+        with pytest.raises(TaskInvalid, match=r"messages\[0\]"):
+            instruction_of([wrong])

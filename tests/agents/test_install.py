@@ -1,0 +1,127 @@
+"""Installing agent programs: real pip and tarballs, from a folder; nothing half made is ever there."""
+
+import asyncio
+import io
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from rollyard.agents.install import AgentShelf, InstallError
+from rollyard.agents.preset import Preset, read_preset
+
+
+def wheel(folder: Path, name: str = "tiny", version: str = "1.0", code: str = "") -> None:
+    """A package of one module, as pip reads it."""
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}/__init__.py": "",
+        f"{name}/__main__.py": code or "import sys\nprint('tiny', *sys.argv[1:])\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in files) + f"{info}/RECORD,,\n"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(path, text)
+
+
+def pip(version: str = "1.0", more: str = "") -> Preset:
+    return read_preset(
+        f'name = "tiny"\nversion = "{version}"\ncommand = ["x"]\n[install]\nkind = "pip"\n'
+        f'packages = ["tiny=={version}"]\n{more}'
+    )
+
+
+def tarball(path: Path, *members: tuple[str, str, int]) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text, mode in members:
+            member = tarfile.TarInfo(name)
+            member.mode, member.size = mode, len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+
+
+NPM = read_preset('name = "n"\nversion = "2"\ncommand = ["x"]\n[install]\nkind = "npm"\npackages = ["@a/b@2.0.0"]')
+
+
+async def test_pip_packages_are_in_one_folder_that_everybody_may_read_and_run(tmp_path: Path):
+    wheel(tmp_path / "wheels")
+    shelf = AgentShelf(tmp_path / "agents")
+    preset = pip()
+    assert shelf.folder_of(preset) is None
+    said: list[str] = []
+    folder = await shelf.install(preset, said.append, source=tmp_path / "wheels")
+    assert shelf.folder_of(preset) == folder and said == ["pip installs tiny==1.0"]
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in folder.rglob("*"))
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, folder, "tiny", "one", "two"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "tiny one two\n", done.stderr
+    assert not list((tmp_path / "agents").glob(".draft-*"))
+
+
+async def test_what_is_there_is_not_made_again_and_another_section_is_another_folder(tmp_path: Path):
+    wheel(tmp_path / "wheels")
+    wheel(tmp_path / "wheels", version="2.0")
+    shelf = AgentShelf(tmp_path / "agents")
+    first = await shelf.install(pip(), source=tmp_path / "wheels")
+    again = await shelf.install(pip(), source=tmp_path / "nothing here")
+    other = await shelf.install(pip("2.0"), source=tmp_path / "wheels")
+    less = await shelf.install(pip(more='remove = ["tiny/__main__.py"]'), source=tmp_path / "wheels")
+    assert first == again and len({first, other, less}) == 3
+    assert (first / "tiny/__main__.py").exists() and not (less / "tiny/__main__.py").exists()
+
+
+async def test_two_at_once_make_it_once(tmp_path: Path):
+    wheel(tmp_path / "wheels")
+    shelves = [AgentShelf(tmp_path / "agents") for _ in range(2)]
+    said: list[str] = []
+    folders = await asyncio.gather(*(it.install(pip(), said.append, source=tmp_path / "wheels") for it in shelves))
+    assert folders[0] == folders[1] and said.count("pip installs tiny==1.0") == 1
+
+
+async def test_what_fails_leaves_nothing_and_what_a_killed_one_left_is_cleared(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    shelf = AgentShelf(tmp_path / "agents")
+    with pytest.raises(InstallError, match=r"pip ended with 1: .*tiny==1.0") as caught:
+        await shelf.install(pip(), source=tmp_path / "empty")
+    assert "--from" in caught.value.remedy
+    assert [path.name for path in (tmp_path / "agents").iterdir()] == [".lock"]
+    (tmp_path / "agents/.draft-dead").mkdir()
+    wheel(tmp_path / "wheels")
+    await shelf.install(pip(), source=tmp_path / "wheels")
+    assert not list((tmp_path / "agents").glob(".draft-*"))
+
+
+async def test_an_npm_package_is_unpacked_below_its_name_with_its_modes(tmp_path: Path):
+    tarball(
+        tmp_path / "a-b-2.0.0.tgz", ("package/bin/tool", "#!/bin/sh\necho hi\n", 0o755), ("package/README", "x", 0o600)
+    )
+    folder = await AgentShelf(tmp_path / "agents").install(NPM, source=tmp_path)
+    tool, readme = folder / "@a/b/bin/tool", folder / "@a/b/README"
+    assert (tool.stat().st_mode & 0o777, readme.stat().st_mode & 0o777) == (0o755, 0o644)
+    assert tool.read_text() == "#!/bin/sh\necho hi\n"
+
+
+async def test_a_tarball_that_would_write_elsewhere_is_refused(tmp_path: Path):
+    tarball(tmp_path / "a-b-2.0.0.tgz", ("package/../../../escaped", "x", 0o644))
+    shelf = AgentShelf(tmp_path / "agents")
+    with pytest.raises(InstallError, match="cannot be unpacked"):
+        await shelf.install(NPM, source=tmp_path)
+    assert shelf.folder_of(NPM) is None and not (tmp_path / "escaped").exists()
+
+
+async def test_mistakes_say_what_to_do(tmp_path: Path):
+    shelf = AgentShelf(tmp_path / "agents")
+    with pytest.raises(InstallError, match=r"a-b-2.0.0.tgz is not in .* npm pack @a/b@2.0.0"):
+        await shelf.install(NPM, source=tmp_path)
+    (tmp_path / "a-b-2.0.0.tgz").write_bytes(b"no archive")
+    with pytest.raises(InstallError, match="cannot be unpacked"):
+        await shelf.install(NPM, source=tmp_path)
+    with pytest.raises(InstallError, match="nothing to install"):
+        await shelf.install(read_preset('name = "a"\ncommand = ["x"]'))

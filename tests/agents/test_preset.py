@@ -1,0 +1,146 @@
+"""Presets: what can be wrong with one is said by the field, and what is filled in is filled in once."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.agents.harness import HarnessAgent
+from rollyard.agents.install import AgentShelf
+from rollyard.agents.preset import PresetError, built_in, read_preset
+from rollyard.agents.registry import Agents
+from rollyard.agents.template import render
+from rollyard.core import Task
+from rollyard.core.failure import TaskInvalid, UnknownAgent
+
+PLAIN = 'name = "a"\ncommand = ["x"]\n'
+
+
+@pytest.mark.parametrize("name", sorted(built_in()))
+def test_every_preset_of_ours_loads_and_is_an_agent(name: str):
+    preset = read_preset(built_in()[name])
+    assert preset.name == name and preset.about
+    agent = Agents().get(name)
+    assert isinstance(agent, HarnessAgent) and agent.preset == preset
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name = ", "the file: is no TOML"),
+        ('command = ["x"]', "the preset: Object missing required field `name`"),
+        ('name = "A b"', "name: "),
+        ('name = "a"\ncommand = [1]', "command[0]: Expected `str`, got `int`"),
+        ('name = "a"\ncommand = ["{{nothing}}"]', "command[0]: unknown {{nothing}}; there are arch, base_url"),
+        ('name = "a"\ncommand = ["{{model|upper}}"]', "command[0]: unknown filter |upper"),
+        ('name = "a"\ncommand = ["x{{python}}"]', "command[0]: {{python}} is several arguments"),
+        (PLAIN + 'stdin = "{{python}}"', "stdin: {{python}} is several arguments"),
+        (PLAIN + 'speed = "fast"', "the preset: Object contains unknown field `speed`"),
+        (PLAIN + 'dialect = "latin"', "dialect: "),
+        (PLAIN + 'workdir = "here"', "workdir: an absolute path"),
+        (PLAIN + 'workdir = "{{workdir}}"', "workdir: unknown {{workdir}}"),
+        (PLAIN + 'model = "{{arch}}"', "model: a name of at most"),
+        (PLAIN + '[env]\n"A=B" = "x"', "env.A=B: 1 to 200 characters"),
+        (PLAIN + f'[env]\n{"A" * 300} = "x"', "env.AAA"),
+        (PLAIN + '[env]\nA = "{{nothing}}"', "env.A: unknown"),
+        (PLAIN + '[[files]]\npath = "relative"', "files[0].path: the absolute path"),
+        (PLAIN + '[[files]]\npath = "/x"\nmode = "rw"', "files[0].mode: octal"),
+        (PLAIN + '[[files]]\npath = "/x"\ncontent = "{{nothing}}"', "files[0].content: unknown"),
+        (PLAIN + '[install]\nkind = "pip"', "install.packages: "),
+        (PLAIN + '[install]\npackages = ["x==1"]', "install.packages: "),
+        (PLAIN + '[install]\nkind = "pip"\npackages = ["x>=1"]', "install.packages[0]: a package pinned"),
+        (PLAIN + '[install]\nkind = "npm"\npackages = ["x@latest"]', "install.packages[0]: a package pinned"),
+        (PLAIN + '[install]\nkind = "npm"\npackages = ["x@1{{model}}"]', "install.packages[0]: only {{arch}}"),
+        (PLAIN + '[install]\nkind = "pip"\npackages = ["x==1"]\nremove = ["../y"]', "install.remove[0]: "),
+    ],
+)
+def test_what_is_wrong_is_said_by_its_field(text: str, said: str):
+    with pytest.raises(PresetError) as caught:
+        read_preset(text)
+    assert str(caught.value).startswith(said), caught.value
+
+
+def test_a_raw_file_is_no_template():
+    preset = read_preset(PLAIN + '[[files]]\npath = "/x"\ncontent = "{{jinja}}"\nraw = true')
+    assert preset.files[0].content == "{{jinja}}"
+
+
+def test_what_is_put_in_is_not_read_again():
+    assert render("{{ a }} {{b|sh}}", {"a": "{{b}}", "b": "it's"}) == """{{b}} 'it'"'"'s'"""
+
+
+@given(st.text())
+def test_json_in_a_template_is_json_and_toml_and_printable(text: str):
+    filled = render("x = {{t|json}}", {"t": text})
+    assert json.loads(filled.removeprefix("x = ")) == text
+    if not any(0xD800 <= ord(letter) <= 0xDFFF for letter in text):  # TOML has no name for half a pair
+        assert tomllib.loads(filled) == {"x": text}
+    assert not any(0x7F <= ord(letter) < 0xA0 or ord(letter) in (0x2028, 0xFEFF) for letter in filled)
+
+
+def test_a_task_adds_to_a_preset_and_replaces_nothing_of_its_command():
+    preset = read_preset(PLAIN + 'model = "m"\n[env]\nA = "1"\nB = "2"\n[[files]]\npath = "/one"')
+    options = {"args": ["--more"], "env": {"B": "3"}, "files": [{"path": "/two"}], "model": "other"}
+    made = preset.with_options(options)  # type: ignore[arg-type]
+    assert made.command == ("x", "--more") and made.model == "other"
+    assert made.env == {"A": "1", "B": "3"} and [file.path for file in made.files] == ["/one", "/two"]
+    assert preset.with_options({}) == preset
+    for wrong, said in (
+        ({"command": ["y"]}, "agent.options.command: unknown; there are args, env, files, model"),
+        ({"args": "x"}, "agent.options."),
+        ({"args": ["{{nothing}}"]}, "agent.options.command[1]: unknown {{nothing}}"),
+        ({"env": {"A": None}}, "agent.options.env"),
+    ):
+        with pytest.raises(TaskInvalid) as caught:
+            preset.with_options(wrong)
+        assert caught.value.detail.startswith(said)
+
+
+# --- the registry ---------------------------------------------------------------------------------------------
+
+
+def test_an_operators_presets_are_agents_and_win_over_ours(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text('name = "mine"\ncommand = ["x"]')
+    (tmp_path / "command.toml").write_text('name = "command"\ncommand = ["theirs"]')
+    agents = Agents(shelf=AgentShelf(tmp_path))
+    assert {"native", "mine", "command", "mini-swe-agent"} <= set(agents.names)
+    mine, command = agents.get("mine"), agents.get("command")
+    assert isinstance(mine, HarnessAgent) and isinstance(command, HarnessAgent)
+    assert command.preset.command == ("theirs",)
+    assert "native" not in agents.presets
+
+
+def test_a_broken_preset_says_why_and_harms_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "mine.toml").write_text('name = "mine"\ncommand = [1]')
+    (tmp_path / "yours.toml").write_text('name = "hers"\ncommand = ["x"]')
+    agents = Agents(shelf=AgentShelf(tmp_path))
+    with pytest.raises(UnknownAgent, match=r"the preset 'mine' cannot be used: command\[0\]"):
+        agents.get("mine")
+    with pytest.raises(UnknownAgent, match="as the file is called"):
+        agents.get("yours")
+    assert [getattr(record, "agent", "") for record in caplog.records] == ["mine", "yours"]
+    assert agents.get("native").name == "native"
+
+
+# --- the page -------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/run-your-agent-program.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_examples_of_the_page_are_a_preset_and_tasks():
+    (text,) = blocks("toml")
+    preset = read_preset(text)
+    assert preset.needs_python and preset.is_installable and len(preset.try_.turns) == 2
+    for task in (msgspec.json.decode(block, type=Task) for block in blocks("json")):
+        agent = Agents().get(task.agent.name)
+        assert isinstance(agent, HarnessAgent)
+        agent.preset.with_options(task.agent.options)

@@ -1,0 +1,112 @@
+"""`rollyard agents`, as typed: real pip, a real sandbox, a real gateway; the model is scripted and says so."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.agents.harness_parts import CACHE, PROGRAM
+from tests.agents.test_install import wheel
+from tests.cli.conftest import Cli
+
+TINY = """
+name = "tiny"
+version = "1.0"
+about = "Says [bold]tiny[/]."
+dialect = "chat"
+command = ["{{python}}", "{{install}}", "tiny", "{{instruction}}"]
+[env]
+BASE_URL = "{{base_url}}"
+[install]
+kind = "pip"
+packages = ["tiny==1.0"]
+[try]
+[[try.turns]]
+say = "I correct it."
+calls = [{ name = "sh", arguments = { command = "sed -i s/wrold/world/ greeting.txt" } }]
+[[try.turns]]
+say = "Done."
+"""
+
+
+@pytest.fixture(autouse=True)
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "data"
+    (folder / "agents").mkdir(parents=True)
+    (folder / "agents/tiny.toml").write_text(TINY)
+    (folder / "python").symlink_to(CACHE / "python")  # building one takes seconds
+    (CACHE / "python").mkdir(parents=True, exist_ok=True)
+    wheel(tmp_path / "wheels", code=PROGRAM)
+    monkeypatch.setenv("ROLLYARD_DATA_DIR", str(folder))
+    return folder
+
+
+async def test_list_show_and_install(cli: Cli, tmp_path: Path, data_dir: Path):
+    rows = {row["name"]: row for row in (await cli("agents", "list", "--json")).json}
+    assert {"claude-code", "codex", "command", "mini-swe-agent", "tiny"} <= set(rows)
+    assert (rows["command"]["state"], rows["tiny"]["state"], rows["tiny"]["folder"]) == ("in the image", "no", None)
+    said = await cli("agents", "list")
+    assert "mini-swe-agent" in said.out and "Says [bold]tiny[/]." in said.out
+
+    said = await cli("agents", "show", "tiny")
+    assert said.out == TINY and "installed: no" in said.err
+    said = await cli("agents", "install", "tiny", "--from", tmp_path / "wheels")
+    assert (said.status, said.out) == (0, ""), said.err
+    assert "pip installs tiny==1.0" in said.err and "tiny 1.0 is installed: " in said.err
+    (row,) = (await cli("agents", "install", "tiny", "--json")).json
+    assert row["state"] == "yes" and Path(row["folder"]).parent == data_dir / "agents"
+    (shown,) = (await cli("agents", "show", "tiny", "--json")).json
+    assert shown["preset"] == TINY and shown["folder"] == row["folder"]
+
+
+async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, data_dir: Path):
+    (data_dir / "agents/broken.toml").write_text('name = "broken"\ncommand = [1]')
+    for words, status, text in (
+        (("show", "none"), 1, "none is not among the presets"),
+        (("show", "native"), 1, "native is part of Rollyard, not a preset"),
+        (("install", "command"), 1, "nothing to install"),
+        (("install", "broken"), 1, "command[0]: Expected `str`, got `int`"),
+        (("install", "tiny", "--from", tmp_path / "nowhere"), 2, "is not a folder"),
+        (("install", "tiny", "--from", data_dir), 1, "pip ended with 1"),
+        (("try", "command"), 2, "has no [try]"),
+        (("try", "tiny", "--task", "x.json"), 2, "give --engine"),
+    ):
+        said = await cli("agents", *words)
+        assert (said.status, said.out) == (status, ""), said
+        assert text in said.err and said.err.splitlines()[-1].startswith("rollyard: "), said.err
+    (row,) = [row for row in (await cli("agents", "list", "--json")).json if row["name"] == "broken"]
+    assert row["state"] == "broken" and "command[0]" in row["about"]
+
+
+async def test_try_installs_it_runs_one_rollout_and_shows_what_came_of_it(cli: Cli, tmp_path: Path):
+    said = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels")
+    assert said.status == 0, said.err
+    assert "a scripted engine plays the model" in said.err
+    for line in ("assistant: I correct it.", "→ sh({", "completed", "reward     1.0", "turns      2", "verified   yes"):
+        assert line in said.out, said.out
+    (body,) = (await cli("agents", "try", "tiny", "--json")).json
+    assert (body["outcome"], body["reward"], body["turns"], body["traces"]) == ("completed", 1.0, 2, 1)
+    assert body["verified"] and body["forks"] == [] and body["harness"]["exit_status"] == 0
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "tool", "assistant"]
+
+
+async def test_a_try_that_fails_says_what_the_program_said_last(cli: Cli, tmp_path: Path, data_dir: Path):
+    crashing = TINY.replace('"tiny", "{{instruction}}"', '"no_such_module"')
+    (data_dir / "agents/tiny.toml").write_text(crashing)
+    said = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels")
+    assert said.status == 1
+    assert "agent_crashed (task)" in said.out and "no_such_module" in said.out and "reward     none" in said.out
+
+
+async def test_a_task_of_ones_own_is_done_by_that_agent_on_ones_own_engine(cli: Cli, tmp_path: Path):
+    from rollyard.testing.script import FolderTokenizer
+    from rollyard.testing.scripted_engine import ScriptedEngine
+    from rollyard.testing.tokenizer_files import tokenizer_dir
+
+    task = {"environment": "shell", "data": {"instruction": "x", "checks": ["true"]}, "agent": {"name": "native"}}
+    (tmp_path / "task.json").write_text(json.dumps(task))
+    async with ScriptedEngine(lambda _: "Done.", tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
+        words = ("--task", "task.json", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
+        said = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels", *words)
+    assert said.status == 0, said.err
+    assert (said.json[0]["agent"], said.json[0]["turns"], said.json[0]["reward"]) == ("tiny", 1, 1.0)
