@@ -24,7 +24,10 @@ def call(name: str, **arguments: object) -> str:
 
 
 SCRIPT = Rules(
-    rules=(("NEVER", (Reply(call("shell", command="true"), latency_s=3600.0),)),),
+    rules=(
+        ("NEVER", (Reply(call("shell", command="true"), latency_s=3600.0),)),
+        ("six times seven", (Reply("It is 42."),)),
+    ),
     default=(Reply(call("shell", command="echo hello > done")), Reply(call("finish"))),
 )
 """Writes `done` in the first turn and ends in the second; a task that says NEVER is never answered."""

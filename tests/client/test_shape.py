@@ -1,6 +1,7 @@
 """What the client looks like: both kinds alike, errors rebuilt, the settings' places found, nothing heavy imported."""
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 import rollyard
 from rollyard import client
-from rollyard.client import AsyncClient, Client, UnexpectedReply
+from rollyard.client import AsyncClient, AsyncSession, Client, Session, UnexpectedReply
 from rollyard.client._errors import error_of
 from rollyard.client._find import find
 from rollyard.client.records import Record, read
@@ -22,13 +23,17 @@ def methods(kind: type) -> dict[str, inspect.Signature]:
     return {name: inspect.signature(f) for name, f in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"}
 
 
-def test_the_two_clients_are_alike():
-    ours, theirs = methods(AsyncClient), methods(Client)
+@pytest.mark.parametrize(("of_ours", "of_theirs"), [(AsyncClient, Client), (AsyncSession, Session)])
+def test_the_two_kinds_are_alike(of_ours: type, of_theirs: type):
+    ours, theirs = methods(of_ours), methods(of_theirs)
     assert ours.keys() == theirs.keys()
     for name, signature in ours.items():
         assert list(signature.parameters.values()) == list(theirs[name].parameters.values()), name
-        returns = str(signature.return_annotation).replace("AsyncIterator", "Iterator")
+        returns = re.sub(r"\bAsync", "", str(signature.return_annotation))
         assert returns == theirs[name].return_annotation, name
+
+
+def test_the_two_clients_are_made_alike():
     assert inspect.signature(AsyncClient.__init__) == inspect.signature(Client.__init__)
 
 

@@ -7,9 +7,25 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollyard.core import Ending, LostAttempt, Outcome, Position, Rollout, Score, State, Summary, Task, Timings
+from rollyard.core import (
+    Ending,
+    LostAttempt,
+    Outcome,
+    Position,
+    Rollout,
+    Sampling,
+    Score,
+    State,
+    Summary,
+    Task,
+    Timings,
+    Trace,
+    Trajectory,
+    ids_array,
+)
 from rollyard.core.failure import SandboxLost
 from rollyard.observe import EngineState, Metrics, PoolState, Snapshot
+from rollyard.observe.metrics import MOST_REASONS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
@@ -29,6 +45,10 @@ def value(metrics: Metrics, name: str, labels: Mapping[str, str] | None = None) 
 
 def ended(ending: Ending) -> Rollout:
     return Rollout("a", "run", Task("shell"), Position(State.ENDED), ending=ending)
+
+
+def trace(fork_reason: str | None) -> Trace:
+    return Trace(ids_array(), bytearray(), None, ids_array(), (), Sampling(), "p", "m", fork_reason=fork_reason)
 
 
 def test_an_ended_rollout_is_counted_with_its_stages() -> None:
@@ -87,6 +107,29 @@ def test_events_are_counted() -> None:
     }
     for (name, *labels), count in wanted.items():
         assert found[(str(name), frozenset(labels))] == count, name
+
+
+def test_forks_are_counted_by_reason_for_every_agent() -> None:
+    metrics = Metrics()
+    metrics.run_ended(Trajectory("a", 1, traces=(trace(None), trace("branched"), trace("branched"))))
+    assert value(metrics, "rollyard_forks_total", {"reason": "branched"}) == 2
+    assert value(metrics, "rollyard_gateway_requests_total", {"result": "new"}) is None  # it had no gateway
+
+
+def test_reasons_from_elsewhere_do_not_become_labels_without_end() -> None:
+    metrics = Metrics()
+    metrics.run_ended(Trajectory("a", 1, traces=tuple(trace(f"reason {number}") for number in range(100))))
+    assert len([key for key in scrape(metrics) if key[0] == "rollyard_forks_total"]) == MOST_REASONS + 1
+    assert value(metrics, "rollyard_forks_total", {"reason": "other"}) == 100 - MOST_REASONS
+
+
+def test_retried_and_abandoned_completions_are_counted() -> None:
+    metrics = Metrics()
+    gateway = {"requests": 9, "joined": 1, "replayed": 2, "resumed": 3, "refused": 1, "abandoned": 4}
+    metrics.run_ended(Trajectory("a", 1, info={"gateway": gateway}))
+    for result, count in {"new": 2, "joined": 1, "replayed": 2, "resumed": 3, "refused": 1}.items():
+        assert value(metrics, "rollyard_gateway_requests_total", {"result": result}) == count
+    assert value(metrics, "rollyard_gateway_abandoned_total") == 4
 
 
 def test_state_is_asked_for_at_each_scrape() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 from fastapi import FastAPI
 
 from rollyard.core import CODES
+from rollyard.gateway.app import PATHS
 from rollyard.service import openapi
-from rollyard.service.routes import engines, events, health, rollouts, runs, status
+from rollyard.service.door import CALLS
+from rollyard.service.routes import engines, events, health, rollouts, runs, sessions, status
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
 
@@ -24,6 +26,15 @@ CONTRACT = {
     "DELETE /v1/rollouts/{rollout_id}",
     "GET /v1/rollouts/{rollout_id}/traces",
     "POST /v1/rollouts/{rollout_id}/rescore",
+    "POST /v1/sessions",
+    "GET /v1/sessions/{session_id}",
+    "POST /v1/sessions/{session_id}/reward",
+    "DELETE /v1/sessions/{session_id}",
+    "POST /v1/chat/completions",
+    "POST /v1/responses",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "GET /v1/models",
     "POST /v1/engines",
     "GET /v1/engines",
     "DELETE /v1/engines/{engine_id}",
@@ -39,7 +50,7 @@ CONTRACT = {
 
 def described() -> dict[str, Any]:
     app = FastAPI(title="Rollyard", version="0")
-    for part in (runs, rollouts, engines, status, events, health):
+    for part in (runs, rollouts, sessions, engines, status, events, health):
         app.include_router(part.router)
     return openapi.describe(app)
 
@@ -84,6 +95,15 @@ def test_bodies_are_described_and_every_reference_leads_somewhere() -> None:
         assert reference.removeprefix("#/components/schemas/") in schema["components"]["schemas"], reference
     limits = schema["components"]["schemas"]["LimitsBody"]["properties"]
     assert limits["run_s"]["default"] == 1800.0
+
+
+def test_the_gateways_calls_take_a_sessions_key_and_no_token() -> None:
+    schema = described()
+    call = schema["paths"]["/v1/messages"]["post"]
+    assert call["security"] == [{"session_key": []}, {"session_x_api_key": []}]
+    assert {"token", "session_key", "session_x_api_key"} == schema["components"]["securitySchemes"].keys()
+    assert "security" not in schema["paths"]["/v1/sessions"]["post"]
+    assert {f"/v1{path}" for path in PATHS} == CALLS.keys()
 
 
 def test_queries_are_described() -> None:

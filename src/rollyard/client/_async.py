@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 from rollyard.client._events import follow
 from rollyard.client._find import find
+from rollyard.client._sessions import AsyncSession
 from rollyard.client._waiting import POLL_S, wait_all
 from rollyard.client._wire import ARROW, Wire
 from rollyard.client.records import Event, JsonObject, Page, Record, Trace, Trajectory, read, read_object, read_page
@@ -205,6 +206,40 @@ class AsyncClient:
         """Evaluates what was saved once more; the new score is the last of `scores`."""
         reply = await self._wire.json("POST", f"/rollouts/{_part(id)}/rescore", wait_s=3600.0)
         return read(reply, Record)
+
+    # --- agents of your own ---------------------------------------------------------------------------
+
+    def session(
+        self,
+        id: str | None = None,
+        *,
+        run: str = "default",
+        sampling: Mapping[str, Json] | None = None,
+        limits: Mapping[str, Json] | None = None,
+        reasoning_history: str | None = None,
+        metadata: Mapping[str, Json] | None = None,
+        priority: int | None = None,
+        group: str | None = None,
+        index: int | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncSession:
+        """The model for an agent that runs in your own process: use it in `async with`, and end it with its reward.
+
+        `limits.run_s` counts from its opening to its reward. `group` and `index` make it a member of a group.
+        `timeout_s` bounds the wait for a free place.
+        """
+        body = _given(
+            id=check_id(id) if id else new_id("se"),
+            run=run,
+            sampling=sampling,
+            limits=limits,
+            reasoning_history=reasoning_history,
+            metadata=metadata,
+            priority=priority,
+            group=group,
+            index=index,
+        )
+        return AsyncSession(self._wire, body, timeout_s)
 
     # --- what came out --------------------------------------------------------------------------------
 

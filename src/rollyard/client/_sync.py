@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from rollyard.client._async import AsyncClient, Objects, Records, TaskLike, Traces
+from rollyard.client._sessions import Session
 from rollyard.client.records import Event, JsonObject, Page, Record, Trajectory
 from rollyard.core import Json
 
@@ -176,6 +177,36 @@ class Client:
 
     def rescore(self, id: str) -> Record:
         return self._run(self._yard.rescore(id))
+
+    # --- agents of your own ---------------------------------------------------------------------------
+
+    def session(
+        self,
+        id: str | None = None,
+        *,
+        run: str = "default",
+        sampling: Mapping[str, Json] | None = None,
+        limits: Mapping[str, Json] | None = None,
+        reasoning_history: str | None = None,
+        metadata: Mapping[str, Json] | None = None,
+        priority: int | None = None,
+        group: str | None = None,
+        index: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Session:
+        session = self._yard.session(
+            id,
+            run=run,
+            sampling=sampling,
+            limits=limits,
+            reasoning_history=reasoning_history,
+            metadata=metadata,
+            priority=priority,
+            group=group,
+            index=index,
+            timeout_s=timeout_s,
+        )
+        return Session(self._run, session)
 
     # --- what came out --------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from rollyard.core import LostAttempt, Rollout
+from rollyard.core import Json, LostAttempt, Rollout, Trajectory
 
 _log = logging.getLogger("rollyard.observe")
 
@@ -28,6 +28,8 @@ SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 COMMIT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1)
 TOKENS = (0, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
+RETRIED = ("joined", "replayed", "resumed")  # what a retry of a request became
+MOST_REASONS = 16  # of forks: ours are few, but an agent from elsewhere may name its own
 BATCH = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
@@ -66,6 +68,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._watchers: list[Callable[[], Snapshot]] = []
         self._failure_codes: dict[str, set[str]] = {}  # by engine
+        self._reasons: set[str] = set()  # of forks
         self.registry.register(_State(self._watchers))
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
@@ -99,6 +102,9 @@ class Metrics:
         self._start_seconds = histogram("sandbox_start_seconds", "Time to start one.", SHORT_SECONDS, "runtime")
         self._layers = counter("layers", "Set-ups that were made, found as kept, or failed.", "runtime", "result")
         self._tool_seconds = histogram("tool_call_seconds", "Time of a tool call.", SHORT_SECONDS, "tool")
+        self._forks = counter("forks", "Traces that do not continue an earlier one, by reason.", "reason")
+        self._gateway = counter("gateway_requests", "Requests of agent programs, by what became of them.", "result")
+        self._abandoned = counter("gateway_abandoned", "Completions that no agent program received.")
         self._commit = histogram("store_commit_seconds", "Time of a commit, its statements included.", COMMIT_SECONDS)
         self._batch = histogram("store_commit_operations", "Operations in one commit.", BATCH)
         self._http = counter("http_requests", "HTTP requests, by route template.", "method", "route", "status")
@@ -173,6 +179,25 @@ class Metrics:
     def tool_call(self, tool: str, seconds: float) -> None:
         self._tool_seconds.labels(tool).observe(seconds)
 
+    def run_ended(self, trajectory: Trajectory) -> None:
+        """Counts what happened to its tokens: forks, for every agent; retries and losses, where it had a gateway."""
+        for trace in trajectory.traces:
+            if trace.fork_reason is not None:
+                self._forks.labels(self._reason(trace.fork_reason)).inc()
+        gateway = trajectory.info.get("gateway")
+        if not isinstance(gateway, Mapping):
+            return
+        counts = {name: _count(gateway.get(name)) for name in (*RETRIED, "refused")}
+        counts["new"] = max(0, _count(gateway.get("requests")) - sum(counts.values()))
+        for result, count in counts.items():
+            self._gateway.labels(result).inc(count)
+        self._abandoned.inc(_count(gateway.get("abandoned")))
+
+    def _reason(self, reason: str) -> str:
+        if len(self._reasons) < MOST_REASONS:
+            self._reasons.add(reason)
+        return reason if reason in self._reasons else "other"
+
     def store_commit(self, seconds: float, operations: int) -> None:
         """Fits `SqliteStore.open(on_commit=…)`."""
         self._commit.observe(seconds)
@@ -198,6 +223,10 @@ class Metrics:
             rows.append((name, family.type, tuple(metric._labelnames), family.documentation))
         rows += [(name, "gauge", (label,), meaning) for name, label, meaning in _GAUGES.values()]
         yield from sorted(rows)
+
+
+def _count(value: Json) -> int:
+    return value if isinstance(value, int) else 0
 
 
 _GAUGES = {

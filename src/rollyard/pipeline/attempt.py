@@ -194,6 +194,7 @@ class Attempt:
                     yard.shop, self.rollout, self.run, self._kit, progress.running, self.clock, watch
                 )
             progress.ran(ran)
+            yard.metrics.run_ended(ran.trajectory)
             verify(ran.trajectory)
             if ran.failure is not None and ran.failure.blame is not Blame.POLICY:
                 raise _Ended(ran.failure)

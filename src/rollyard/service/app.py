@@ -1,6 +1,7 @@
 """The app: routes, errors, and the order in which a call passes the gate.
 
 From outside in: Counted (metrics), CatchAll (nothing escapes), Gate (Host, Origin, token), BodyLimit, then the routes.
+The gateway's calls leave the row at the gate, through their own door.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from rollyard import __version__
 from rollyard.service import openapi, problems
 from rollyard.service.auth import Gate
 from rollyard.service.bounds import BodyLimit, ClientGone
+from rollyard.service.door import GatewayDoor
 from rollyard.service.house import House
-from rollyard.service.routes import engines, events, health, rollouts, runs, status
+from rollyard.service.routes import engines, events, health, rollouts, runs, sessions, status
 from rollyard.service.scrape import Counted
 
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."
@@ -29,13 +31,14 @@ def create_app(house: House) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.house = house
-    for part in (runs, rollouts, engines, status, events, health):
+    for part in (runs, rollouts, sessions, engines, status, events, health):
         app.include_router(part.router)
     problems.install(app)
     app.add_exception_handler(ClientGone, _nobody_listens)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     app.add_middleware(BodyLimit, limit_bytes=house.settings.max_body_bytes)
-    app.add_middleware(Gate, tokens=house.tokens, hosts=house.settings.allowed_hosts)
+    door = GatewayDoor(house.keys, house.sessions, limit_bytes=house.settings.max_body_bytes)
+    app.add_middleware(Gate, tokens=house.tokens, hosts=house.settings.allowed_hosts, door=door)
     app.add_middleware(problems.CatchAll)
     app.add_middleware(Counted, metrics=house.yard.metrics)
     return app

@@ -3,6 +3,8 @@
 `admin` may do everything; `trainer` everything but engines, pools and other people's runs. On loopback an admin
 token is made at first start and written, mode 0600, where the client and the CLI look for it.
 
+The gateway's paths have keys of their own, one per session, and know none of these tokens (`door.py`, `keys.py`).
+
 Invariants. A token is compared by its digest, in constant time, against all tokens. A token file is complete or not
 there, and is refused if others can read it. A Host that is not ours (DNS rebinding) and any Origin (a browser's
 page) are refused before the token is looked at.
@@ -20,9 +22,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import SecretStr
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollyard.core import RollyardError, Run
@@ -155,27 +159,41 @@ def require_mine(caller: Caller, run: Run) -> None:
         raise Forbidden(f"run {run.id!r} was made with another token")
 
 
-class Gate:
-    """ASGI: lets a call in if its Host is ours, it comes from no browser, and its token is known."""
+class Door(Protocol):
+    """A way in with keys of its own, beside the tokens; see `door.py`."""
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Sequence[str] = ()) -> None:
+    def has(self, path: str) -> bool: ...
+
+    def refusal(self, scope: Scope, error: RollyardError) -> Response: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class Gate:
+    """ASGI: lets a call in if its Host is ours, it comes from no browser, and its token is known. Calls that have a
+    door of their own are handed to that instead of having their token looked at."""
+
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Sequence[str] = (), door: Door | None = None) -> None:
         self._app = app
         self._tokens = tokens
+        self._door = door
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        door = self._door if self._door is not None and self._door.has(scope["path"]) else None
         try:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             self._check_origin(scope, headers)
-            if scope["path"] not in OPEN_PATHS:
+            if door is None and scope["path"] not in OPEN_PATHS:
                 scope["rollyard.caller"] = self._tokens.caller(headers.get(b"authorization"))
         except RollyardError as error:
-            await problem(error)(scope, receive, send)
+            refusal = problem(error) if door is None else door.refusal(scope, error)
+            await refusal(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await (door or self._app)(scope, receive, send)
 
     def _check_origin(self, scope: Scope, headers: dict[bytes, str]) -> None:
         host = headers.get(b"host", "").lower()

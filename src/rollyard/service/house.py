@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from rollyard.agents.session import SessionAgent
 from rollyard.core import Run, check_id
 from rollyard.core.failure import NotFound
 from rollyard.engines.router import Router
 from rollyard.pipeline import Workshop, Yard
 from rollyard.service.auth import Tokens
+from rollyard.service.keys import SessionKeys
 from rollyard.service.settings import Settings
 from rollyard.store.sqlite import SqliteStore
 
@@ -30,6 +32,8 @@ class House:
     router: Router
     shop: Workshop
     yard: Yard
+    keys: SessionKeys
+    sessions: SessionAgent  # knows those that are open
     runtimes: Mapping[str, Mapping[str, str]]  # what each runtime's probe found at start
     refused_engines: dict[str, str]  # configured or remembered ones that could not be taken in, and why
     started_at: float = field(default_factory=time.monotonic)

@@ -26,6 +26,8 @@ M = TypeVar("M", bound=BaseModel)
 _INT64 = 2**63 - 1
 _DAY_S = 86_400.0
 
+SESSION = "session"  # the environment and the agent of an agent that runs elsewhere
+
 Seconds = Annotated[float, Field(gt=0, le=30 * _DAY_S, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=_INT64)]
 Whole = Annotated[int, Field(ge=-_INT64, le=_INT64)]
@@ -143,6 +145,50 @@ class SubmitBody(Body):
 
     run: str = "default"
     rollouts: Annotated[list[RolloutBody], Field(min_length=1)]
+
+
+# --- sessions -----------------------------------------------------------------------------------------
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class SessionBody(Body):
+    """A session for an agent that runs elsewhere. It is a rollout: what a run's defaults say of sampling and limits
+    holds for it. `metadata` is yours, and stands in its record."""
+
+    id: str | None = None
+    run: str = "default"
+    sampling: Object = Field(default_factory=dict)
+    limits: Object = Field(default_factory=dict)
+    reasoning_history: Literal["keep", "as_sent"] = "as_sent"
+    metadata: Object = Field(default_factory=dict)
+    priority: Priority | None = None
+    group: str | None = None
+    index: Annotated[int, Field(ge=0, le=_INT64)] = 0
+
+    def identity(self) -> dict[str, Json]:
+        """As a rollout's; under a name of its own, so that no rollout is taken for a session."""
+        return {"session": {name: getattr(self, name) for name in sorted(self.model_fields_set - {"id", "run"})}}
+
+    def to_task(self, defaults: Mapping[str, Json]) -> Task:
+        raw: dict[str, Json] = {
+            "environment": SESSION,
+            "data": {"metadata": self.metadata} if self.metadata else {},
+            "agent": {"name": SESSION, "options": {"reasoning_history": self.reasoning_history}},
+            "sampling": self.sampling,
+            "limits": self.limits,
+        }
+        return to_task(raw, {name: defaults[name] for name in ("sampling", "limits") if name in defaults}, ())
+
+
+class RewardBody(Body):
+    """What a session was worth. `answer` is what the agent answered, for those who read the trajectory."""
+
+    reward: Number
+    components: dict[str, Number] = Field(default_factory=dict)
+    metrics: dict[str, Number] = Field(default_factory=dict)
+    answer: str | None = None
 
 
 # --- the rest -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from rollyard.service import models
+from rollyard.service import door, models
 
 BODIES: tuple[type[BaseModel], ...] = (
     models.RunBody,
@@ -21,6 +21,8 @@ BODIES: tuple[type[BaseModel], ...] = (
     models.SubmitBody,
     models.SingleBody,
     models.TaskBody,
+    models.SessionBody,
+    models.RewardBody,
     models.EngineBody,
     models.PoolsBody,
 )
@@ -60,13 +62,18 @@ def describe(app: FastAPI) -> dict[str, Any]:
     components = schema.setdefault("components", {})
     found = {name: part for name, part in components.get("schemas", {}).items() if name not in _FASTAPIS}
     components["schemas"] = {**found, "Problem": PROBLEM, **definitions["$defs"]}
-    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    components["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer"},
+        "session_key": {"type": "http", "scheme": "bearer", "description": "The key of a session."},
+        "session_x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same."},
+    }
     schema["security"] = [{"token": []}]
     problem = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
     for calls in schema["paths"].values():
         for call in calls.values():
             call["responses"].pop("422", None)
             call["responses"]["default"] = {"description": "What went wrong", "content": problem}
+    door.describe(schema["paths"])
     app.openapi_schema = schema
     return schema
 

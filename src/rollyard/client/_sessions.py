@@ -1,0 +1,170 @@
+"""A session: the model for an agent of yours, and a place for its reward. Made by `AsyncClient.session`.
+
+    async with yard.session(run="grpo-7b") as session:
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
+        ...                                       # your agent, unchanged
+        record = await session.reward(1.0)        # and it is a rollout like any other
+
+Invariant: a block that is left without a reward, by an error or by forgetting, leaves a cancelled session behind, not
+one that waits for its deadline. `Session` is the same without `await`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+from rollyard.client._waiting import POLL_S
+from rollyard.client._wire import Wire
+from rollyard.client.records import JsonObject, Record, read, read_object
+from rollyard.core import RollyardError, check_id
+from rollyard.core.failure import NotFound, SessionConflict
+
+log = logging.getLogger("rollyard.client")
+
+
+class AsyncSession:
+    """See the module. `base_url` is for OpenAI's SDK, `root_url` for Anthropic's, which adds the /v1 itself."""
+
+    def __init__(self, wire: Wire, body: Mapping[str, object], timeout_s: float | None) -> None:
+        self._wire = wire
+        self._body = body
+        self._timeout_s = timeout_s
+        self._path = f"/sessions/{quote(check_id(str(body['id'])), safe=':')}"
+        self._is_over = False
+        self.id = str(body["id"])
+        self.key = ""
+        self.model = ""
+
+    @property
+    def base_url(self) -> str:
+        return f"{self._wire.place.url}/v1"
+
+    @property
+    def root_url(self) -> str:
+        return self._wire.place.url
+
+    async def __aenter__(self) -> AsyncSession:
+        """Waits until it is open. SessionConflict if it cannot be opened any more, TimeoutError beyond `timeout_s`."""
+        give_up = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        try:
+            while True:
+                left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
+                params = {"wait_s": left_s}
+                opened = read_object(
+                    await self._wire.json(
+                        "POST", "/sessions", body=self._body, params=params, wait_s=left_s, is_repeatable=True
+                    )
+                )
+                if opened.get("is_open"):
+                    self.key, self.model = str(opened["key"]), str(opened["model"])
+                    return self
+                if opened.get("state") == "ended":
+                    self._is_over = True
+                    raise _ended(self.id, opened)
+                if give_up is not None and time.monotonic() >= give_up:
+                    raise TimeoutError(f"session {self.id} is in {opened.get('state')} after {self._timeout_s:g} s")
+        except BaseException:
+            await self._cancel()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._cancel()
+
+    async def reward(
+        self,
+        reward: float,
+        *,
+        components: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        answer: str | None = None,
+    ) -> Record:
+        """Ends the session; its record, at its end. SessionConflict if it had ended before."""
+        given = {"reward": reward, "components": components, "metrics": metrics, "answer": answer}
+        body = {name: value for name, value in given.items() if value is not None}
+        params = {"wait_s": POLL_S}
+        while True:
+            reply = await self._wire.json(
+                "POST", f"{self._path}/reward", body=body, params=params, wait_s=POLL_S, is_repeatable=True
+            )
+            record = read(reply, Record)
+            if record.is_ended:
+                self._is_over = True
+                return record
+
+    async def status(self) -> JsonObject:
+        """Its state, turns, tokens and forks so far."""
+        return read_object(await self._wire.json("GET", self._path))
+
+    async def _cancel(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            await self._wire.json("DELETE", self._path)
+        except NotFound:
+            pass  # it was refused, and never was one
+        except RollyardError as error:  # it ends by its deadline then; why the block was left matters more
+            log.warning("a session could not be cancelled", extra={"session": self.id, "code": error.code})
+
+
+class Session:
+    """`AsyncSession` without `await`, on the loop of a `Client`."""
+
+    def __init__(self, run: Callable[[Coroutine[object, object, Any]], Any], session: AsyncSession) -> None:
+        self._run = run
+        self._session = session
+
+    @property
+    def id(self) -> str:
+        return self._session.id
+
+    @property
+    def key(self) -> str:
+        return self._session.key
+
+    @property
+    def model(self) -> str:
+        return self._session.model
+
+    @property
+    def base_url(self) -> str:
+        return self._session.base_url
+
+    @property
+    def root_url(self) -> str:
+        return self._session.root_url
+
+    def __enter__(self) -> Session:
+        self._run(self._session.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._run(self._session.__aexit__(kind, error, trace))
+
+    def reward(
+        self,
+        reward: float,
+        *,
+        components: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        answer: str | None = None,
+    ) -> Record:
+        return self._run(self._session.reward(reward, components=components, metrics=metrics, answer=answer))
+
+    def status(self) -> JsonObject:
+        return self._run(self._session.status())
+
+
+def _ended(session_id: str, opened: JsonObject) -> SessionConflict:
+    failure = opened.get("failure") or {}
+    why = f"{failure.get('code')}: {failure.get('detail')}" if failure else str(opened.get("outcome"))
+    return SessionConflict(f"session {session_id} has ended already ({why})")

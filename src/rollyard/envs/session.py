@@ -1,0 +1,61 @@
+"""The `session` environment: the work is done elsewhere, and so is the judging. What the client says, is the score.
+
+    {"metadata": {"task": "django-1234", "anything": ["of", "yours"]}}
+
+It has no sandbox and tells the agent nothing: the agent is the client's own, and its first words come over the gateway.
+`metadata` is kept in the record as it was given.
+
+Invariant: the reward is the one that was posted, read from what RUN left; so it is there after a restart, too, and
+where there is none, none is made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rollyard.core import Json, Score, Task
+from rollyard.core.failure import SessionAbandoned, TaskInvalid
+from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
+from rollyard.envs.fields import Fields
+
+AGENT = "session"
+
+POSTED = "score"  # in `Trajectory.info`: where the agent `session` leaves what the client posted
+
+
+class SessionEnvironment(Environment):
+    """See the module. Made by `POST /v1/sessions`; its agent is `session` and no other."""
+
+    name: ClassVar[str] = "session"
+
+    def check(self, task: Task) -> None:
+        if task.agent.name != AGENT:
+            raise TaskInvalid(f"session: agent.name: {AGENT!r} was expected; nobody else knows the reward")
+        fields = Fields(task)
+        metadata = fields.get("metadata")
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise fields.wrong("metadata", "an object")
+        fields.done()
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=False, eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(())
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        posted = evidence.trajectory.info.get(POSTED)
+        if not isinstance(posted, Mapping):
+            raise SessionAbandoned("this session ended without a reward")
+        return Score(_number(posted.get("reward")), _numbers(posted.get("components")), _numbers(posted.get("metrics")))
+
+
+def _number(value: Json) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a posted number is a {type(value).__name__}")
+    return float(value)
+
+
+def _numbers(value: Json) -> dict[str, float]:
+    return {name: _number(number) for name, number in value.items()} if isinstance(value, Mapping) else {}

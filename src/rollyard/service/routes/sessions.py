@@ -1,0 +1,191 @@
+"""/v1/sessions: agents that run elsewhere.
+
+A session is a rollout of the environment `session`, submitted as any other. What is here is its other face: a key for
+the gateway when it is opened, and the reward that ends it. The agent of that name knows which ones are open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard.agents.session import POSTED, LiveSession
+from rollyard.core import Json, Rollout, Score, State, check_id, new_id
+from rollyard.core.failure import Draining, NotFound, SessionConflict
+from rollyard.service.auth import caller_of, require_mine
+from rollyard.service.bounds import end_all, while_wanted
+from rollyard.service.house import House, house_of
+from rollyard.service.models import SESSION, RewardBody, SessionBody, read_body
+from rollyard.service.openapi import json_body
+from rollyard.service.records import JsonObject, record, reply
+from rollyard.store.base import Submission
+
+router = APIRouter(prefix="/v1", tags=["sessions"])
+
+
+class WaitQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    wait_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="Wait at most so long.")
+
+
+class LookQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Wait at most so long until it is open.")
+
+
+@router.post("/sessions", status_code=201, openapi_extra=json_body(SessionBody))
+async def open_session(request: Request, query: Annotated[WaitQuery, Query()]) -> Response:
+    """Opens a session: a URL and a key for an OpenAI or Anthropic client. Answers when it is open, or after `wait_s` as
+    it stands. The same id and body again is the same session, with the same key."""
+    house = house_of(request)
+    body = await read_body(request, SessionBody)
+    if house.yard.is_draining:
+        raise Draining("the service is shutting down")
+    run = await house.run(body.run)
+    require_mine(caller_of(request), run)
+    task = body.to_task(run.defaults)
+    house.shop.check(task, run)
+    rollout = Rollout(
+        id=new_id("se") if body.id is None else check_id(body.id, "session id"),
+        run=run.id,
+        task=task,
+        group=None if body.group is None else check_id(body.group, "group"),
+        index=body.index,
+        priority=run.priority if body.priority is None else body.priority,
+    )
+    (stored,) = await house.yard.submit([Submission(rollout, body.identity())])
+    stored = await _begun(request, stored, query.wait_s)
+    live = house.sessions.live(stored.id)
+    root = f"{request.url.scheme}://{request.headers['host']}"
+    door: JsonObject = {
+        "key": house.keys.key_of(stored.id),
+        "base_url": f"{root}/v1",
+        "root_url": root,
+        "model": live.gateway.model if live is not None else run.policy,
+    }
+    return reply({**await _session_object(house, stored), **door}, 201)
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(request: Request, session_id: str, query: Annotated[LookQuery, Query()]) -> Response:
+    """How it stands: its state, whether it is open, turns, tokens and forks so far. Never its key."""
+    house = house_of(request)
+    rollout = await _session(house, session_id)
+    if query.wait_s:
+        rollout = await _begun(request, rollout, query.wait_s)
+    return reply(await _session_object(house, rollout))
+
+
+@router.post("/sessions/{session_id}/reward", openapi_extra=json_body(RewardBody))
+async def give_reward(request: Request, session_id: str, query: Annotated[WaitQuery, Query()]) -> Response:
+    """Ends a session with its reward. Answers with the record at its end (200), or after `wait_s` as it stands (202);
+    the reward is safe when its state is `eval` or `ended`. The same again gets the same answer; another one is 409."""
+    house = house_of(request)
+    body = await read_body(request, RewardBody)
+    rollout = await _session(house, session_id)
+    require_mine(caller_of(request), await house.store.get_run(rollout.run))
+    live = house.sessions.live(session_id)
+    if live is None and rollout.state is not State.ENDED:
+        rollout = await _begun(request, rollout, query.wait_s)
+        live = house.sessions.live(session_id)
+    if live is not None:
+        live.give(body.model_dump())
+        wait_s = house.wait_s(query.wait_s)
+        found = await while_wanted(request, house.yard.wait(session_id, wait_s), house.closing)
+        rollout = found or await house.store.get(session_id)
+    if (live is None or rollout.state is State.ENDED) and not await _has(house, rollout, body):
+        raise _conflict(rollout)
+    return reply(record(rollout), 200 if rollout.state is State.ENDED else 202)
+
+
+@router.delete("/sessions/{session_id}", status_code=202)
+async def cancel_session(request: Request, session_id: str) -> Response:
+    """Cancels it, without a reward: model calls end, and what was sampled is not trained on."""
+    house = house_of(request)
+    rollout = await _session(house, session_id)
+    require_mine(caller_of(request), await house.store.get_run(rollout.run))
+    cancelled = await house.yard.cancel(session_id)
+    return reply({"id": session_id, "state": (cancelled or rollout).state}, 202)
+
+
+async def _session(house: House, session_id: str) -> Rollout:
+    rollout = await house.store.get(check_id(session_id, "session id"))
+    if rollout.task.environment != SESSION:
+        raise NotFound(f"rollout {session_id} is no session")
+    return rollout
+
+
+async def _begun(request: Request, rollout: Rollout, wait_s: float) -> Rollout:
+    """The session once it is open or has ended, or when the time is over."""
+    house = house_of(request)
+    wait_s = house.wait_s(wait_s)
+    if wait_s and rollout.state is not State.ENDED and house.sessions.live(rollout.id) is None:
+        await while_wanted(request, _open_or_ended(house, rollout.id, wait_s), house.closing)
+    return await house.store.get(rollout.id)
+
+
+async def _open_or_ended(house: House, session_id: str, wait_s: float) -> None:
+    opened: asyncio.Task[LiveSession] = asyncio.create_task(house.sessions.opened(session_id))
+    ended: asyncio.Task[Rollout] = asyncio.create_task(house.yard.wait(session_id, wait_s))
+    try:
+        await asyncio.wait((opened, ended), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end_all(opened, ended)
+
+
+async def _has(house: House, rollout: Rollout, body: RewardBody) -> bool:
+    """Whether this very reward is what the session ended with."""
+    trajectory = await house.store.trajectory(rollout.id)
+    if trajectory is not None:
+        posted = trajectory.info.get(POSTED)
+        is_same = posted == body.model_dump(exclude={"answer"}) and trajectory.info.get("answer") == body.answer
+        return is_same and (rollout.ending is None or rollout.ending.score is not None)
+    score = Score(body.reward, body.components, body.metrics)  # its trajectory was acknowledged away
+    return rollout.ending is not None and rollout.ending.score == score
+
+
+def _conflict(rollout: Rollout) -> SessionConflict:
+    ending, name = rollout.ending, f"session {rollout.id}"
+    if ending is None:
+        return SessionConflict(f"{name} is in state {rollout.state}: it takes a reward once it is open")
+    data: dict[str, Json] = {"outcome": ending.outcome.value, "reward": ending.score.reward if ending.score else None}
+    if ending.score is not None:
+        return SessionConflict(f"{name} has ended with another reward", **data)
+    code = ending.failure.code if ending.failure else ""
+    return SessionConflict(f"{name} has ended without a reward ({code})", **data, failure_code=code)
+
+
+async def _session_object(house: House, rollout: Rollout) -> JsonObject:
+    ending = rollout.ending
+    live = house.sessions.live(rollout.id)
+    turns, sampled_tokens, gateway = 0, 0, {}
+    if live is not None:
+        turns, sampled_tokens, gateway = live.gateway.turns, live.gateway.sampled_tokens, live.gateway.info()
+    elif (trajectory := await house.store.trajectory(rollout.id)) is not None:
+        turns, sampled_tokens, gateway = trajectory.turns, trajectory.sampled_tokens, trajectory.info.get("gateway")
+    elif ending is not None:
+        turns, sampled_tokens = ending.summary.turns, ending.summary.sampled_tokens
+    forks = gateway.get("forks", {}) if isinstance(gateway, Mapping) else {}
+    return {
+        "id": rollout.id,
+        "run": rollout.run,
+        "state": rollout.state,
+        "is_open": live is not None,
+        "turns": turns,
+        "sampled_tokens": sampled_tokens,
+        "forks": forks,
+        "limit": live.gateway.failure.code if live is not None and live.gateway.failure is not None else None,
+        "outcome": ending.outcome if ending else None,
+        "reward": ending.score.reward if ending and ending.score else None,
+        "failure": ending.failure if ending else None,
+        "metadata": rollout.task.data.get("metadata", {}),
+        "created_at": rollout.created_at,
+    }
