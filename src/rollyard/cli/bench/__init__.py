@@ -27,6 +27,7 @@ BENCHES = {
     "sandbox": "starts, forks and memory of sandboxes, each runtime; the doorway",
     "survive": "what is left of 50 starting sandboxes when their service is killed",
     "endurance": "what ten thousand sandboxes, started and ended, leave behind",
+    "gateway": "what the gateway adds to a completion, and how many it carries",
     "pipeline": "turns per second, CPU and memory per rollout, end to end",
     "stages": "does a slow EVAL slow RUN down?",
     "restart": "how long until a killed service with 10,000 queued rollouts serves again",

@@ -1,0 +1,77 @@
+"""The gateway alone, in a process of its own: so many sessions on so many loopback ports, one engine.
+
+It prints one line of JSON with its `urls` when it is ready, and when it is told to end (SIGTERM) a second one: what it
+recorded, after every trace has been proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+
+import uvloop
+
+from rollyard.core import Deadline, Limits, Run, Task, Trajectory
+from rollyard.engines import EngineSpec, Kind, Router
+from rollyard.gateway import GatewayApp, GatewaySession, open_gateway
+from rollyard.pipeline import Renderers
+from rollyard.sandbox.doorway import Doorway
+from rollyard.service.server import settle_memory
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.tokens import verify
+
+
+async def main(engine_url: str, count: int) -> None:
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    task = Task("shell", limits=Limits(max_turns=1 << 30, run_s=1e9))
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(Router())
+        await router.add(EngineSpec("e", engine_url, Kind.VLLM, tokenizer=str(tokenizer_dir()), capacity=4096))
+        renderers = Renderers()
+        sessions: list[GatewaySession] = []
+        urls: list[str] = []
+        for number in range(count):
+            held = await stack.enter_async_context(router.session("default", f"s{number}"))
+            session = await open_gateway(
+                held, renderers.of, task=task, run=Run("bench"), rollout_id=f"s{number}", clock=Deadline(None)
+            )
+            listener = socket.create_server(("127.0.0.1", 0))
+            doorway = Doorway(listener, owner=f"s{number}")
+            stack.callback(doorway.close)
+            await doorway.serve(GatewayApp(session))
+            urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            sessions.append(session)
+        settle_memory()
+        _say({"urls": urls})
+        await ended.wait()
+        for session in sessions:
+            await session.close()
+        _say(_proven(sessions))
+
+
+def _proven(sessions: list[GatewaySession]) -> dict[str, object]:
+    forks: dict[str, int] = {}
+    turns = traces = 0
+    for number, session in enumerate(sessions):
+        trajectory = Trajectory(f"s{number}", 1, traces=session.traces(), turns=session.turns)
+        verify(trajectory)
+        turns += session.turns
+        traces += len(trajectory.traces)
+        for reason, times in session.forks.items():
+            forks[reason] = forks.get(reason, 0) + times
+    return {"completions": turns, "traces": traces, "forks": forks}
+
+
+def _say(what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(sys.argv[1], int(sys.argv[2])))

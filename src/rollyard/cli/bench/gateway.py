@@ -1,0 +1,316 @@
+"""`rollyard bench gateway`: what the gateway adds to a completion, and how many it carries.
+
+- latency: 64 streams, an engine that takes about a second for each completion, token by token. `added_…` is what a
+  stream takes through the gateway beyond the median that the same stream takes straight from the engine; the engine's
+  own jitter counts against us.
+- throughput, apart: an engine that answers at once. Every completion is rendered, spliced onto what was sampled before,
+  recorded, and in the end proven (`verify` of every trace, in the gateway's process).
+
+Beside it a proxy that passes bytes on and understands none, in the same run with the same client and engine. Client,
+engine and gateway are processes of their own; all of them share the machine, and the CPU of each is reported.
+
+The conversations are an agent's: a system prompt, a tool, eight turns, each a tool call and its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import orjson
+
+from rollyard.cli._console import note
+from rollyard.cli.bench._load import Line
+from rollyard.cli.rig import START_S, Meter, engine_process, stop
+from rollyard.core import Json
+
+STREAMS = 64
+TURNS = 8
+ENGINE_S = 1.0
+
+RESULT = "total 12\n" + "\n".join(f"-rw-r--r-- 1 agent agent {n:6d} Nov  1 12:00 file_{n}.py" for n in range(3))
+TOOLS: list[Json] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "shell",
+            "description": "Runs a command and returns what it printed.",
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        },
+    }
+]
+SYSTEM = "You are an agent that works in a shell. " * 20
+
+
+def _arguments(turn: int) -> str:
+    return json.dumps({"command": f"ls -l --sort=size /workspace/part_{turn} | head -n 9"})
+
+
+def _said(turn: int) -> str:
+    call = f'{{"name": "shell", "arguments": {_arguments(turn)}}}'
+    return f"I look at part {turn} next.\n<tool_call>\n{call}\n</tool_call>"
+
+
+def script(tokens_per_s: float | None) -> dict[str, Json]:
+    replies: list[Json] = [{"text": _said(turn), "tokens_per_s": tokens_per_s} for turn in range(TURNS)]
+    return {"rules": [], "default": replies}
+
+
+class Conversation:
+    """What an agent would send: its whole history with every request. The script says what it will be told."""
+
+    def __init__(self, number: int, *, is_stream: bool) -> None:
+        self._is_stream = is_stream
+        self._turn = 0
+        self._messages: list[Json] = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"Task {number}: find the largest file of each part."},
+        ]
+
+    @property
+    def is_over(self) -> bool:
+        return self._turn >= TURNS
+
+    def next(self) -> bytes:
+        body = {"model": "policy", "messages": self._messages, "tools": TOOLS, "stream": self._is_stream}
+        return orjson.dumps(body)
+
+    def answered(self) -> None:
+        call = {"id": f"c{self._turn}", "type": "function"}
+        function = {"name": "shell", "arguments": _arguments(self._turn)}
+        content = f"I look at part {self._turn} next."
+        self._messages.append({"role": "assistant", "content": content, "tool_calls": [{**call, "function": function}]})
+        self._messages.append({"role": "tool", "tool_call_id": f"c{self._turn}", "content": RESULT})
+        self._turn += 1
+
+
+class Asking:
+    """One worker's requests: to the gateway whole conversations, to the engine (or a proxy of it) always one prompt."""
+
+    def __init__(self, worker: int, path: str, *, is_stream: bool) -> None:
+        self.path = path
+        self._worker = worker
+        self._is_stream = is_stream
+        self._numbers = 0
+        self._conversation = Conversation(worker, is_stream=is_stream)
+        self._raw = b""
+        if path == ENGINE_PATH:
+            params = {"max_tokens": 2048, "temperature": 1.0, "logprobs": 0}
+            ids = [1 + (n * 7) % 900 for n in range(600)]
+            self._raw = orjson.dumps({"token_ids": ids, "sampling_params": params, "stream": is_stream})
+
+    def next(self) -> bytes:
+        if self._raw:
+            return self._raw
+        if self._conversation.is_over:
+            self._numbers += 1
+            self._conversation = Conversation(self._worker + 1000 * self._numbers, is_stream=self._is_stream)
+        return self._conversation.next()
+
+    def answered(self) -> None:
+        self._conversation.answered()
+
+
+ENGINE_PATH = "/inference/v1/generate"
+GATEWAY_PATH = "/v1/chat/completions"
+
+
+async def bench_gateway(*, quick: bool = False, peers: bool = True) -> dict[str, Json]:
+    versus: dict[str, Json] = {}
+    metrics = await _latency(each=3 if quick else 12, versus=versus if peers else None)
+    metrics |= await _throughput(window_s=4.0 if quick else 15.0, versus=versus if peers else None)
+    return {"metrics": metrics, "versus": versus}
+
+
+# --- latency
+
+
+async def _latency(*, each: int, versus: dict[str, Json] | None) -> dict[str, Json]:
+    rate = 60 / ENGINE_S  # the replies have about 60 tokens
+    async with _engine(script(rate)) as (_, engine_url):
+        note("latency: straight to the engine")
+        direct = await _timed([engine_url] * STREAMS, ENGINE_PATH, each)
+        base_ms, first_ms = _at(direct, 0.5, 0), _at(direct, 0.5, 1)
+        async with _gateway(engine_url, STREAMS) as (_, urls, _):
+            note("latency: through the gateway")
+            ours = await _timed(urls, GATEWAY_PATH, each)
+        metrics: dict[str, Json] = {
+            "streams": STREAMS,
+            "engine_ms": round(base_ms, 2),
+            "engine_p99_ms": round(_at(direct, 0.99, 0), 2),
+            **_added(ours, base_ms, first_ms),
+        }
+        if versus is not None:
+            async with _proxy(engine_url) as (_, url):
+                note("latency: through a pass-through proxy")
+                theirs = await _timed([url] * STREAMS, ENGINE_PATH, each)
+            versus["pass-through proxy"] = _added(theirs, base_ms, first_ms)
+    return metrics
+
+
+def _added(times: Sequence[tuple[float, float]], base_ms: float, first_ms: float) -> dict[str, Json]:
+    return {
+        "added_p50_ms": round(_at(times, 0.5, 0) - base_ms, 2),
+        "added_p99_ms": round(_at(times, 0.99, 0) - base_ms, 2),
+        "first_token_added_p50_ms": round(_at(times, 0.5, 1) - first_ms, 2),
+    }
+
+
+def _at(times: Sequence[tuple[float, float]], share: float, column: int) -> float:
+    ordered = sorted(pair[column] for pair in times)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1000
+
+
+async def _timed(urls: Sequence[str], path: str, each: int) -> list[tuple[float, float]]:
+    """(all of it, until its first byte) of every completion but each worker's first, in seconds."""
+    loop = asyncio.get_running_loop()
+    times: list[tuple[float, float]] = []
+
+    async def work(worker: int, url: str) -> None:
+        asking = Asking(worker, path, is_stream=True)
+        await asyncio.sleep(random.Random(worker).random() * ENGINE_S)  # not all at the same moment
+        line = await Line.open(url)
+        for count in range(each + 1):
+            body = asking.next()
+            begun = loop.time()
+            status, answer = await line.post(asking.path, body)
+            took_s = loop.time() - begun
+            _check(status, answer)
+            if count:
+                times.append((took_s, line.first_at - begun))
+            asking.answered()
+        line.close()
+
+    async with asyncio.TaskGroup() as group:
+        for worker, url in enumerate(urls):
+            group.create_task(work(worker, url))
+    return times
+
+
+# --- throughput
+
+
+async def _throughput(*, window_s: float, versus: dict[str, Json] | None) -> dict[str, Json]:
+    async with _engine(script(None)) as (engine, engine_url):
+        async with _gateway(engine_url, STREAMS) as (gateway, urls, proven):
+            note("throughput: through the gateway")
+            rate, cpu = await _carried(urls, GATEWAY_PATH, window_s, gateway, engine)
+        recorded = proven()
+        metrics: dict[str, Json] = {
+            "completions_per_s": round(rate, 1),
+            "gateway_cpu_ms": cpu[0],
+            "engine_cpu_ms": cpu[1],
+            "client_cpu_ms": cpu[2],
+            "verified_completions": recorded["completions"],
+            "verified_traces": recorded["traces"],
+            "turns_per_trace": round(recorded["completions"] / max(1, recorded["traces"]), 2),
+        }
+        if versus is not None:
+            async with _proxy(engine_url) as (proxy, url):
+                note("throughput: through a pass-through proxy")
+                rate, cpu = await _carried([url] * STREAMS, ENGINE_PATH, window_s, proxy, engine)
+            theirs: dict[str, Json] = {
+                "completions_per_s": round(rate, 1),
+                "gateway_cpu_ms": cpu[0],
+                "engine_cpu_ms": cpu[1],
+                "client_cpu_ms": cpu[2],
+            }
+            found = versus.setdefault("pass-through proxy", {})
+            assert isinstance(found, dict)
+            found |= theirs
+    return metrics
+
+
+async def _carried(
+    urls: Sequence[str], path: str, window_s: float, middle: Meter, engine: Meter
+) -> tuple[float, tuple[float, float, float]]:
+    """Completions a second in the steady state, and CPU ms per completion of the middle, the engine and the client."""
+    done = 0
+    is_over = False
+
+    async def work(worker: int, url: str) -> None:
+        nonlocal done
+        asking = Asking(worker, path, is_stream=False)
+        line = await Line.open(url)
+        while not is_over:
+            status, answer = await line.post(asking.path, asking.next())
+            _check(status, answer)
+            asking.answered()
+            done += 1
+        line.close()
+
+    async with asyncio.TaskGroup() as group:
+        for worker, url in enumerate(urls):
+            group.create_task(work(worker, url))
+        await asyncio.sleep(min(2.0, window_s / 4))
+        before = done, time.monotonic(), middle.cpu_s(), engine.cpu_s(), time.process_time()
+        await asyncio.sleep(window_s)
+        after = done, time.monotonic(), middle.cpu_s(), engine.cpu_s(), time.process_time()
+        is_over = True
+    count = max(1, after[0] - before[0])
+    cpu = [round(1000 * (b - a) / count, 3) for a, b in zip(before[2:], after[2:], strict=True)]
+    return count / (after[1] - before[1]), (cpu[0], cpu[1], cpu[2])
+
+
+def _check(status: int, answer: bytes) -> None:
+    if status != 200 or b'"error"' in answer[:40]:
+        raise RuntimeError(f"a completion was refused ({status}): {answer[:300].decode(errors='replace')}")
+
+
+# --- the processes
+
+
+@asynccontextmanager
+async def _engine(said: dict[str, Json]) -> AsyncGenerator[tuple[Meter, str], None]:
+    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
+        folder = Path(name)
+        (folder / "script.json").write_text(json.dumps(said))
+        async with engine_process(folder, 0.0) as (pid, url):
+            yield Meter(pid), url
+
+
+@asynccontextmanager
+async def _process(module: str, *arguments: str) -> AsyncGenerator[asyncio.subprocess.Process, None]:
+    argv = [sys.executable, "-m", f"rollyard.cli.bench.{module}", *arguments]
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            await stop(process)
+
+
+async def _line(process: asyncio.subprocess.Process) -> dict[str, Json]:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), START_S)
+    if not line:
+        raise RuntimeError("a process of the bench ended without a word")
+    return json.loads(line)
+
+
+@asynccontextmanager
+async def _gateway(
+    engine_url: str, sessions: int
+) -> AsyncGenerator[tuple[Meter, list[str], Callable[[], dict[str, int]]], None]:
+    """The gateway's process, its sessions' URLs, and what it had recorded and proven in the end."""
+    recorded: dict[str, int] = {}
+    async with _process("_gateway_server", engine_url, str(sessions)) as process:
+        ready = await _line(process)
+        yield Meter(process.pid), list(ready["urls"]), lambda: recorded  # type: ignore[arg-type]
+        with suppress(ProcessLookupError):
+            process.terminate()
+        recorded |= await _line(process)  # type: ignore[arg-type]
+        await process.wait()
+
+
+@asynccontextmanager
+async def _proxy(engine_url: str) -> AsyncGenerator[tuple[Meter, str], None]:
+    async with _process("_proxy", engine_url) as process:
+        yield Meter(process.pid), str((await _line(process))["url"])
