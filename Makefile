@@ -29,7 +29,7 @@ check: ## lint, format and types
 
 bench: ## every benchmark, with its peers
 	@scripts/setup dev
-	@for name in shell ipython sandbox pipeline stages restart; do .venv/bin/rollyard bench $$name || exit 1; done
+	@for name in shell ipython sandbox gateway pipeline stages restart; do .venv/bin/rollyard bench $$name || exit 1; done
 
 lock: ## write the lock files anew
 	@scripts/lock

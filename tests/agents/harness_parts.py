@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from rollyard.core import AgentSpec, Json, Limits, Task
 from rollyard.sandbox.python import PythonShelf
 from rollyard.testing.script import Reply, Turn
 
-CACHE = Path("~/.cache/rollyard").expanduser()
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rollyard"
 
 GREETING = "greeting.txt says 'Hello, wrold!'. Correct its spelling."
 

@@ -6,6 +6,7 @@ An SDK would use most of a core for what it sends here, and be what is measured.
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 from urllib.parse import urlsplit
 
 
@@ -28,8 +29,7 @@ class Line(asyncio.Protocol):
         return line
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's own is no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._done is not None and not self._done.done():

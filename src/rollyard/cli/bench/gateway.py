@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import orjson
@@ -30,6 +31,9 @@ from rollyard.cli._console import note
 from rollyard.cli.bench._load import Line
 from rollyard.cli.rig import START_S, Meter, engine_process, stop
 from rollyard.core import Json
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.tokens import Tokenizers
+from rollyard.tokens.chatml import ChatML
 
 STREAMS = 64
 TURNS = 8
@@ -92,7 +96,7 @@ class Conversation:
 
 
 class Asking:
-    """One worker's requests: to the gateway whole conversations, to the engine (or a proxy of it) always one prompt."""
+    """One worker's requests: whole conversations to the gateway, to the engine (or a proxy of it) their prompts."""
 
     def __init__(self, worker: int, path: str, *, is_stream: bool) -> None:
         self.path = path
@@ -100,22 +104,37 @@ class Asking:
         self._is_stream = is_stream
         self._numbers = 0
         self._conversation = Conversation(worker, is_stream=is_stream)
-        self._raw = b""
+        self._raw: list[bytes] = []
         if path == ENGINE_PATH:
             params = {"max_tokens": 2048, "temperature": 1.0, "logprobs": 0}
-            ids = [1 + (n * 7) % 900 for n in range(600)]
-            self._raw = orjson.dumps({"token_ids": ids, "sampling_params": params, "stream": is_stream})
+            shared = {"sampling_params": params, "stream": is_stream}
+            self._raw = [orjson.dumps({"token_ids": ids, **shared}) for ids in prompts()]
 
     def next(self) -> bytes:
         if self._raw:
-            return self._raw
+            self._numbers += 1
+            return self._raw[self._numbers % TURNS]
         if self._conversation.is_over:
             self._numbers += 1
             self._conversation = Conversation(self._worker + 1000 * self._numbers, is_stream=self._is_stream)
         return self._conversation.next()
 
     def answered(self) -> None:
-        self._conversation.answered()
+        if not self._raw:
+            self._conversation.answered()
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """What the gateway sends to the engine in a conversation: so the engine has the same to read without it."""
+    renderer = ChatML(Tokenizers().load(str(tokenizer_dir())))
+    conversation = Conversation(0, is_stream=False)
+    rendered: list[list[int]] = []
+    for _ in range(TURNS):
+        body = orjson.loads(conversation.next())
+        rendered.append(renderer.render(body["messages"], body["tools"]))
+        conversation.answered()
+    return rendered
 
 
 ENGINE_PATH = "/inference/v1/generate"
