@@ -249,6 +249,29 @@ async def test_a_completion_is_stopped_while_it_waits_for_its_policy() -> None:
         assert server.calls == [], "one that is stopped before it begins makes no call"
 
 
+@pytest.mark.parametrize("steps", range(8))
+async def test_no_call_begins_under_a_pause_however_soon_it_follows_a_resume(steps: int) -> None:
+    """Such a call would sample from weights that are being written, and be stamped with those before."""
+    async with (
+        ScriptedEngine(at_first(Reply(WORDS, stall_after=9))) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        await router.pause("default")
+        stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(complete(session, on_tokens=Told(), stop=stop))
+        await asyncio.sleep(0)
+        router.resume("default")
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await router.pause("default")
+        for _ in range(8):
+            await asyncio.sleep(0)
+            assert router.list()[0].stats.in_flight == 0
+        stop.set_result(None)
+        await task
+
+
 async def test_a_clock_that_others_run_too_stands_still_while_a_completion_waits() -> None:
     """An agent program's clock counts all its time, but not that of a paused policy."""
     async with ScriptedEngine() as server, routed(server) as router, router.session("default", "s1") as session:
@@ -261,6 +284,33 @@ async def test_a_clock_that_others_run_too_stands_still_while_a_completion_waits
             router.resume("default")
             await task
             assert clock.is_running
+
+
+async def test_who_stops_one_of_many_completions_stops_no_other() -> None:
+    """SGLang aborts every request whose id begins with the one it is told: the first's must not begin the tenth's."""
+
+    def script(turn: Turn) -> Reply:
+        return Reply(WORDS, stall_after=9) if turn.session_id and turn.call in (0, 9) else Reply(WORDS)
+
+    async with (
+        ScriptedEngine(script, dialect="sglang") as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        stops: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        told = [Told(), Told()]
+        first = asyncio.create_task(complete(session, on_tokens=told[0], stop=stops[0]))
+        await told[0].came.wait()
+        for _ in range(8):
+            await complete(session)
+        tenth = asyncio.create_task(complete(session, on_tokens=told[1], stop=stops[1]))
+        await told[1].came.wait()
+        stops[0].set_result(None)
+        assert (await first).finish_reason == "abort"
+        assert server.running == 1 and router.list()[0].stats.in_flight == 1
+        stops[1].set_result(None)
+        await tenth
+        assert len([call for call in server.calls if call.session_id]) == 10
 
 
 # --- the end is the engine's
@@ -283,3 +333,23 @@ async def test_length_and_stop_and_a_full_context_are_as_the_engine_said(dialect
                 await complete(session, **fields)
             assert caught.value.data["context"] is True
         assert router.list()[0].stats.calls == 4, "nothing was tried again"
+
+
+async def test_an_engine_whose_streams_always_break_off_is_taken_down_and_left() -> None:
+    """Each break gave a token, so no try was lost; but an engine that finishes nothing does not work."""
+
+    def breaks(turn: Turn) -> Reply:
+        return Reply(WORDS, stall_after=1, fault="cut_midway") if turn.session_id else Reply("ok")
+
+    async with (
+        ScriptedEngine(breaks) as one,
+        ScriptedEngine(lambda _: WORDS) as two,
+        routed(one) as router,
+        router.session("default", "s1") as session,
+    ):
+        await router.add(spec_of(two, "e2"))
+        generation = await complete(session, on_tokens=Told())
+        assert text_of(generation) == WORDS
+        assert session.engine.spec.id == "e2"
+        (status,) = [it for it in router.list() if it.spec.id == "e1"]
+        assert (status.health, status.stats.trips) == ("down", 1)

@@ -23,6 +23,7 @@ from rollyard.engines import (
     VersionSpan,
     VllmEngine,
     make_engine,
+    remote,
     wire,
 )
 from rollyard.testing.script import Reply
@@ -345,11 +346,13 @@ async def test_a_stream_after_its_end_gives_its_connection_back(http: aiohttp.Cl
         assert sum(len(held) for held in connector._conns.values()) == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["after [DONE]", "without [DONE]"])
 async def test_a_connection_held_open_after_the_end_is_not_waited_for(
-    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    monkeypatch.setattr(wire, "DRAIN_S", 0.02)
-    async with streaming(vllm_event(1, finish="stop"), holds_s=60.0) as url:
+    for module in (wire, remote):
+        monkeypatch.setattr(module, "DRAIN_S", 0.02)
+    async with streaming(vllm_event(1, finish="stop"), ends=ends, holds_s=60.0) as url:
         assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
 
 

@@ -145,7 +145,8 @@ class Member:
         self.pool.touch(self)
 
     def sampled(self, generation: Generation) -> None:
-        self.failures_in_a_row = 0
+        if generation.finish_reason != "abort":  # one that broke off has not shown that it works
+            self.failures_in_a_row = 0
         if generation.token_ids and (generation.versions or generation.finish_reason != "abort"):
             # an abort without versions says nothing of the engine: it may be a stream that broke off before its end
             self.says_versions = bool(generation.versions) and self.engine.info.reports_versions

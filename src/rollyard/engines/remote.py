@@ -23,7 +23,7 @@ from rollyard.core import Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
 from rollyard.engines.base import ChatReply, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
 from rollyard.engines.streaming import Stream
-from rollyard.engines.wire import MAX_DETAIL, Wire, session_headers
+from rollyard.engines.wire import DRAIN_S, MAX_DETAIL, Wire, session_headers
 
 log = logging.getLogger("rollyard.engines")
 
@@ -230,6 +230,8 @@ class RemoteEngine(ABC):
                 raise self._wire.broken(str(error)) from None
             if fresh:
                 on_tokens(fresh)
+            if stream.finish is not None:  # it is whole: an engine that does not close is not waited for
+                reading.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
 
         path, body = self._question(request, top=0, stream=True)
         headers = session_headers(request.session_id, request.request_id)

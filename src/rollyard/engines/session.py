@@ -98,7 +98,8 @@ class RoutedSession:
                 member = await self._unless(stop, tries.avoid, clock)
                 self._calls += 1
                 request = GenerateRequest(
-                    request_id=f"{self._id}-{self._nonce}-{self._calls}",
+                    # no id begins another: SGLang aborts all that begin with the one it is told
+                    request_id=f"{self._id}-{self._calls}-{self._nonce}",
                     prompt_ids=[*prompt_ids, *kept.token_ids] if at else prompt_ids,
                     sampling=sampling,
                     max_tokens=max_tokens - at,
@@ -125,7 +126,9 @@ class RoutedSession:
                     raise DeadlineExpired(f"{clock.budget_s} s are used up")
                 if part is not None and part.finish_reason != "abort":
                     return kept.generation(part.finish_reason)
-                if ended not in ("cut", "stop") and not (part and part.token_ids):
+                if ended == "done" and part is not None and part.token_ids:
+                    member.failed("a call broke off that nobody had aborted", self._settings.trip_after)
+                elif ended not in ("cut", "stop") and not (part and part.token_ids):
                     error = (
                         EngineTimeout(f"engine {member.id} sampled nothing in {model_s} s")
                         if ended == "model"
@@ -186,16 +189,19 @@ class RoutedSession:
         with clock.held():
             if stop is None:
                 return await self._usable(avoid)
-            finding = asyncio.ensure_future(self._usable(avoid))
-            try:
-                await asyncio.wait({finding, stop}, return_when=asyncio.FIRST_COMPLETED)
-                if finding.done():
-                    return finding.result()
-                raise _Stopped
-            finally:
-                if not finding.done():
-                    finding.cancel()
-                    await asyncio.wait({finding})
+            while True:
+                finding = asyncio.ensure_future(self._usable(avoid))
+                try:
+                    await asyncio.wait({finding, stop}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not finding.done():
+                        finding.cancel()
+                        await asyncio.wait({finding})
+                if finding.cancelled():  # by us: it is `stop` that came first
+                    raise _Stopped
+                member = finding.result()
+                if not self._pool.is_paused:  # it may be again: we hear of a member some steps after it was found
+                    return member
 
     async def _usable(self, avoid: set[Member]) -> Member:
         """The engine it sticks to if that can be used, else another one; waits for the policy and for engines."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollyard.core import Sampling
-from rollyard.core.failure import EngineBroken, EngineRefused, EngineUnavailable
+from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
 from rollyard.engines import replies
 from rollyard.engines.base import EngineInfo, GenerateRequest, Generation, VersionSpan
 from rollyard.engines.probe import TOP, logprob_semantics
@@ -204,8 +204,14 @@ class SglangEngine(RemoteEngine):
         raise self._wire.refusal(finish.status_code, (finish.message or "aborted")[:MAX_DETAIL])
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:  # its API takes one id a call
-            await self._wire.post("/abort_request", {"rid": request_id})
+        failure: EngineFailure | None = None
+        for request_id in request_ids:  # its API takes one id a call; one that fails does not keep the others
+            try:
+                await self._wire.post("/abort_request", {"rid": request_id})
+            except EngineFailure as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     async def _top_logprobs(self, prompt: tuple[int, ...], sampling: Sampling) -> Mapping[int, float]:
         raw = await self._ask(GenerateRequest("probe", prompt, sampling, max_tokens=1), top=TOP)

@@ -30,7 +30,7 @@ from rollyard.engines.base import EngineSpec
 CONNECT_S = 10.0
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that we, and not the engine, close an idle connection
 MAX_REPLY_BYTES = 256 << 20  # 1M tokens with logprobs are about 100 MB of JSON
-DRAIN_S = 1.0  # for the end of a stream after its [DONE]: only then can its connection be used again
+DRAIN_S = 1.0  # for the end of a stream after its last token or its [DONE]: only then can its connection be used again
 MAX_DETAIL = 400  # characters of an engine's message that we repeat; some echo the whole prompt
 
 _RETRYABLE_4XX = frozenset({408, 425, 429})

@@ -274,7 +274,8 @@ class ScriptedEngine:
 
     async def _sglang_abort(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
-        self._end(list(self._work.running) if body.get("abort_all") else [body["rid"]])
+        rid = "" if body.get("abort_all") else body["rid"]
+        self._end([name for name in self._work.running if name.startswith(rid)] or [rid])  # a prefix, as SGLang does
         return web.Response()
 
     def _end(self, request_ids: Sequence[str]) -> None:
