@@ -1,6 +1,7 @@
 """Installing agent programs: real pip and tarballs, from a folder; nothing half made is ever there."""
 
 import asyncio
+import gzip
 import io
 import subprocess
 import sys
@@ -114,6 +115,31 @@ async def test_a_tarball_that_would_write_elsewhere_is_refused(tmp_path: Path):
     with pytest.raises(InstallError, match="cannot be unpacked"):
         await shelf.install(NPM, source=tmp_path)
     assert shelf.folder_of(NPM) is None and not (tmp_path / "escaped").exists()
+
+
+@pytest.mark.parametrize("level", [0, 6])
+@pytest.mark.parametrize("at", [0.3, 0.5, 0.8])
+async def test_a_tarball_with_a_wrong_byte_is_not_installed(tmp_path: Path, at: float, level: int):
+    """Stored, only the checksum can tell; compressed, the decompressor stumbles."""
+    path = tmp_path / "a-b-2.0.0.tgz"
+    tarball(path, ("package/tool", "".join(f"line {number}\n" for number in range(20_000)), 0o755))
+    raw = bytearray(gzip.compress(gzip.decompress(path.read_bytes()), level))
+    raw[int(at * len(raw))] ^= 0xFF
+    path.write_bytes(raw)
+    shelf = AgentShelf(tmp_path / "agents")
+    with pytest.raises(InstallError, match="cannot be unpacked"):
+        await shelf.install(NPM, source=tmp_path)
+    assert shelf.folder_of(NPM) is None and not list((tmp_path / "agents").glob(".draft-*"))
+
+
+async def test_half_a_tarball_is_not_installed(tmp_path: Path):
+    path = tmp_path / "a-b-2.0.0.tgz"
+    tarball(path, *((f"package/{number}", f"{number}" * 1000, 0o644) for number in range(50)))
+    path.write_bytes(path.read_bytes()[:-100])
+    shelf = AgentShelf(tmp_path / "agents")
+    with pytest.raises(InstallError, match="cannot be unpacked"):
+        await shelf.install(NPM, source=tmp_path)
+    assert shelf.folder_of(NPM) is None
 
 
 async def test_mistakes_say_what_to_do(tmp_path: Path):

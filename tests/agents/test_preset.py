@@ -127,6 +127,18 @@ def test_a_broken_preset_says_why_and_harms_no_other(tmp_path: Path, caplog: pyt
     assert agents.get("native").name == "native"
 
 
+def test_a_file_that_cannot_even_be_read_is_a_broken_preset_too(tmp_path: Path):
+    (tmp_path / "latin.toml").write_bytes('name = "latin"\nabout = "für"\ncommand = ["x"]'.encode("latin-1"))
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "gone.toml").symlink_to(tmp_path / "nowhere")
+    agents = Agents(shelf=AgentShelf(tmp_path))
+    for name in ("latin", "folder", "gone"):
+        assert name in agents.presets
+        with pytest.raises(UnknownAgent, match=f"the preset '{name}' cannot be used: the file: cannot be read"):
+            agents.get(name)
+    assert agents.get("codex").name == "codex"
+
+
 # --- the page -------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/run-your-agent-program.md"

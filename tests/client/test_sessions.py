@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from rollyard.client import AsyncClient, Client
-from rollyard.core.failure import InvalidRequest, SessionConflict
+from rollyard.core.failure import IdConflict, InvalidRequest, SessionConflict
 from tests.client.served import Proxy, Yard, served
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "agents-elsewhere.md"
@@ -56,6 +56,20 @@ async def test_a_session_that_was_refused_is_only_that(client: AsyncClient, capl
         async with client.session(limits={"run_s": -1}):
             raise AssertionError("it was refused")
     assert "could not be cancelled" not in caplog.text
+
+
+async def test_who_is_refused_an_id_cancels_nobody_elses_session_and_may_come_again(client: AsyncClient):
+    async with client.session("s", metadata={"mine": 1}) as session:
+        with pytest.raises(IdConflict):
+            async with client.session("s", metadata={"mine": 2}):
+                raise AssertionError("it was refused")
+        assert (await session.status())["is_open"]
+        assert (await session.reward(1)).outcome == "completed"
+    with pytest.raises(InvalidRequest, match="limits"):
+        async with client.session("t", limits={"run_s": -1}):
+            raise AssertionError("it was refused")
+    async with client.session("t") as session:
+        assert (await session.reward(1)).outcome == "completed"
 
 
 async def test_no_place_in_time_is_a_timeout_and_leaves_nothing_waiting(tmp_path: Path):

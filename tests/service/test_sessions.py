@@ -263,9 +263,10 @@ async def test_what_is_no_session_has_no_reward_and_no_session(tmp_path: Path) -
             answers = [
                 await site.get(f"/v1/sessions/{name}"),
                 await site.post(f"/v1/sessions/{name}/reward", {"reward": 1}),
-                await site.delete(f"/v1/sessions/{name}"),
             ]
-            assert [(answer.status, answer.code) for answer in answers] == [(404, "not_found")] * 3
+            assert [(answer.status, answer.code) for answer in answers] == [(404, "not_found")] * 2
+        answer = await site.delete("/v1/sessions/plain")
+        assert (answer.status, answer.code) == (404, "not_found")
         task = {"environment": "session", "agent": {"name": "native"}}
         refused = await site.post("/v1/rollouts", {"task": task})
         assert (refused.status, refused.code) == (422, "task_invalid")
@@ -287,6 +288,14 @@ async def test_a_deleted_session_is_cancelled_without_a_reward(tmp_path: Path) -
         assert (late.status, late.code, late.body["outcome"]) == (409, "session_conflict", "cancelled")
         closed = await say(site, session, "hello")
         assert closed.status == 503 and "not open" in closed.body["error"]["message"]
+
+
+async def test_a_cancel_that_overtakes_its_session_wins(tmp_path: Path) -> None:
+    async with yard(tmp_path) as site:
+        answer = await site.delete("/v1/sessions/s")
+        assert (answer.status, answer.body) == (202, {"id": "s", "state": "cancelled_before_submit"})
+        late = await site.post("/v1/sessions", {"id": "s", "limits": FAST})
+        assert (late.status, late.body["is_open"], late.body["outcome"]) == (201, False, "cancelled")
 
 
 async def test_time_over_without_a_reward_is_nobodys_reward(tmp_path: Path) -> None:

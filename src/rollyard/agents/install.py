@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gzip
 import importlib.util
 import json
 import logging
@@ -23,11 +24,12 @@ import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from collections.abc import Callable, Generator
 from hashlib import blake2b
 from pathlib import Path
 
-from rollyard.agents.preset import Preset, presets_in
+from rollyard.agents.preset import Preset, PresetError, presets_in
 from rollyard.agents.template import machine_values
 
 log = logging.getLogger("rollyard.agents")
@@ -65,8 +67,8 @@ class AgentShelf:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def own_presets(self) -> dict[str, str]:
-        """The operator's, as texts by name."""
+    def own_presets(self) -> dict[str, str | PresetError]:
+        """The operator's, as texts by name; or why one cannot be read."""
         return presets_in(self.folder) if self.folder.is_dir() else {}
 
     def folder_of(self, preset: Preset) -> Path | None:
@@ -185,7 +187,7 @@ def _npm(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
         tell(f"unpacking {archive}")
         try:
             _unpack(tarball, draft / name)
-        except (tarfile.TarError, EOFError) as error:
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise InstallError(f"{archive} cannot be unpacked: {error}", "fetch it anew") from error
         if source is None:
             tarball.unlink()
@@ -198,6 +200,9 @@ def _unpack(tarball: Path, target: Path) -> None:
             _, _, member.name = member.name.partition("/")  # the first folder is called `package`, or anything
             if member.name:
                 archive.extract(member, target, filter="data")
+        assert archive.fileobj is not None
+        while archive.fileobj.read(1 << 20):  # its checksum is looked at only at its very end
+            pass
 
 
 def _npm_argv() -> list[str]:

@@ -219,9 +219,16 @@ def built_in() -> dict[str, str]:
     return {file.name.removesuffix(".toml"): file.read_text("utf-8") for file in files}
 
 
-def presets_in(folder: Path) -> dict[str, str]:
-    """The text of an operator's own, by name: every NAME.toml of the folder."""
-    return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.toml"))}
+def presets_in(folder: Path) -> dict[str, str | PresetError]:
+    """The text of an operator's own, by name: every NAME.toml of the folder; or why it cannot be read."""
+    return {path.stem: _text_of(path) for path in sorted(folder.glob("*.toml"))}
+
+
+def _text_of(path: Path) -> str | PresetError:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return PresetError("the file", f"cannot be read: {error}")
 
 
 def _told(error: msgspec.ValidationError) -> tuple[str, str]:

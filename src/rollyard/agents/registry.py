@@ -30,7 +30,8 @@ class Agents:
     def __init__(self, extra: Mapping[str, Agent] | None = None, *, shelf: AgentShelf | None = None) -> None:
         self.shelf = shelf
         self._found = {point.name: point for point in entry_points(group=GROUP)}
-        self._presets = {**built_in(), **(shelf.own_presets() if shelf is not None else {})}
+        own = shelf.own_presets() if shelf is not None else {}
+        self._presets: dict[str, str | PresetError] = {**built_in(), **own}
         self._made: dict[str, Agent] = dict(extra or {})
         for name in self.presets:
             try:
@@ -44,9 +45,9 @@ class Agents:
 
     @property
     def presets(self) -> dict[str, str]:
-        """The texts of those that are agents by their name, broken ones included."""
+        """The texts of those that are agents by their name, broken ones included; of one that cannot be read, none."""
         return {
-            name: text
+            name: text if isinstance(text, str) else ""
             for name, text in sorted(self._presets.items())
             if name not in self._found and (name not in self._made or isinstance(self._made[name], HarnessAgent))
         }
@@ -66,7 +67,10 @@ class Agents:
         if name in self._made:
             return self._made[name]
         try:
-            preset = read_preset(self._presets[name])
+            text = self._presets[name]
+            if isinstance(text, PresetError):
+                raise text
+            preset = read_preset(text)
             if preset.name != name:
                 raise PresetError("name", f"{name!r} was expected, as the file is called")
         except PresetError as error:

@@ -22,7 +22,7 @@ from rollyard.client._waiting import POLL_S
 from rollyard.client._wire import Wire
 from rollyard.client.records import JsonObject, Record, read, read_object
 from rollyard.core import RollyardError, check_id
-from rollyard.core.failure import NotFound, SessionConflict
+from rollyard.core.failure import SessionConflict
 
 log = logging.getLogger("rollyard.client")
 
@@ -36,6 +36,7 @@ class AsyncSession:
         self._timeout_s = timeout_s
         self._path = f"/sessions/{quote(check_id(str(body['id'])), safe=':')}"
         self._is_over = False
+        self._is_ours = False  # the service has said that there is one, of this body
         self.id = str(body["id"])
         self.key = ""
         self.model = ""
@@ -60,6 +61,7 @@ class AsyncSession:
                         "POST", "/sessions", body=self._body, params=params, wait_s=left_s, is_repeatable=True
                     )
                 )
+                self._is_ours = True
                 if opened.get("is_open"):
                     self.key, self.model = str(opened["key"]), str(opened["model"])
                     return self
@@ -68,8 +70,10 @@ class AsyncSession:
                     raise _ended(self.id, opened)
                 if give_up is not None and time.monotonic() >= give_up:
                     raise TimeoutError(f"session {self.id} is in {opened.get('state')} after {self._timeout_s:g} s")
-        except BaseException:
-            await self._cancel()
+        except BaseException as error:
+            # a refusal made no session, and with its id there may be somebody else's; else nobody knows what arrived
+            if self._is_ours or not _is_refusal(error):
+                await self._cancel()
             raise
 
     async def __aexit__(
@@ -108,8 +112,6 @@ class AsyncSession:
         self._is_over = True
         try:
             await self._wire.json("DELETE", self._path)
-        except NotFound:
-            pass  # it was refused, and never was one
         except RollyardError as error:  # it ends by its deadline then; why the block was left matters more
             log.warning("a session could not be cancelled", extra={"session": self.id, "code": error.code})
 
@@ -162,6 +164,10 @@ class Session:
 
     def status(self) -> JsonObject:
         return self._run(self._session.status())
+
+
+def _is_refusal(error: BaseException) -> bool:
+    return isinstance(error, RollyardError) and 400 <= error.status < 500
 
 
 def _ended(session_id: str, opened: JsonObject) -> SessionConflict:

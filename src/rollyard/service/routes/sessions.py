@@ -108,19 +108,29 @@ async def give_reward(request: Request, session_id: str, query: Annotated[WaitQu
 
 @router.delete("/sessions/{session_id}", status_code=202)
 async def cancel_session(request: Request, session_id: str) -> Response:
-    """Cancels it, without a reward: model calls end, and what was sampled is not trained on."""
+    """Cancels it, without a reward: model calls end, and what was sampled is not trained on. An id that is not known
+    yet is cancelled when it comes."""
     house = house_of(request)
-    rollout = await _session(house, session_id)
-    require_mine(caller_of(request), await house.store.get_run(rollout.run))
+    try:
+        rollout = await house.store.get(check_id(session_id, "session id"))
+    except NotFound:
+        pass  # of one that is not known yet nobody knows whose it will be
+    else:
+        _check_kind(rollout)
+        require_mine(caller_of(request), await house.store.get_run(rollout.run))
     cancelled = await house.yard.cancel(session_id)
-    return reply({"id": session_id, "state": (cancelled or rollout).state}, 202)
+    return reply({"id": session_id, "state": cancelled.state if cancelled else "cancelled_before_submit"}, 202)
 
 
 async def _session(house: House, session_id: str) -> Rollout:
     rollout = await house.store.get(check_id(session_id, "session id"))
-    if rollout.task.environment != SESSION:
-        raise NotFound(f"rollout {session_id} is no session")
+    _check_kind(rollout)
     return rollout
+
+
+def _check_kind(rollout: Rollout) -> None:
+    if rollout.task.environment != SESSION:
+        raise NotFound(f"rollout {rollout.id} is no session")
 
 
 async def _begun(request: Request, rollout: Rollout, wait_s: float) -> Rollout:
