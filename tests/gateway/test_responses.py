@@ -391,3 +391,24 @@ def essence(message: Mapping[str, Any]) -> list[Any]:
     for one in message.get("tool_calls", ()):
         said.append((one["function"]["name"], json.loads(one["function"]["arguments"])))
     return said
+
+
+@pytest.mark.parametrize("name", ["tools", "metadata"])
+def test_what_could_not_be_echoed_is_refused_before_anything_is_sampled(name: str):
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"a": deep}
+    value = [{"type": "function", "name": "f", "parameters": deep}] if name == "tools" else deep
+    with pytest.raises(Problem) as refused:
+        read(**{name: value})
+    assert (refused.value.kind, refused.value.param) == ("invalid", name)
+
+
+@pytest.mark.parametrize("timeout_ms", [10**30, -(10**30), 2**53])
+def test_a_number_of_any_length_is_told_as_the_model_wrote_it(timeout_ms: int):
+    ask = read(tools=TOOLS)
+    calls = (call("local_shell", {"command": ["ls"], "timeout_ms": timeout_ms}),)
+    (item,) = orjson.loads(DIALECT.reply(ask, told(calls=calls)))["output"]
+    assert item["type"] == "function_call"
+    assert json.loads(item["arguments"])["timeout_ms"] == timeout_ms
+    assert streamed(ask, calls, told(calls=calls))[-1]["type"] == "response.completed"

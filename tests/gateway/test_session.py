@@ -1,19 +1,32 @@
 """The gateway's session: splicing, retries, limits and ends, over real HTTP."""
 
 import asyncio
+import gc
 import json
+import os
+import socket
+import weakref
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
+import uvicorn
 
 from rollyard.core import Json, Sampling
 from rollyard.core.failure import ContextLimit, PromptTooLong, RunDeadline, TokenLimit, TurnLimit
 from rollyard.engines import RouterSettings
+from rollyard.gateway import GatewayApp
+from rollyard.gateway.app import CHAT, key_of, read
+from rollyard.gateway.base import Ask
 from rollyard.testing.script import Reply, Rules
 from tests.gateway.site import LIMITS, Site, gateway
 
+SYSTEM = {"role": "system", "content": "go"}
 RETRY = {"x-stainless-retry-count": "1"}
 
 
@@ -114,6 +127,15 @@ async def test_a_streamed_answer_is_told_again_whole():
         assert len(site.verified().traces) == 1
 
 
+@pytest.mark.parametrize("count", ["", "-1", "x", "0", "000", "²", "9" * 5000])
+async def test_a_retry_count_may_be_anything(count: str):
+    async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
+        await ask(http, site, body("go"))
+        answer = await ask(http, site, body("go"), {"x-stainless-retry-count": count})
+        assert answer["status"] == 200
+        assert site.session.info()["replayed"] == (1 if count.startswith("9") else 0)
+
+
 async def test_a_retry_joins_what_is_in_flight():
     async with gateway(says(Reply("one", latency_s=0.3))) as site, aiohttp.ClientSession() as http:
         first = asyncio.create_task(ask(http, site, body("go")))
@@ -162,6 +184,57 @@ async def test_a_completion_that_was_cut_off_goes_on_when_its_client_asks_again(
         assert len(second.prompt_ids) == len(first.prompt_ids) + 3
 
 
+async def test_a_retry_finds_its_own_among_requests_that_are_alike():
+    """Two at once with one body: the first loses its connection, the second is answered."""
+    replies = iter([Reply("a b c d", stall_after=2), Reply("e f")])
+    script = lambda turn: next(replies, "a b c d") if "go" in turn.text else "ok"  # noqa: E731
+    async with gateway(script) as site, aiohttp.ClientSession() as http:
+        first = asyncio.create_task(ask(http, site, body("go")))
+        await site.engine.busy()
+        assert text_of(await ask(http, site, body("go"))) == "e f"
+        first.cancel()
+        await site.engine.idle()
+        assert text_of(await ask(http, site, body("go"))) == "a b c d"
+        assert site.session.info()["resumed"] == 1
+        await site.session.close()
+        assert [trace.is_trainable for trace in site.verified().traces] == [True, True]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_reply_that_its_reader_left_before_the_last_byte_was_not_received(is_stream: bool):
+    """Complete, but the client read slowly and then went away: it may be asked for again, and counts for nothing."""
+    async with gateway(says("one two")) as site:
+        asked = read(CHAT, orjson.dumps(body("go", stream=is_stream)))
+        left = await site.session.open(CHAT, asked, b"go")
+        assert (await left.told()).content == "one two"
+        left.leave()
+        again = await site.session.open(CHAT, asked, b"go")
+        assert again.exchange is left.exchange
+        again.leave()
+        assert site.session.turns == 0
+        await site.session.close()
+        (trace,) = site.verified().traces
+        assert (trace.is_trainable, trace.untrainable_reason) == (False, "abandoned")
+        again.delivered()  # too late
+        assert len(site.verified().traces) == 1
+
+
+async def test_an_answered_request_lets_go_of_its_history():
+    class Said(dict[str, Json]):
+        """A dict that can be watched."""
+
+    async with gateway(says("one")) as site:
+        said = Said(role="user", content="go")
+        watched = weakref.ref(said)
+        for messages in ((said,), ({"role": "user", "content": "go"},)):
+            listener = await site.session.open(CHAT, Ask(messages), b"%d" % len(site.session.messages))
+            await listener.told()
+            listener.delivered()
+        del said, messages, listener
+        gc.collect()
+        assert watched() is None
+
+
 # --- limits
 
 
@@ -196,6 +269,16 @@ async def test_parallel_requests_share_the_token_limit():
         assert site.verified().sampled_tokens == 6
 
 
+async def test_a_parallel_request_is_not_cut_short_for_tokens_that_nobody_uses():
+    """Each may sample 8 of the 10 that there are, and samples 4."""
+    limits = replace(LIMITS, max_tokens=10)
+    reply = Reply("a b c", latency_s=0.1)
+    async with gateway(says(reply), limits=limits) as site, aiohttp.ClientSession() as http:
+        answers = await asyncio.gather(*(ask(http, site, body("go", max_tokens=8)) for _ in range(2)))
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [4, 4]
+        assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["stop", "stop"]
+
+
 async def test_a_context_that_is_too_small_does_not_end_the_rollout():
     limits = replace(LIMITS, max_context=200)
     async with gateway(says("one"), limits=limits) as site, aiohttp.ClientSession() as http:
@@ -218,6 +301,21 @@ async def test_time_that_runs_out_keeps_what_was_sampled():
         await site.session.close()
         (trace,) = site.verified().traces
         assert (trace.sampled_tokens, trace.is_trainable) == (2, True)
+
+
+async def test_what_a_client_left_long_before_time_ran_out_is_still_abandoned():
+    limits = replace(LIMITS, run_s=1.0)
+    replies = iter([Reply("a b c", stall_after=1), Reply("d e f", stall_after=2)])
+    script = lambda turn: next(replies) if "go" in turn.text else "ok"  # noqa: E731
+    async with gateway(script, limits=limits) as site, aiohttp.ClientSession() as http:
+        asking = asyncio.create_task(ask(http, site, body("go away")))
+        await site.engine.busy()
+        asking.cancel()
+        await site.engine.idle()
+        assert (await ask(http, site, body("go on")))["error"]["code"] == "run_deadline"
+        await site.session.close()
+        kept = sorted((trace.sampled_tokens, trace.untrainable_reason) for trace in site.verified().traces)
+        assert kept == [(1, "abandoned"), (2, None)]
 
 
 async def test_engines_that_fail_end_the_rollout_as_infrastructure():
@@ -263,6 +361,58 @@ async def test_a_request_that_is_nested_too_deeply_is_refused():
         assert (await ask(http, site, body("go")))["status"] == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "start", "end"),
+    [
+        (
+            "/v1/messages",
+            b'{"model": "m", "messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": '
+            b'[{"type": "tool_use", "id": "a", "name": "b", "input": ',
+            b"}]}]}",
+        ),
+        (
+            "/v1/responses",
+            b'{"input": [{"type": "local_shell_call", "call_id": "a", "action": {"command": ',
+            b"}}]}",
+        ),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "go"}], "tools": ', b"}"),
+    ],
+)
+@pytest.mark.parametrize("depth", [1000, 5000])
+async def test_what_is_nested_without_end_is_refused_in_the_dialects_own_words(
+    path: str, start: bytes, end: bytes, depth: int
+):
+    async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
+        raw = start + b'{"a": ' * depth + b"1" + b"}" * depth + end
+        async with http.post(f"{site.url}{path}", data=raw) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "request_body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "go"}]}),
+        ("/v1/responses", {"instructions": "go"}),
+        ("/v1/messages", {"model": "m", "messages": [{"role": "assistant", "content": "a"}, SYSTEM]}),
+    ],
+)
+async def test_what_a_renderer_cannot_write_is_told_in_the_dialects_own_shape(path: str, request_body: Any):
+    """Qwen 3.8's raises an error of its own where nobody has asked anything."""
+    root = Path(os.environ.get("ROLLYARD_TOKENIZERS", "~/.cache/rollyard/tokenizers")).expanduser()
+    if not (root / "qwen3" / "tokenizer.json").is_file():
+        pytest.skip("no Qwen3 tokenizer here")
+    async with (
+        gateway(says("one"), tokenizer=root / "qwen3", renderer="qwen3.8") as site,
+        aiohttp.ClientSession() as http,
+        http.post(f"{site.url}{path}", json=request_body) as answer,
+    ):
+        said = await answer.json()
+        assert answer.status >= 400 and answer.headers["x-should-retry"] == "false"
+        assert said["error"]["message"] and said["error"]["type"]
+        assert site.session.failure is None
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b'{"messages": 3}', b'{"messages": []}', b"\xff\xfe"])
 async def test_garbage_is_refused_and_leaves_no_mark(raw: bytes):
     async with gateway(says("one")) as site, aiohttp.ClientSession() as http:
@@ -292,6 +442,51 @@ async def test_a_server_that_does_not_cancel_us_is_watched():
         await site.engine.busy()
         asking.cancel()
         await site.engine.idle()
+
+
+async def test_a_reader_too_slow_for_the_last_byte_has_not_received_it_from_a_server_that_only_tells_us():
+    """uvicorn takes what is sent to a client that is gone, and says nothing."""
+    limits, sampling = replace(LIMITS, max_tokens=100_000), Sampling(max_tokens=100_000)
+    rules, roomy = says(Reply("word " * 60_000)), {"max_context": 200_000}
+    async with (
+        gateway(rules, limits=limits, sampling=sampling, engine_options=roomy) as site,
+        uvicorn_of(site) as port,
+    ):
+        raw = orjson.dumps(body("go", stream=True))
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw)
+            await loop.sock_sendall(client, head + raw)
+            while not site.session.info()["requests"]:
+                await asyncio.sleep(0.01)
+            same = await site.session.open(CHAT, read(CHAT, raw), key_of(CHAT, raw), retries=1)
+            await same.told()
+            same.leave()
+            await loop.sock_recv(client, 1)
+            for _ in range(10):  # the rest is sent, as far as it goes
+                await asyncio.sleep(0)
+            assert same.exchange.listeners and not same.exchange.is_delivered
+        while same.exchange.listeners:
+            await asyncio.sleep(0.01)
+        assert not same.exchange.is_delivered
+
+
+@asynccontextmanager
+async def uvicorn_of(site: Site) -> AsyncGenerator[int, None]:
+    """The gateway as the service serves it; its connections hold little that was not read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        config = uvicorn.Config(GatewayApp(site.session, watches=True), lifespan="off", log_level="warning")
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
 
 
 def _streamed(raw: bytes) -> str:

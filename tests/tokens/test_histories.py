@@ -197,3 +197,22 @@ def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(monkeypatc
         reader.toolset([tool(f"t{n}")])
     assert reader.toolset([EDIT]) == toolset
     assert len(reader._read) <= 3 and len(reader._toolsets) <= 3
+
+
+def test_no_text_equals_an_image():
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    written = json.dumps(image, sort_keys=True, separators=(",", ":"))
+    shown = chain({"role": "user", "content": [image]})
+    for text in (written, f"\0{written}", f"[{written}]"):
+        assert chain({"role": "user", "content": text}) != shown
+    both = [{"role": "user", "content": [*lead, image, {"type": "text", "text": "b"}]} for lead in (["a"], ["", "a"])]
+    assert chain(both[0]) == chain(both[1]) != chain({"role": "user", "content": ["b", image, "a"]})
+
+
+def test_arguments_that_cannot_be_compared_are_never_taken_for_others():
+    deep: Any = 1
+    for _ in range(5000):
+        deep = {"a": deep}
+    call = {"id": "1", "function": {"name": "f", "arguments": deep}}
+    with pytest.raises(RecursionError):
+        chain({"role": "assistant", "content": "", "tool_calls": [call]})

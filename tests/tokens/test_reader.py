@@ -260,3 +260,20 @@ def test_text_without_end_costs_the_same_for_each_token(chatml: ChatML):
         told += channel.rest()
         assert told == chatml.decode(ids).strip()
         assert decoded < 200 * len(ids)
+
+
+def test_a_turn_of_hundreds_of_calls_is_read_a_few_times(renderer: Renderer, monkeypatch: pytest.MonkeyPatch):
+    """Each reading is of the whole turn: one per call would cost seconds, for all who share the process."""
+    prompt = renderer.render(HI)
+    ids = renderer.encode((XML if "3.5" in renderer.name else CALL) + "\n") * 300
+    lengths: list[int] = []
+    parse = renderer.parse
+
+    def counted(ids: Any, *rest: Any) -> Parsed:
+        lengths.append(len(ids))
+        return parse(ids, *rest)
+
+    monkeypatch.setattr(renderer, "parse", counted)
+    told, parsed = read(renderer, prompt, [[token] for token in ids])
+    assert len(parsed.tool_calls) == len([item for item in told if isinstance(item, ToolCall)]) == 300
+    assert sum(lengths) < 10 * len(ids)

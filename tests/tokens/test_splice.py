@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollyard.tokens import ChatML, Reader, Renderer, Tokenizer
+from rollyard.tokens import ChatML, Parsed, Reader, Renderer, Tokenizer
 from rollyard.tokens.splice import (
     ABANDONED,
     BRANCHED,
@@ -223,7 +223,8 @@ def test_the_history_is_what_the_client_was_told(renderer: Renderer):
     turn = it.begin(START, [SHELL])
     text = "Look: <tool_call>{nope}</tool_call>"
     told = {"role": "assistant", "content": text}
-    ids, answer = keep(it, renderer, turn, text, told=told)
+    ids, _ = keep(it, renderer, turn, text, parsed=Parsed(text, "", (), told))
+    answer = dict(renderer.parse(ids, turn.prompt, [SHELL]).message)
     assert answer["tool_calls"]
     more = {"role": "user", "content": "More."}
     after = it.begin([*START, told, more], [SHELL])

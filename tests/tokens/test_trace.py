@@ -194,8 +194,8 @@ def test_a_built_trace_does_not_change_and_ends_with_what_was_sampled():
     assert trace.build().token_ids.tolist() == [1, 2, 3, 4]
 
 
-@given(trace=traces(), cut=st.integers(0, 60), tail=st.lists(token, max_size=5))
-def test_the_common_prefix_is_found(trace, cut, tail):
+@given(trace=traces(), cut=st.integers(0, 60), tail=st.lists(token, max_size=5), beyond=st.integers(0, 60))
+def test_the_common_prefix_is_found(trace, cut, tail, beyond):
     ours = builder()
     ours.context(trace.token_ids)
     other = trace.token_ids[:cut].tolist() + tail
@@ -204,6 +204,7 @@ def test_the_common_prefix_is_found(trace, cut, tail):
         min(len(trace), len(other)),
     )
     assert ours.common_prefix(other) == expected
+    assert ours.common_prefix(other, beyond) == (expected if expected > beyond else 0)
 
 
 @given(trace=traces(), tail=generation)

@@ -15,6 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -71,10 +72,13 @@ class GatewayApp:
             if path == COUNT:
                 await _answer(send, 200, orjson.dumps({"input_tokens": self._session.count(ask)}))
                 return
-            key = blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
-            listener = await self._session.open(dialect, ask, key, retries=_retries(headers))
+            listener = await self._session.open(dialect, ask, key_of(dialect, raw), retries=_retries(headers))
         except Problem as problem:
             await refuse(send, dialect, problem, ask)
+            return
+        except Exception as error:  # a renderer of others may raise anything over what it does not foresee
+            log.exception("a request could not be begun", extra={"path": path})
+            await refuse(send, dialect, Problem("internal", f"{type(error).__name__}; see the service's log"), ask)
             return
         try:
             await self._told(dialect, ask, listener, receive, send)
@@ -86,12 +90,19 @@ class GatewayApp:
         if not self._watches:
             await tell(dialect, ask, listener, send)
             return
-        telling = asyncio.ensure_future(tell(dialect, ask, listener, send))
         gone = asyncio.ensure_future(_gone(receive))
+
+        async def sent(message: MutableMapping[str, Any]) -> None:
+            await send(message)
+            if gone.done():  # such a server takes what is sent to a client that is gone, and says nothing
+                raise _Gone
+
+        telling = asyncio.ensure_future(tell(dialect, ask, listener, sent))
         try:
             await asyncio.wait((telling, gone), return_when=asyncio.FIRST_COMPLETED)
             if telling.done():
-                telling.result()
+                with suppress(_Gone):
+                    telling.result()
         finally:
             for task in (telling, gone):
                 task.cancel()
@@ -132,6 +143,10 @@ async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send) ->
     listener.delivered()
 
 
+class _Gone(Exception):
+    """The client has not received what was sent."""
+
+
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -158,13 +173,21 @@ def read(dialect: Dialect, raw: bytes) -> Ask:
         raise Problem("invalid", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise Problem("invalid", "the body has to be a JSON object")
-    return dialect.read(body)
+    try:
+        return dialect.read(body)
+    except RecursionError:
+        raise Problem("invalid", "the request is nested too deeply") from None
+
+
+def key_of(dialect: Dialect, raw: bytes) -> bytes:
+    """What two requests have in common that may be one and its retry."""
+    return blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
 
 
 def _retries(headers: Mapping[bytes, bytes]) -> int:
     """How often the SDK has sent this before, as OpenAI's and Anthropic's say it."""
     value = headers.get(b"x-stainless-retry-count", b"0")
-    return int(value) if value.isdigit() else 0
+    return int(value[:9]) if value.isdigit() else 0
 
 
 async def _body(receive: Receive) -> bytes:

@@ -4,8 +4,8 @@ A completion belongs to the session, not to the connection that asked for it: a 
 listens to the same one. Events are kept until the answer has been delivered, so a late listener hears all of them.
 
 Invariants. Whoever listens hears every event once, in order, and then the whole turn or the problem. `delivered` is
-said by the listener that has written the last byte; an exchange that nobody listens to, and that was not delivered, is
-forsaken: its generation is stopped.
+said by the listener that has written the last byte, and the session hears of the first; an exchange that nobody listens
+to, and that was not delivered, is forsaken: its generation is stopped. One that was delivered holds only what it told.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rollyard.engines.base import Generation
-from rollyard.gateway.base import Ask, Dialect, Event, Problem, Reasoning, Text, Told
+from rollyard.engines.base import Engine, Generation
+from rollyard.gateway.base import Dialect, Event, Problem, Reasoning, Text, Told
+from rollyard.tokens.base import Parsed
 from rollyard.tokens.splice import Turn
 
 
 class Exchange:
     """See the module. Made, filled and ended by the session."""
 
-    def __init__(self, key: bytes, dialect: Dialect, ask: Ask, turn: Turn) -> None:
+    def __init__(
+        self, key: bytes, dialect: Dialect, turn: Turn, *, is_stream: bool, received: Callable[[Exchange], None]
+    ) -> None:
         self.key = key
         self.dialect = dialect
-        self.ask = ask
+        self.is_stream = is_stream
+        self.received = received  # called once, when the first listener has all of it
         self.turn: Turn | None = turn  # let go when it has been recorded: it holds the whole prompt
         self.prompt_tokens = len(turn.prompt)
         self.id = secrets.token_hex(12)
@@ -34,7 +38,10 @@ class Exchange:
         self.events: list[Event] = []
         self.told: Told | None = None
         self.problem: Problem | None = None
-        self.sampled: Generation | None = None  # complete or not; given to nobody and recorded nowhere yet
+        self.parsed: Parsed | None = None  # the same as `told`, as the client will send it back
+        self.sampled: Generation | None = None  # complete or not; recorded nowhere yet
+        self.engine: Engine | None = None  # where that was
+        self.is_late = False  # time was up before anybody could receive it
         self.is_delivered = False
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
@@ -48,6 +55,11 @@ class Exchange:
     def is_forsaken(self) -> bool:
         return not self.listeners and not self.is_delivered
 
+    @property
+    def has_something(self) -> bool:
+        """Whether a retry would find anything here."""
+        return self.is_running or self.told is not None or (self.sampled is not None and bool(self.sampled.token_ids))
+
     def listen(self) -> Listener:
         return Listener(self)
 
@@ -60,10 +72,9 @@ class Exchange:
         for listener in self.listeners:
             listener.news.set()
 
-    def heard(self, told: Told) -> None:
-        """Complete, as the listeners are told it."""
-        self.told = told
-        self.turn = None
+    def recorded(self) -> None:
+        """It is in the book: lets go of what was only for that."""
+        self.turn = self.sampled = self.parsed = self.engine = None
 
     def replayed(self) -> list[Event]:
         """All events of a turn whose own were let go."""
@@ -83,7 +94,7 @@ class Listener:
         self.news = asyncio.Event()
         self._at = 0
         exchange.listeners.add(self)
-        if exchange.is_delivered and exchange.ask.is_stream and not exchange.events:
+        if exchange.is_delivered and exchange.is_stream and not exchange.events:
             exchange.events = exchange.replayed()
 
     async def told(self) -> Told:
@@ -116,7 +127,9 @@ class Listener:
         """The last byte is on its way."""
         exchange = self.exchange
         exchange.listeners.discard(self)
-        exchange.is_delivered = True
+        if not exchange.is_delivered:
+            exchange.is_delivered = True
+            exchange.received(exchange)
         if not exchange.listeners:
             exchange.events = []  # told again, they are made of the whole
 

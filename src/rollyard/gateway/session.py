@@ -7,11 +7,12 @@ as they end the native loop's.
 Retries. A request is a retry if its body is, byte for byte, that of one whose reply nobody received whole, or if the
 SDK says so (its retry count is above 0). In flight, it listens to that completion; finished, it is told the same one;
 cut off by the client's going away, the completion goes on from the tokens that were sampled. Any other identical
-request is a new sample.
+request is a new sample. Which request a retry means is for `remembered.py` to say.
 
 Invariants. Nothing sampled is dropped: what was received is in the trace that it extends, what nobody received in a
-trace of its own that is not trained on (`abandoned`). A client that goes away stops its generation. After `close`
-nothing of this rollout is asked of an engine.
+trace of its own that is not trained on (`abandoned`). Which it is, is known when the last byte has gone out: until then
+a completion waits in `_unheard`, and only then does it enter the book. A client that goes away stops its generation.
+After `close` nothing of this rollout is asked of an engine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
@@ -41,6 +42,7 @@ from rollyard.engines.base import Engine, Generation, Kind, Session
 from rollyard.engines.watching import CallWatch, max_context_of
 from rollyard.gateway.base import Ask, Dialect, Problem
 from rollyard.gateway.exchange import Exchange, Listener
+from rollyard.gateway.remembered import Remembered
 from rollyard.gateway.telling import Telling, tell_whole, told_of
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
@@ -49,8 +51,8 @@ from rollyard.tokens.splice import Book, Reasoning, Turn
 
 log = logging.getLogger("rollyard.gateway")
 
-MOST_REMEMBERED = 256
-"""Answered requests that a retry may still ask for."""
+MOST_OVERRULED = 256
+"""Names of parameters that are counted; of some, a client chooses the name."""
 
 REASONING: tuple[Reasoning, ...] = ("as_sent", "keep")
 
@@ -118,9 +120,9 @@ class GatewaySession:
             model=session.engine.info.model,
             reasoning=reasoning_of(task),
         )
-        self._asked: OrderedDict[bytes, Exchange] = OrderedDict()  # the last of each body, for its retries
+        self._asked = Remembered()
         self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
-        self._unheard: list[Exchange] = []  # sampled, and received by nobody
+        self._unheard: list[Exchange] = []  # sampled, and not received by anybody yet
         self._over: asyncio.Future[RollyardError] = asyncio.get_running_loop().create_future()
         self._freed = asyncio.Event()  # one that ran has ended
         self._messages: Sequence[Message] = ()
@@ -194,36 +196,40 @@ class GatewaySession:
         self._check_open()
         self._beat()
         self._counts["requests"] += 1
-        self._overruled.update(ask.overruled)
-        earlier = self._asked.get(key)
-        resume: Generation | None = None
-        if earlier is not None and (retries > 0 or earlier.is_forsaken):
-            if earlier.is_running and earlier.stop.done():  # its client went away just now: see what is left of it
-                assert earlier.task is not None
-                await asyncio.wait({earlier.task})
+        self._overruled.update(ask.overruled if len(self._overruled) < MOST_OVERRULED else ())
+        earlier = self._asked.earlier(key, is_retry=retries > 0)
+        while earlier is not None and earlier.is_running and earlier.stop.done():
+            assert earlier.task is not None
+            await asyncio.wait({earlier.task})  # its client went away just now: see what is left of it
+            earlier = self._asked.earlier(key, is_retry=retries > 0)  # which another retry may have taken up
+        resumed: Exchange | None = None
+        if earlier is not None:
             if earlier.is_running:
                 self._counts["joined"] += 1
                 return earlier.listen()
-            if earlier.told is not None or self._claimed(earlier):
+            if earlier.told is not None:
                 self._counts["replayed"] += 1
                 return earlier.listen()
             if earlier in self._unheard:
                 self._unheard.remove(earlier)
-                resume = earlier.sampled
+                resumed = earlier
                 self._counts["resumed"] += 1
         try:
-            return await self._start(dialect, ask, key, resume)
+            return await self._start(dialect, ask, key, resumed)
         except BaseException:
-            if resume is not None and earlier is not None:
-                self._unheard.append(earlier)
+            if resumed is not None:
+                self._unheard.append(resumed)
             raise
 
-    async def _start(self, dialect: Dialect, ask: Ask, key: bytes, resume: Generation | None) -> Listener:
-        turn = self._begin(ask)
+    async def _start(self, dialect: Dialect, ask: Ask, key: bytes, resumed: Exchange | None) -> Listener:
+        turn, resume = None, None
+        if resumed is not None:  # from the prompt that its part was sampled from: by now the book may have another
+            turn, resume = resumed.turn, resumed.sampled
+        turn = turn or self._begin(ask)
         max_tokens = await self._budget(ask, turn, resume)
         self._check_open()  # that may have taken a while
-        exchange = Exchange(key, dialect, ask, turn)
-        self._remember(exchange)
+        exchange = Exchange(key, dialect, turn, is_stream=ask.is_stream, received=self._received)
+        self._asked.add(exchange, instead_of=resumed)
         self._running[exchange] = max_tokens
         listener = exchange.listen()
         exchange.task = asyncio.create_task(self._run_one(exchange, max_tokens, resume), name=f"ask {self._rollout_id}")
@@ -258,13 +264,13 @@ class GatewaySession:
         if limits.max_tokens is None:
             return max_tokens
         while True:
-            sampled = self.sampled_tokens + (len(resume.token_ids) if resume is not None else 0)
-            left = limits.max_tokens - sampled
+            has = len(resume.token_ids) if resume is not None else 0
+            left = limits.max_tokens - self.sampled_tokens - has
             if left <= 0:
                 raise self._limit(TokenLimit(f"all {limits.max_tokens} tokens are used up"))
-            free = left - sum(self._running.values())
-            if free > 0 or not self._running:
-                return min(max_tokens, free + (len(resume.token_ids) if resume is not None else 0))
+            room = has + left - sum(self._running.values())
+            if room >= max_tokens or not self._running:
+                return min(max_tokens, room)
             self._freed.clear()
             await self._freed.wait()  # those that run may use less than they were given
 
@@ -272,19 +278,13 @@ class GatewaySession:
     def _turns_begun(self) -> int:
         return self._book.turns + len(self._running) + len(self._unheard)
 
-    def _remember(self, exchange: Exchange) -> None:
-        self._asked[exchange.key] = exchange
-        self._asked.move_to_end(exchange.key)
-        while len(self._asked) > MOST_REMEMBERED:
-            self._asked.popitem(last=False)
-
     # --- its completion
 
     async def _run_one(self, exchange: Exchange, max_tokens: int, resume: Generation | None) -> None:
         turn = exchange.turn
         assert turn is not None
         telling: Telling | None = None
-        if exchange.ask.is_stream:
+        if exchange.is_stream:
             telling = Telling(self._renderer, turn, takes_raw_arguments=exchange.dialect.takes_raw_arguments)
         number, self._begun = self._begun, self._begun + 1
         begun = time.monotonic()
@@ -298,7 +298,7 @@ class GatewaySession:
                     stop_token_ids=self._renderer.stop_token_ids,
                     clock=self._clock,
                     model_s=self._task.limits.model_s,
-                    salvage=lambda partial: self._salvage(exchange, partial),
+                    salvage=lambda partial: self._keep(exchange, partial),  # the rollout's last turn
                     on_tokens=None if telling is None else self._streaming(exchange, telling),
                     resume=resume,
                     stop=exchange.stop,
@@ -325,58 +325,49 @@ class GatewaySession:
         return came
 
     def _sampled(self, exchange: Exchange, generation: Generation, telling: Telling | None) -> None:
-        if exchange.is_forsaken or generation.finish_reason == "abort":
-            exchange.sampled = generation
-            if generation.token_ids:
-                self._unheard.append(exchange)
-            if generation.finish_reason == "abort":  # whoever still listens when the rollout ends gets no half answer
-                exchange.problem = Problem("unavailable", "this rollout has ended", code="ended")
-            return
-        if telling is not None:
-            rest, parsed = telling.finish()
-            exchange.add(rest)
+        """For whoever listens. It is recorded when one of them has received all of it, or in the end."""
+        if generation.finish_reason == "abort":  # whoever still listens when the rollout ends gets no half answer
+            exchange.problem = Problem("unavailable", "this rollout has ended", code="ended")
         else:
-            parsed = None
-        self._record(exchange, generation, parsed)
+            rest, told = ((), self._read(exchange, generation)) if telling is None else telling.finish()
+            exchange.add(rest)
+            exchange.parsed = told
+            exchange.told = told_of(
+                told,
+                generation,
+                self._renderer,
+                reply_id=exchange.id,
+                created=exchange.created,
+                prompt_tokens=exchange.prompt_tokens,
+            )
+        exchange.sampled, exchange.engine, exchange.is_late = generation, self._session.engine, self._clock.is_expired
+        if generation.token_ids:
+            self._unheard.append(exchange)
 
-    def _salvage(self, exchange: Exchange, partial: Generation) -> None:
-        """What a call had sampled that then failed, or that ran out of time: the rollout's last turn."""
-        self._keep(exchange, partial)
+    def _received(self, exchange: Exchange) -> None:
+        """Somebody has all of it."""
+        if exchange.sampled is None:
+            return  # the rollout ended first
+        if exchange in self._unheard:
+            self._unheard.remove(exchange)
+        try:
+            self._keep(exchange, exchange.sampled)
+        except Exception as error:
+            self._problem(error, exchange)
 
-    def _claimed(self, exchange: Exchange) -> bool:
-        """A retry asks for what nobody has received: whether it is complete, and now recorded as received."""
-        if exchange not in self._unheard or exchange.sampled is None or exchange.sampled.finish_reason == "abort":
-            return False
-        self._unheard.remove(exchange)
-        exchange.events = []
-        self._record(exchange, exchange.sampled)
-        if exchange.ask.is_stream:
-            exchange.events = exchange.replayed()
-        return True
-
-    def _record(self, exchange: Exchange, generation: Generation, told: Parsed | None = None) -> None:
-        """Complete: into the book, and to whoever listens."""
-        told = self._keep(exchange, generation, told)
-        reply = told_of(
-            told,
-            generation,
-            self._renderer,
-            reply_id=exchange.id,
-            created=exchange.created,
-            prompt_tokens=exchange.prompt_tokens,
-        )
-        exchange.heard(reply)
-
-    def _keep(
-        self, exchange: Exchange, generation: Generation, told: Parsed | None = None, *, is_abandoned: bool = False
-    ) -> Parsed:
-        """Into the book, as what the client is told."""
+    def _read(self, exchange: Exchange, generation: Generation) -> Parsed:
+        """The turn as a client is told it in one piece."""
         turn = exchange.turn
         assert turn is not None
         parsed = self._renderer.parse(generation.token_ids, turn.prompt, turn.tools)
-        if told is None:
-            told = tell_whole(parsed, takes_raw_arguments=exchange.dialect.takes_raw_arguments)
-        engine = self._session.engine
+        return tell_whole(parsed, takes_raw_arguments=exchange.dialect.takes_raw_arguments)
+
+    def _keep(self, exchange: Exchange, generation: Generation, *, is_abandoned: bool = False) -> None:
+        """Into the book, as what the client was told."""
+        turn = exchange.turn
+        assert turn is not None
+        told = exchange.parsed or self._read(exchange, generation)
+        engine = exchange.engine or self._session.engine
         self._book.keep(
             turn,
             generation.token_ids,
@@ -388,15 +379,14 @@ class GatewaySession:
             cached_tokens=generation.cached_tokens,
             columns=generation.columns,
             is_abandoned=is_abandoned,
-            parsed=parsed,
-            told=told.message,
+            parsed=told,
         )
         if not is_abandoned:
             self._finish_reason = generation.finish_reason
             if len(turn.messages) + 1 >= len(self._messages):
                 self._messages = (*turn.messages, told.message)
             self._mark_overflow(turn, generation)
-        return told
+        exchange.recorded()
 
     def _mark_overflow(self, turn: Turn, generation: Generation) -> None:
         max_context = max_context_of(self._task.limits, self._session)
@@ -448,11 +438,8 @@ class GatewaySession:
         tasks = [exchange.task for exchange in self._running if exchange.task is not None]
         if tasks:
             await asyncio.wait(tasks)
-        is_abandoned = (
-            not self._clock.is_expired
-        )  # time was up before anybody could receive it: the rollout's last turn
         for exchange in self._unheard:
             assert exchange.sampled is not None
-            self._keep(exchange, exchange.sampled, is_abandoned=is_abandoned)
-            self._counts["abandoned"] += is_abandoned
+            self._counts["abandoned"] += not exchange.is_late  # else it is the rollout's last turn
+            self._keep(exchange, exchange.sampled, is_abandoned=not exchange.is_late)
         self._unheard.clear()

@@ -100,8 +100,8 @@ class Histories:
         bare = _hash(bare + said)
         if not self._has_reasoning:
             return bare, bare
-        thought = _text(message.get("reasoning_content")) if message.get("role") == "assistant" else ""
-        return _hash(chain + said + thought.encode("utf-8", "surrogatepass")), bare
+        thought = _canonical(_text(message.get("reasoning_content"))) if message.get("role") == "assistant" else b""
+        return _hash(chain + said + thought), bare
 
     def _essence(self, message: Message, toolset: Toolset) -> Json:
         """What a message says, in the one way that all encodings of it share."""
@@ -118,10 +118,7 @@ class Histories:
         name, arguments = named_arguments(call)
         defaults = toolset.defaults.get(name, _NO_DEFAULTS)
         if not isinstance(arguments, str):
-            try:
-                arguments = _canonical(arguments).decode()
-            except RecursionError:
-                return [name, None]
+            arguments = _canonical(arguments).decode()
         key = blake2b(arguments.encode("utf-8", "surrogatepass"), digest_size=16, key=defaults.digest).digest()
         said = self._read.get(key)
         if said is None:
@@ -149,19 +146,20 @@ def _same(text: str) -> str:
     return text
 
 
-def _text(content: Json, clean: Callable[[str], str] = _same) -> str:
-    """Text parts are their text; what is not text (an image) is its JSON, so that none equals another."""
+def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
+    """Text parts are their text, put together; what is not text (an image) stays a part, so that no text equals it."""
     if content is None:
         return ""
     if isinstance(content, str):
         return clean(content)
-    if not isinstance(content, Sequence):
-        return "\0" + _canonical(content).decode()
-    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    return "".join(
-        clean(part) if isinstance(part, str) else "\0" + _canonical(whole).decode()
-        for part, whole in zip(parts, content, strict=True)
-    )
+    said: list[Json] = [""]
+    for part in content if isinstance(content, Sequence) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            said[-1] = f"{said[-1]}{clean(text)}"
+        else:
+            said += [[part], ""]
+    return said if len(said) > 1 else said[0]
 
 
 def _arguments(text: str, defaults: Mapping[str, bytes]) -> str:

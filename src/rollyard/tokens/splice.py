@@ -21,6 +21,7 @@ Cost. A request's history is digested once, in one pass; each known history is f
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -151,13 +152,12 @@ class Book:
         columns: Mapping[str, bytes] | None = None,
         is_abandoned: bool = False,
         parsed: Parsed | None = None,
-        told: Message | None = None,
     ) -> Parsed:
         """Records what was sampled from `turn.prompt`, in the trace that it belongs to, and reads it back.
 
         `is_abandoned`: nobody received it. It keeps a trace of its own, which is not trained on. `parsed`: these ids,
-        if the caller has read them already. `told`: the assistant's message as the client will send it back, where
-        that is not `parsed.message`. Where nothing was sampled, nothing is recorded.
+        if the caller has read them already, as the client was told them and will send them back. Where nothing was
+        sampled, nothing is recorded.
         """
         if parsed is None:
             parsed = self._renderer.parse(ids, turn.prompt, turn.tools)
@@ -179,7 +179,7 @@ class Book:
         )
         self._turns += 1
         if not is_abandoned:
-            self._remember(turn, told or parsed.message, _Leaf(builder, sampled_at, len(builder)))
+            self._remember(turn, parsed.message, _Leaf(builder, sampled_at, len(builder)))
         return parsed
 
     def _remember(self, turn: Turn, answer: Message, leaf: _Leaf) -> None:
@@ -214,8 +214,9 @@ class Book:
     def _mark_copies(self, builder: TraceBuilder, turn: Turn) -> None:
         """Of the recorded trace that begins most like this one: the spans that are here too, token for token."""
         best, shared = None, 0
+        prompt = array("i", turn.prompt)
         for other in self._builders:
-            common = other.common_prefix(turn.prompt)
+            common = other.common_prefix(prompt, beyond=shared)
             if common > shared:
                 best, shared = other, common
         if best is not None:

@@ -154,10 +154,12 @@ class TraceBuilder:
         """Marks stretches of this trace as copies of spans that an earlier trace owns."""
         self._spans += [replace(span, is_owned=False) for span in spans]
 
-    def common_prefix(self, ids: Sequence[int]) -> int:
-        """How many ids at the beginning are the same."""
-        other = array("i", ids)
-        low, high = 0, min(len(self._ids), len(other))
+    def common_prefix(self, ids: Sequence[int], beyond: int = 0) -> int:
+        """How many ids at the beginning are the same; 0 if those are not more than `beyond`, which costs little."""
+        other = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+        low, high = beyond, min(len(self._ids), len(other))
+        if high <= low or self._ids[low] != other[low] or self._ids[:low] != other[:low]:
+            return 0
         while low < high:  # bisect on slices: compared in C, about twice the length in all
             middle = (low + high + 1) // 2
             if self._ids[low:middle] == other[low:middle]:

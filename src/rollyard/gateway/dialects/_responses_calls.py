@@ -78,7 +78,7 @@ class Toolbox:
             elif kind == "local_shell":
                 self._add(Offered("local_shell", "local_shell"), _SHELL_ABOUT, _SHELL, where)
             elif isinstance(kind, str) and kind:
-                self.overruled.append(f"tools.{kind}")
+                self.overruled.append(f"tools.{kind[:64]}")
             else:
                 raise Problem("invalid", f"{where}.type is missing", param=f"{where}.type")
 
@@ -170,9 +170,14 @@ def _is_shell(arguments: Mapping[str, Json]) -> bool:
         and isinstance(env, Mapping)
         and all(isinstance(value, str) for value in env.values())
         and all(isinstance(arguments.get(name, ""), str) for name in ("working_directory", "user"))
-        and isinstance(arguments.get("timeout_ms", 0), int)
+        and _is_count(arguments.get("timeout_ms", 0))
         and arguments.keys() <= _SHELL_TYPES.keys()
     )
+
+
+def _is_count(value: Json) -> bool:
+    """A number that a JSON library writes and every client reads; a model may write one of any length."""
+    return isinstance(value, int) and abs(value) < 2**53
 
 
 # --- and back ---

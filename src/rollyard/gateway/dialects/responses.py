@@ -86,9 +86,9 @@ class Responses:
             overruled=(*_overruled(body), *dict.fromkeys(toolbox.overruled)),
             options={
                 "offered": toolbox.offered,
-                "tools": body.get("tools"),
+                "tools": _echo(body, "tools"),
                 "instructions": instructions,
-                "metadata": metadata if isinstance(metadata, Mapping) else None,
+                "metadata": _echo(body, "metadata") if isinstance(metadata, Mapping) else None,
                 "seals": isinstance(include, list) and "reasoning.encrypted_content" in include,
             },
         )
@@ -119,6 +119,15 @@ def _overruled(body: Mapping[str, Json]) -> list[str]:
         if text.get("verbosity") is not None:
             names.append("text.verbosity")
     return names
+
+
+def _echo(body: Mapping[str, Json], name: str) -> orjson.Fragment | None:
+    """As it stands in the answer, written once: a stream says it three times."""
+    value = body.get(name)
+    try:
+        return orjson.Fragment(orjson.dumps(value)) if value else None
+    except orjson.JSONEncodeError:  # it reads four times as deep as it writes
+        raise Problem("invalid", f"{name} is nested too deeply", param=name) from None
 
 
 def _count(body: Mapping[str, Json], name: str) -> int | None:
