@@ -70,9 +70,10 @@ class GatewayApp:
             raw = await _body(receive)
             ask = read(dialect, raw)
             if path == COUNT:
-                await _answer(send, 200, orjson.dumps({"input_tokens": self._session.count(ask)}))
+                await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(ask, len(raw))}))
                 return
-            listener = await self._session.open(dialect, ask, key_of(dialect, raw), retries=_retries(headers))
+            key, retries = key_of(dialect, raw), _retries(headers)
+            listener = await self._session.open(dialect, ask, key, size=len(raw), retries=retries)
         except Problem as problem:
             await refuse(send, dialect, problem, ask)
             return
@@ -130,9 +131,10 @@ async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send) ->
     await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]})
     lead = writer.begin()
     while batch is not None:
-        data = b"".join(map(writer.event, batch)) if batch else writer.keep_alive()
-        await send({"type": "http.response.body", "body": lead + data, "more_body": True})
-        lead = b""
+        lead += b"".join(map(writer.event, batch)) if batch else writer.keep_alive()
+        if not listener.is_done:  # else it goes out with the end
+            await send({"type": "http.response.body", "body": lead, "more_body": True})
+            lead = b""
         batch = await listener.next(KEEP_ALIVE_S)
     told = exchange.told
     if told is None:

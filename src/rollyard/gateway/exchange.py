@@ -113,7 +113,7 @@ class Listener:
         try:
             async with asyncio.timeout(within_s):
                 while self._at >= len(exchange.events):
-                    if exchange.told is not None or exchange.problem is not None:
+                    if self.is_done:
                         return None
                     self.news.clear()
                     await self.news.wait()
@@ -122,6 +122,13 @@ class Listener:
         batch = exchange.events[self._at :]
         self._at = len(exchange.events)
         return batch
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more will come than what has been heard."""
+        exchange = self.exchange
+        is_ended = exchange.told is not None or exchange.problem is not None
+        return is_ended and self._at >= len(exchange.events)
 
     def delivered(self) -> None:
         """The last byte is on its way."""

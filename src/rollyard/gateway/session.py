@@ -40,6 +40,7 @@ from rollyard.core.failure import (
 )
 from rollyard.engines.base import Engine, Generation, Kind, Session
 from rollyard.engines.watching import CallWatch, max_context_of
+from rollyard.gateway.aside import Aside, text_size
 from rollyard.gateway.base import Ask, Dialect, Problem
 from rollyard.gateway.exchange import Exchange, Listener
 from rollyard.gateway.remembered import Remembered
@@ -121,6 +122,7 @@ class GatewaySession:
             reasoning=reasoning_of(task),
         )
         self._asked = Remembered()
+        self._aside = Aside()
         self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
         self._unheard: list[Exchange] = []  # sampled, and not received by anybody yet
         self._over: asyncio.Future[RollyardError] = asyncio.get_running_loop().create_future()
@@ -187,12 +189,13 @@ class GatewaySession:
 
     # --- a request
 
-    def count(self, ask: Ask) -> int:
+    async def count(self, ask: Ask, size: int = 0) -> int:
         """How many tokens it would be sent with."""
-        return len(self._begin(ask).prompt)
+        return len((await self._begin(ask, size)).prompt)
 
-    async def open(self, dialect: Dialect, ask: Ask, key: bytes, *, retries: int = 0) -> Listener:
-        """Begins a completion, or joins the one that this request is a retry of. Raises Problem."""
+    async def open(self, dialect: Dialect, ask: Ask, key: bytes, *, size: int = 0, retries: int = 0) -> Listener:
+        """Begins a completion, or joins the one that this request is a retry of. Raises Problem. `size` is that of
+        its body."""
         self._check_open()
         self._beat()
         self._counts["requests"] += 1
@@ -215,17 +218,17 @@ class GatewaySession:
                 resumed = earlier
                 self._counts["resumed"] += 1
         try:
-            return await self._start(dialect, ask, key, resumed)
+            return await self._start(dialect, ask, key, size, resumed)
         except BaseException:
             if resumed is not None:
                 self._unheard.append(resumed)
             raise
 
-    async def _start(self, dialect: Dialect, ask: Ask, key: bytes, resumed: Exchange | None) -> Listener:
+    async def _start(self, dialect: Dialect, ask: Ask, key: bytes, size: int, resumed: Exchange | None) -> Listener:
         turn, resume = None, None
         if resumed is not None:  # from the prompt that its part was sampled from: by now the book may have another
             turn, resume = resumed.turn, resumed.sampled
-        turn = turn or self._begin(ask)
+        turn = turn or await self._begin(ask, size)
         max_tokens = await self._budget(ask, turn, resume)
         self._check_open()  # that may have taken a while
         exchange = Exchange(key, dialect, turn, is_stream=ask.is_stream, received=self._received)
@@ -235,9 +238,11 @@ class GatewaySession:
         exchange.task = asyncio.create_task(self._run_one(exchange, max_tokens, resume), name=f"ask {self._rollout_id}")
         return listener
 
-    def _begin(self, ask: Ask) -> Turn:
+    async def _begin(self, ask: Ask, size: int) -> Turn:
         try:
-            return self._book.begin(ask.messages, ask.tools)
+            place = self._book.find(ask.messages, ask.tools)
+            turn = await self._aside.run(text_size(place.new), self._book.extended, place)
+            return turn or await self._aside.run(size, self._book.rendered, place)
         except (InvalidRequest, TaskInvalid) as error:  # the renderer has no such part, or no such order of turns
             raise Problem("invalid", error.detail, param="messages") from error
         except RecursionError:

@@ -36,7 +36,7 @@ class DoorwayLimits:
     header_bytes: int = 32 << 10  # of one request; beyond: 431
     header_s: float = 10.0  # from a request's first byte to the end of its headers; beyond: 408
     idle_s: float = 75.0  # a connection on which nothing has begun is closed
-    body_bytes: int = 32 << 20  # of one request, however it is framed; beyond: 413
+    body_bytes: int = 16 << 20  # of one request, however it is framed; beyond: 413
     body_s: float = 60.0  # for the body to come, not counting while the app does not read; beyond: 408
 
 

@@ -69,6 +69,23 @@ class Turn:
         return self.base is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request belongs among the conversations: see `Book.find`."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema]
+    leaf: _Leaf | None = field(repr=False)  # what it goes on from
+    answered: int  # messages up to the last answer
+    history: History = field(repr=False)
+    toolset: Toolset = field(repr=False)
+
+    @property
+    def new(self) -> Sequence[Message]:
+        """What has to be rendered, if the rest can be taken as it was sent."""
+        return self.messages[self.answered :] if self.leaf is not None else self.messages
+
+
 class Book:
     """The conversations of one rollout."""
 
@@ -104,29 +121,40 @@ class Book:
 
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Turn:
         """What this request is to be sent with. Nothing is recorded yet."""
+        place = self.find(messages, tools)
+        return self.extended(place) or self.rendered(place)
+
+    def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Place:
+        """Where it belongs. Costs little; what follows costs what there is to tokenize, and may run in a thread."""
         toolset = self._known.toolset(tools)
         history = self._known.of(messages, toolset)
         answered = _answered(messages)
-        reason: str | None = None
         leaf = self._leaves.get((toolset.digest, history.chain[answered])) if answered < len(messages) else None
-        if leaf is not None:
-            prompt = self._extended(leaf, messages[answered:], tools)
-            if prompt is not None:
-                return Turn(prompt, messages, tools, leaf, None, history, toolset)
-            reason = NOT_EXTENDED
-        reason = reason or self._reason(history, toolset.digest, answered)
-        return Turn(self._renderer.render(messages, tools), messages, tools, None, reason, history, toolset)
+        return Place(messages, tools, leaf, answered, history, toolset)
 
-    def _extended(self, leaf: _Leaf, new: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int] | None:
+    def extended(self, place: Place) -> Turn | None:
+        """What it goes on from and the tokens of what is new; None if that cannot be shown to be exact."""
+        leaf = place.leaf
+        if leaf is None:
+            return None
         sent, sampled = leaf.builder.ids(0, leaf.sampled_at), leaf.builder.ids(leaf.sampled_at, leaf.end)
-        return self._renderer.extend(sent, sampled, new, tools)
+        prompt = self._renderer.extend(sent, sampled, place.new, place.tools)
+        if prompt is None:
+            return None
+        return Turn(prompt, place.messages, place.tools, leaf, None, place.history, place.toolset)
 
-    def _reason(self, history: History, toolset: bytes, answered: int) -> str | None:
+    def rendered(self, place: Place) -> Turn:
+        """All of it, anew: the beginning of a trace of its own."""
+        reason = NOT_EXTENDED if place.leaf is not None else self._reason(place.history, place.toolset, place.answered)
+        prompt = self._renderer.render(place.messages, place.tools)
+        return Turn(prompt, place.messages, place.tools, None, reason, place.history, place.toolset)
+
+    def _reason(self, history: History, toolset: Toolset, answered: int) -> str | None:
         """Why it extends nothing."""
         chain, bare = history.chain, history.bare
         if not self._has_begun:
             return None
-        if (toolset, chain[-1]) in self._asked:
+        if (toolset.digest, chain[-1]) in self._asked:
             return BRANCHED
         is_asking = answered < len(chain) - 1
         if chain[-1] in self._prompts or (is_asking and chain[answered] in self._answers):
@@ -200,7 +228,7 @@ class Book:
             return base.builder
         reason = ABANDONED if is_abandoned else BRANCHED if base is not None else turn.reason
         if reason is None:  # it was the first when it began; it may not be now
-            reason = self._reason(turn.history, turn.toolset.digest, _answered(turn.messages))
+            reason = self._reason(turn.history, turn.toolset, _answered(turn.messages))
         builder = TraceBuilder(sampling=self._sampling, policy=self._policy, model=self._model, fork_reason=reason)
         builder.context(turn.prompt)
         if is_abandoned:
