@@ -6,9 +6,18 @@ import aiohttp
 import pytest
 
 from rollyard.engines import open_http
+from rollyard.engines.http import Http
 
 
 @pytest.fixture
-async def http() -> AsyncGenerator[aiohttp.ClientSession, None]:
-    async with open_http() as session:
+async def http() -> AsyncGenerator[Http, None]:
+    """What engines are asked with."""
+    async with open_http() as connections:
+        yield connections
+
+
+@pytest.fixture
+async def web() -> AsyncGenerator[aiohttp.ClientSession, None]:
+    """What a test asks with beside them: a trainer, say."""
+    async with aiohttp.ClientSession() as session:
         yield session

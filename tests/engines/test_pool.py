@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import aiohttp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.engines import EngineSpec, Health, Kind, VllmEngine
+from rollyard.engines import EngineSpec, Health, Kind, VllmEngine, open_http
 from rollyard.engines.pool import Member, Pool
 
 MOVES = st.lists(st.tuples(st.sampled_from(["seat", "unseat", "down", "up", "pick"]), st.integers(0, 3)), max_size=300)
@@ -14,7 +13,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["seat", "unseat", "down", "up", "pic
 
 @given(MOVES)
 async def test_pick_is_always_the_least_loaded_that_is_up(moves: list[tuple[str, int]]) -> None:
-    async with aiohttp.ClientSession() as http:
+    async with open_http() as http:
         pool = Pool("p")
         members = [
             Member(VllmEngine(EngineSpec(f"e{i}", "http://x", Kind.VLLM, capacity=i + 1), http), pool) for i in range(4)

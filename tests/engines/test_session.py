@@ -12,6 +12,7 @@ import pytest
 from rollyard.core import Deadline, DeadlineExpired, Sampling
 from rollyard.core.failure import EngineBroken, EngineRefused, EngineTimeout, EngineUnavailable
 from rollyard.engines import Generation, Health, VersionSpan
+from rollyard.engines.http import Http
 from rollyard.engines.joining import Kept, stamped
 from rollyard.testing.script import Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
@@ -29,7 +30,7 @@ def stalls_at_first(after: int) -> Any:
     return script
 
 
-async def uninterrupted(http: aiohttp.ClientSession) -> Generation:
+async def uninterrupted(http: Http) -> Generation:
     from rollyard.engines import GenerateRequest
 
     async with ScriptedEngine(lambda _: WORDS) as server:
@@ -38,7 +39,7 @@ async def uninterrupted(http: aiohttp.ClientSession) -> Generation:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_call_past_its_deadline_goes_on_from_what_it_had(dialect: Any, http: aiohttp.ClientSession) -> None:
+async def test_a_call_past_its_deadline_goes_on_from_what_it_had(dialect: Any, http: Http) -> None:
     async with ScriptedEngine(stalls_at_first(9), dialect=dialect) as server, routed(server) as router:
         async with router.session("default", "s1") as session:
             generation = await complete(session, model_s=0.2)

@@ -26,6 +26,8 @@ from rollyard.engines import (
     remote,
     wire,
 )
+from rollyard.engines import http as http_module
+from rollyard.engines.http import Http
 from rollyard.testing.script import Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import END_ID, PROMPT, TOKENIZER, probed
@@ -104,16 +106,16 @@ def sglang_event(ids: list[int], total: int, finish: str | None = None, **meta: 
     return {"output_ids": ids, "meta_info": known}
 
 
-def vllm_at(url: str, http: aiohttp.ClientSession) -> VllmEngine:
+def vllm_at(url: str, http: Http) -> VllmEngine:
     return VllmEngine(EngineSpec("e", url, Kind.VLLM), http)
 
 
-def sglang_at(url: str, http: aiohttp.ClientSession) -> SglangEngine:
+def sglang_at(url: str, http: Http) -> SglangEngine:
     return SglangEngine(EngineSpec("e", url, Kind.SGLANG), http)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_tokens_are_told_as_they_come(dialect: str, http: aiohttp.ClientSession) -> None:
+async def test_tokens_are_told_as_they_come(dialect: str, http: Http) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         whole = await engine.generate(request(stop_token_ids=(END_ID,)))
@@ -127,7 +129,7 @@ async def test_tokens_are_told_as_they_come(dialect: str, http: aiohttp.ClientSe
         assert not any("does not stream" in note for note in engine.info.notes)
 
 
-async def test_a_call_that_nobody_listens_to_is_not_streamed(http: aiohttp.ClientSession) -> None:
+async def test_a_call_that_nobody_listens_to_is_not_streamed(http: Http) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         await engine.generate(request())
@@ -151,7 +153,7 @@ async def test_a_call_that_nobody_listens_to_is_not_streamed(http: aiohttp.Clien
     ],
 )
 async def test_before_the_first_token_a_fault_is_what_it_is_in_a_whole_reply(
-    fault: Any, error: type[EngineFailure], dialect: str, http: aiohttp.ClientSession
+    fault: Any, error: type[EngineFailure], dialect: str, http: Http
 ) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
@@ -170,7 +172,7 @@ async def test_before_the_first_token_a_fault_is_what_it_is_in_a_whole_reply(
     ["cut_midway", "error_midway", "not_json", "no_token_ids", "wrong_ids", "fewer_logprobs", "positive_logprob"],
 )
 async def test_after_it_what_was_told_is_kept(
-    fault: Any, dialect: str, http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+    fault: Any, dialect: str, http: Http, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
@@ -190,9 +192,7 @@ async def test_after_it_what_was_told_is_kept(
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with_it(
-    dialect: str, http: aiohttp.ClientSession
-) -> None:
+async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with_it(dialect: str, http: Http) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -206,7 +206,7 @@ async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("fault", ["no_logprobs", "missing_logprob"])
-async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: str, http: aiohttp.ClientSession) -> None:
+async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: str, http: Http) -> None:
     async with ScriptedEngine(lambda _: Reply(WORDS), **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -215,7 +215,7 @@ async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: st
         assert generation.logprobs is None and len(generation.token_ids) == len(IDS) + 1
 
 
-async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: aiohttp.ClientSession) -> None:
+async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: Http, web: aiohttp.ClientSession) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("abcdef", stall_after=4)
@@ -223,13 +223,13 @@ async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: aiohttp.C
         told = Told()
         task = asyncio.create_task(engine.generate(request("r1"), told))
         await told.came.wait()
-        async with http.post(f"{server.url}/update_weight_version", json={"new_version": "8"}):
+        async with web.post(f"{server.url}/update_weight_version", json={"new_version": "8"}):
             pass
         await engine.abort("r1")
         assert (await task).versions == (VersionSpan(7, 0, 4),) and told.ids == list(b"abcd")
 
 
-async def test_sglang_names_the_version_of_what_each_event_brings(http: aiohttp.ClientSession) -> None:
+async def test_sglang_names_the_version_of_what_each_event_brings(http: Http) -> None:
     events = (
         sglang_event([1, 2], 2, weight_version="3"),
         sglang_event([1, 2, 3], 3, weight_version="4"),
@@ -241,7 +241,7 @@ async def test_sglang_names_the_version_of_what_each_event_brings(http: aiohttp.
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: aiohttp.ClientSession) -> None:
+async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: Http) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("long", stall_after=2)
@@ -256,7 +256,7 @@ async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: aiohttp.C
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_nonsense_in_a_stream_frees_the_engine(http: aiohttp.ClientSession) -> None:
+async def test_nonsense_in_a_stream_frees_the_engine(http: Http) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -266,7 +266,7 @@ async def test_nonsense_in_a_stream_frees_the_engine(http: aiohttp.ClientSession
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: aiohttp.ClientSession) -> None:
+async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: Http) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("x", fault="hang")
@@ -279,7 +279,7 @@ async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: aiohttp.Cli
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: aiohttp.ClientSession) -> None:
+async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: Http) -> None:
     whole = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}], "usage": {"prompt_tokens": 3}}
 
     async def handle(asked: web.BaseRequest) -> web.StreamResponse:
@@ -305,7 +305,7 @@ async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: aiohttp
 # --- the wire
 
 
-async def test_events_are_found_wherever_the_bytes_are_split(http: aiohttp.ClientSession) -> None:
+async def test_events_are_found_wherever_the_bytes_are_split(http: Http) -> None:
     raw = b"".join(
         b": ping\r\n\r\ndata:" + orjson.dumps(event) + b"\r\n\r\n"
         for event in (vllm_event(1, 2), vllm_event(3, finish="stop"))
@@ -316,7 +316,7 @@ async def test_events_are_found_wherever_the_bytes_are_split(http: aiohttp.Clien
         assert told.batches == [[1, 2], [3]] and generation.finish_reason == "stop"
 
 
-async def test_a_line_too_long_is_not_read(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_line_too_long_is_not_read(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_REPLY_BYTES", 2000)
     async with streaming(*[b"data: " + b"x" * 500] * 5, ends=False) as url:
         engine = vllm_at(url, http)
@@ -325,32 +325,33 @@ async def test_a_line_too_long_is_not_read(http: aiohttp.ClientSession, monkeypa
         await engine.close()
 
 
-async def test_what_is_no_stream_is_named(http: aiohttp.ClientSession) -> None:
+async def test_what_is_no_stream_is_named(http: Http) -> None:
     async with streaming(b"<html>", kind="text/html") as url:
         with pytest.raises(EngineBroken, match="text/html where a stream was asked for"):
             await vllm_at(url, http).generate(request(), Told())
 
 
-async def test_a_stream_that_is_complete_but_for_its_last_line_is_complete(http: aiohttp.ClientSession) -> None:
+async def test_a_stream_that_is_complete_but_for_its_last_line_is_complete(http: Http) -> None:
     async with streaming(vllm_event(1, 2, finish="stop"), ends=False) as url:
         assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
 
 
-async def test_a_stream_after_its_end_gives_its_connection_back(http: aiohttp.ClientSession) -> None:
+async def test_a_stream_after_its_end_gives_its_connection_back(http: Http) -> None:
     """Its end comes some time after [DONE]; a connection that is left before it is closed."""
     async with streaming(vllm_event(1), vllm_event(2, finish="stop"), holds_s=0.05) as url:
         for _ in range(2):
             await vllm_at(url, http).generate(request(), Told())
-        connector = http.connector
-        assert connector is not None
-        assert sum(len(held) for held in connector._conns.values()) == 1  # type: ignore[attr-defined]
+            async with asyncio.timeout(5):
+                while not http.idle:
+                    await asyncio.sleep(0.01)
+        assert http.idle == 1
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["after [DONE]", "without [DONE]"])
 async def test_a_connection_held_open_after_the_end_is_not_waited_for(
-    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, ends: bool
+    http: Http, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    for module in (wire, remote):
+    for module in (http_module, remote):
         monkeypatch.setattr(module, "DRAIN_S", 0.02)
     async with streaming(vllm_event(1, finish="stop"), ends=ends, holds_s=60.0) as url:
         assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
@@ -370,9 +371,7 @@ async def test_a_connection_held_open_after_the_end_is_not_waited_for(
         ([{"error": {"message": "it broke", "code": 500}}], "it broke"),
     ],
 )
-async def test_events_of_vllm_that_cannot_be_believed(
-    events: list[Any], says: str, http: aiohttp.ClientSession
-) -> None:
+async def test_events_of_vllm_that_cannot_be_believed(events: list[Any], says: str, http: Http) -> None:
     for before in ([], [vllm_event(7, 8)]):
         async with streaming(*before, *events) as url:
             engine = vllm_at(url, http)
@@ -387,9 +386,7 @@ async def test_events_of_vllm_that_cannot_be_believed(
             await engine.close()
 
 
-async def test_tokens_after_the_end_are_not_taken(
-    http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_tokens_after_the_end_are_not_taken(http: Http, caplog: pytest.LogCaptureFixture) -> None:
     async with streaming(vllm_event(1, finish="stop"), vllm_event(2)) as url:
         told = Told()
         generation = await vllm_at(url, http).generate(request(), told)
@@ -424,9 +421,7 @@ async def test_tokens_after_the_end_are_not_taken(
         ([sglang_event([1, 2, 3], 3), sglang_event([4, 5], 4, "stop")], [1, 2, 3], "abort"),
     ],
 )
-async def test_both_ways_in_which_sglang_streams(
-    events: list[Any], ids: list[int], finish: str, http: aiohttp.ClientSession
-) -> None:
+async def test_both_ways_in_which_sglang_streams(events: list[Any], ids: list[int], finish: str, http: Http) -> None:
     async with streaming(*events) as url:
         engine = sglang_at(url, http)
         told = Told()
@@ -450,7 +445,7 @@ async def test_both_ways_in_which_sglang_streams(
     ],
 )
 async def test_what_sglang_refuses_in_a_stream(
-    event: Any, error: type[EngineFailure], is_context: bool, http: aiohttp.ClientSession
+    event: Any, error: type[EngineFailure], is_context: bool, http: Http
 ) -> None:
     async with streaming(event) as url:
         engine = sglang_at(url, http)

@@ -9,6 +9,7 @@ import pytest
 
 from rollyard.core import Deadline, Sampling
 from rollyard.engines import Engine, EngineSpec, GenerateRequest, Kind, Router, VersionSpan, make_engine
+from rollyard.engines.http import Http
 from rollyard.testing.engine_conformance import CHECKS, Check, Context
 from rollyard.testing.script import FolderTokenizer
 
@@ -23,7 +24,7 @@ def prompt(vllm_folder: Path) -> list[int]:
 
 
 @pytest.fixture
-async def engine(vllm_url: str, http: aiohttp.ClientSession) -> Engine:
+async def engine(vllm_url: str, http: Http) -> Engine:
     engine = make_engine(EngineSpec("real", vllm_url, Kind.VLLM), http)
     await engine.probe()
     return engine
@@ -42,7 +43,7 @@ async def test_it_conforms(check: Check, engine: Engine, prompt: list[int]) -> N
     await engine.close()
 
 
-async def test_it_conforms_by_completions_too(vllm_url: str, http: aiohttp.ClientSession, prompt: list[int]) -> None:
+async def test_it_conforms_by_completions_too(vllm_url: str, http: Http, prompt: list[int]) -> None:
     from rollyard.engines import VllmEngine
 
     engine = VllmEngine(EngineSpec("real", vllm_url, Kind.VLLM), http)
@@ -60,9 +61,9 @@ async def test_its_tokenizer_is_the_folders(engine: Engine, vllm_folder: Path) -
 
 
 async def test_versions_follow_the_updates(
-    engine: Engine, vllm_url: str, http: aiohttp.ClientSession, prompt: list[int]
+    engine: Engine, vllm_url: str, http: Http, prompt: list[int], web: aiohttp.ClientSession
 ) -> None:
-    async with http.post(f"{vllm_url}/update_weight_version", json={"new_version": "7"}) as reply:
+    async with web.post(f"{vllm_url}/update_weight_version", json={"new_version": "7"}) as reply:
         assert reply.status == 200
     generation = await engine.generate(GenerateRequest("v", prompt, Sampling(), 3))
     assert generation.versions == (VersionSpan(7, 0, len(generation.token_ids)),)

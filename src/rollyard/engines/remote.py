@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiohttp
 import msgspec
 
 from rollyard.core import Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
 from rollyard.engines.base import ChatReply, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
+from rollyard.engines.http import DRAIN_S, Http
 from rollyard.engines.streaming import Stream
-from rollyard.engines.wire import DRAIN_S, MAX_DETAIL, Wire, session_headers
+from rollyard.engines.wire import MAX_DETAIL, Wire, session_headers
 
 log = logging.getLogger("rollyard.engines")
 
@@ -78,7 +78,7 @@ class RemoteEngine(ABC):
 
     health_path = "/health"
 
-    def __init__(self, spec: EngineSpec, http: aiohttp.ClientSession) -> None:
+    def __init__(self, spec: EngineSpec, http: Http) -> None:
         self.spec = spec
         self._wire = Wire(spec, http)
         self._info: EngineInfo | None = None

@@ -23,12 +23,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-import aiohttp
-
 from rollyard.core import Message, Sampling
 from rollyard.core.failure import EngineExists, EngineFailure, EngineTimeout, JudgeUnreachable, NotFound
 from rollyard.engines.base import ChatReply, Engine, EngineSpec, GenerateRequest, Kind, Role
 from rollyard.engines.calling import RouterStats, SessionSettings
+from rollyard.engines.http import Http
 from rollyard.engines.openai import OpenAIEngine
 from rollyard.engines.pool import Call, EngineStatus, Health, Member, Pool
 from rollyard.engines.remote import RemoteEngine
@@ -46,7 +45,7 @@ _KINDS: dict[Kind, type[RemoteEngine]] = {
 }
 
 
-def make_engine(spec: EngineSpec, http: aiohttp.ClientSession) -> Engine:
+def make_engine(spec: EngineSpec, http: Http) -> Engine:
     return _KINDS[spec.kind](spec, http)
 
 
@@ -74,7 +73,7 @@ class Router:
         self.settings = settings or RouterSettings()
         self._vet = vet
         self.stats = RouterStats()
-        self._http: aiohttp.ClientSession | None = None
+        self._http: Http | None = None
         self._members: dict[str, Member] = {}
         self._reserved: set[str] = set()  # being probed: an id is taken from the first moment
         self._policies: dict[str, Pool] = {}

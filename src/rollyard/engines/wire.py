@@ -8,29 +8,24 @@
 
 There is no time-out here but for connecting: how long a generation may take, or a stream be silent, is the caller's
 business, who cancels. A stream (server-sent events) is handed over event by event as its bytes arrive, and one event
-may be as large as a whole reply. One `aiohttp.ClientSession` serves a whole router (`open_http`); nothing throttles
-it, since the pools of the pipeline bound how many calls there are.
+may be as large as a whole reply. One `Http` serves a whole router (`open_http`); nothing throttles it, since the
+pools of the pipeline bound how many calls there are.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 import orjson
 
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
 from rollyard.engines.base import EngineSpec
+from rollyard.engines.http import Http, HttpFailure, HttpReply, OnBody, Target, TooLarge
 
-CONNECT_S = 10.0
-KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that we, and not the engine, close an idle connection
 MAX_REPLY_BYTES = 256 << 20  # 1M tokens with logprobs are about 100 MB of JSON
-DRAIN_S = 1.0  # for the end of a stream after its last token or its [DONE]: only then can its connection be used again
 MAX_DETAIL = 400  # characters of an engine's message that we repeat; some echo the whole prompt
 
 _RETRYABLE_4XX = frozenset({408, 425, 429})
@@ -43,26 +38,22 @@ _CONTEXT = re.compile(
 T = TypeVar("T")
 
 
-def open_http() -> aiohttp.ClientSession:
-    """The pooled session that all engines of a router share."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=300)
-    return aiohttp.ClientSession(
-        connector=connector,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
+def open_http() -> Http:
+    """The connections that all engines of a router share."""
+    return Http()
 
 
 class Wire:
     """One engine's URL, key and errors over a shared session."""
 
-    def __init__(self, spec: EngineSpec, http: aiohttp.ClientSession) -> None:
+    def __init__(self, spec: EngineSpec, http: Http) -> None:
         self._id = spec.id
-        self._url = spec.url.rstrip("/").removesuffix("/v1")
         self._http = http
-        self._base_headers = {"Content-Type": "application/json"}
+        self._target = Target.of(spec.url.rstrip("/").removesuffix("/v1"))
+        base = {"Host": self._target.authority, "Accept": "*/*", "Content-Type": "application/json"}
         if spec.api_key:
-            self._base_headers["Authorization"] = f"Bearer {spec.api_key}"
+            base["Authorization"] = f"Bearer {spec.api_key}"
+        self._base_headers = _headers(base)
 
     async def get(self, path: str) -> bytes:
         return await self._send("GET", path, None, {})
@@ -89,61 +80,34 @@ class Wire:
     ) -> None:
         """Posts, and hands the data of each event to `take` as it comes; returns after [DONE] or at the end."""
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        async with self._asked("POST", path, data, headers) as response:
-            if response.status >= 300 or response.content_type != "text/event-stream":
-                self._check(path, response, await _read_bounded(response))
-                raise self.broken(f"{path} answered {response.content_type} where a stream was asked for")
-            pieces: list[bytes] = []  # of a line whose end has not come: joined once, however many they are
-            size = 0
-            async for chunk in response.content.iter_any():
-                *lines, rest = chunk.split(b"\n")
-                if lines:
-                    lines[0] = b"".join((*pieces, lines[0]))
-                    pieces, size = [], 0
-                if rest:
-                    pieces.append(rest)
-                    size += len(rest)
-                if size > MAX_REPLY_BYTES:
-                    raise self.broken(f"{path} streamed a line of more than {MAX_REPLY_BYTES} bytes")
-                for line in lines:
-                    if not line.startswith(b"data:"):  # blank lines between events, and comments
-                        continue
-                    event = line[5:].strip()
-                    if event == b"[DONE]":
-                        await _drain(response)
-                        return
-                    take(event)
+        reply = await self._asked("POST", path, data, headers, _Events(take))
+        if reply.status >= 300 or reply.content_type != "text/event-stream":
+            self._check(path, reply)
+            raise self.broken(f"{path} answered {reply.content_type or 'nothing'} where a stream was asked for")
 
     async def _send(self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]) -> bytes:
-        async with self._asked(method, path, data, headers) as response:
-            raw = await _read_bounded(response)
-        return self._check(path, response, raw)
+        return self._check(path, await self._asked(method, path, data, headers))
 
-    @asynccontextmanager
     async def _asked(
-        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str]
-    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], on_body: OnBody | None = None
+    ) -> HttpReply:
+        body = data or b""
+        head = (
+            f"{method} {self._target.prefix}{path} HTTP/1.1\r\n{self._base_headers}{_headers(headers)}"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         try:
-            async with self._http.request(
-                method,
-                self._url + path,
-                data=data,
-                headers={**self._base_headers, **headers},
-                allow_redirects=False,  # an engine is where it was said to be
-            ) as response:
-                yield response
-        except aiohttp.ClientError as error:
-            # ClientError covers refused, reset, cut short, TLS and a malformed HTTP reply alike
-            raise EngineUnavailable(f"engine {self._id} cannot be reached: {_say(error)}") from error
-        except (TimeoutError, OSError) as error:
-            raise EngineUnavailable(f"engine {self._id} cannot be reached: {_say(error)}") from error
+            return await self._http.request(self._target, head.encode("latin-1"), body, MAX_REPLY_BYTES, on_body)
+        except TooLarge:
+            part = "streamed a line of" if on_body is not None else "answered"
+            raise self.broken(f"{path} {part} more than {MAX_REPLY_BYTES} bytes") from None
+        except HttpFailure as error:
+            raise EngineUnavailable(f"engine {self._id} cannot be reached: {str(error)[:MAX_DETAIL]}") from error
 
-    def _check(self, path: str, response: aiohttp.ClientResponse, raw: bytes | None) -> bytes:
-        if raw is None:
-            raise self.broken(f"{path} answered more than {MAX_REPLY_BYTES} bytes")
-        if response.status >= 300:
-            raise self.refusal(response.status, f"{path} answered {response.status}: {engine_message(raw)}")
-        return raw
+    def _check(self, path: str, reply: HttpReply) -> bytes:
+        if reply.status >= 300:
+            raise self.refusal(reply.status, f"{path} answered {reply.status}: {engine_message(reply.body)}")
+        return reply.body
 
     def refusal(self, status: int, what: str) -> EngineFailure:
         """The failure that a status and the engine's own words mean."""
@@ -155,25 +119,39 @@ class Wire:
         return EngineRefused(detail, status=status)
 
 
-async def _read_bounded(response: aiohttp.ClientResponse) -> bytes | None:
-    """The body, or None if it is larger than we take."""
-    length = response.content_length
-    if length is not None and response.headers.get("Content-Encoding") is None:
-        return await response.read() if length <= MAX_REPLY_BYTES else None
-    chunks = bytearray()
-    async for chunk in response.content.iter_any():
-        chunks += chunk
-        if len(chunks) > MAX_REPLY_BYTES:
-            return None
-    return bytes(chunks)
+class _Events:
+    """Finds the events of a stream, wherever its bytes are split, and hands their data to `take`."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self._pieces: list[bytes] = []  # of a line whose end has not come: joined once, however many they are
+        self._size = 0
+
+    def __call__(self, chunk: bytes) -> bool:
+        *lines, rest = chunk.split(b"\n")
+        if lines and self._pieces:
+            lines[0] = b"".join((*self._pieces, lines[0]))
+            self._pieces, self._size = [], 0
+        if rest:
+            self._pieces.append(rest)
+            self._size += len(rest)
+            if self._size > MAX_REPLY_BYTES:
+                raise TooLarge
+        for line in lines:
+            if not line.startswith(b"data:"):  # blank lines between events, and comments
+                continue
+            event = line[5:].strip()
+            if event == b"[DONE]":
+                return True
+            self._take(event)
+        return False
 
 
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    try:
-        async with asyncio.timeout(DRAIN_S):
-            await response.content.readany()
-    except (TimeoutError, aiohttp.ClientError):
-        pass  # all that was wanted has come; the connection is closed instead of used again
+def _headers(headers: Mapping[str, str]) -> str:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+        raise ValueError("a header has a line break in it")
+    return lines
 
 
 def engine_message(raw: bytes) -> str:
@@ -193,10 +171,6 @@ def engine_message(raw: bytes) -> str:
             if isinstance(item, dict)
         )
     return str(found)[:MAX_DETAIL]
-
-
-def _say(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_DETAIL] if str(error) else type(error).__name__
 
 
 def session_headers(session_id: str, request_id: str = "") -> dict[str, str]:

@@ -6,6 +6,7 @@ An SDK would use most of a core for what it sends here, and be what is measured.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -55,7 +56,7 @@ class Line(asyncio.Protocol):
             self._length = _length(bytes(self._got[: self._head_end]))
         at = self._head_end + 4
         if not self.first_at and len(self._got) > at:
-            self.first_at = asyncio.get_running_loop().time()
+            self.first_at = time.perf_counter()
         is_whole = (
             self._got.endswith(b"0\r\n\r\n") and len(self._got) > at
             if self._length is None
