@@ -99,3 +99,37 @@ async def test_without_a_budget_it_is_a_stopwatch():
     assert deadline.used_s == 1e6
     assert deadline.remaining_s is None
     assert not deadline.is_expired
+
+
+async def test_an_alarm_calls_once_when_the_budget_is_used_up():
+    deadline, rung = Deadline(0.02), asyncio.Event()
+    alarm = deadline.alarm(rung.set)
+    alarm.start()
+    await asyncio.wait_for(rung.wait(), 5)
+    assert alarm.is_expired and deadline.is_expired
+    alarm.stop()
+    alarm.stop()
+    assert not deadline.is_running
+
+
+async def test_an_alarm_that_was_stopped_does_not_ring_and_its_time_has_counted():
+    deadline, rung = Deadline(0.05), asyncio.Event()
+    alarm = deadline.alarm(rung.set)
+    alarm.start()
+    await asyncio.sleep(0.01)
+    alarm.stop()
+    used_s = deadline.used_s
+    assert used_s > 0
+    await asyncio.sleep(0.06)
+    assert not rung.is_set() and deadline.used_s == used_s
+
+
+async def test_an_alarm_stands_still_while_the_clock_is_held():
+    deadline, rung = Deadline(0.03), asyncio.Event()
+    alarm = deadline.alarm(rung.set)
+    alarm.start()
+    with deadline.held():
+        await asyncio.sleep(0.05)
+        assert not rung.is_set()
+    await asyncio.wait_for(rung.wait(), 5)
+    alarm.stop()

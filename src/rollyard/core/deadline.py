@@ -4,8 +4,8 @@ Time in a queue, in READY, or while a policy is paused is nobody's fault and cos
 just the working awaits in `counting()`, and whoever pauses work wraps the pause in `held()`.
 
 Invariants. `used_s` never shrinks. Inside `counting()` the body is cancelled, and `DeadlineExpired` raised,
-when the budget is used up; a cancel from elsewhere passes through untouched. Parallel `counting()` blocks
-count wall time once. With no budget (None) it is a stopwatch.
+when the budget is used up; a cancel from elsewhere passes through untouched. An `alarm` counts alike and calls
+somebody instead. Whatever counts in parallel, wall time counts once. With no budget (None) it is a stopwatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Deadline:
         self._used_s = 0.0
         self._since: float | None = None
         self._holds = 0
-        self._armed: set[asyncio.Timeout] = set()
+        self._armed: set[asyncio.Timeout | Alarm] = set()
 
     @property
     def used_s(self) -> float:
@@ -53,6 +53,10 @@ class Deadline:
         """`async with`: the time of the block counts; it ends with `DeadlineExpired` when the budget does."""
         return _Counting(self)
 
+    def alarm(self, act: Callable[[], None]) -> Alarm:
+        """Counts from its `start` to its `stop`, and calls `act` once when the budget is used up meanwhile."""
+        return Alarm(self, act)
+
     @contextmanager
     def held(self) -> Generator[None, None, None]:
         """The clock stands still in this block, for every `counting()` of this deadline."""
@@ -64,11 +68,11 @@ class Deadline:
             self._holds -= 1
             self._restart()
 
-    def _enter(self, timeout: asyncio.Timeout) -> None:
+    def _enter(self, timeout: asyncio.Timeout | Alarm) -> None:
         self._armed.add(timeout)
         self._restart()
 
-    def _leave(self, timeout: asyncio.Timeout) -> None:
+    def _leave(self, timeout: asyncio.Timeout | Alarm) -> None:
         self._armed.discard(timeout)
         self._restart()
 
@@ -112,3 +116,37 @@ class _Counting:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError as expired:  # its own; one from inside the block is not raised here
             raise DeadlineExpired(f"{self._deadline.budget_s} s are used up") from expired
+
+
+class Alarm:
+    """See `Deadline.alarm`. For work that is to be ended in its own way, not by a cancel."""
+
+    __slots__ = ("_act", "_deadline", "_timer", "is_expired")
+
+    def __init__(self, deadline: Deadline, act: Callable[[], None]) -> None:
+        self._deadline = deadline
+        self._act = act
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_expired = False
+
+    def start(self) -> None:
+        self._deadline._enter(self)  # pyright: ignore[reportPrivateUsage]
+
+    def stop(self) -> None:
+        """Again if need be."""
+        self._deadline._leave(self)  # pyright: ignore[reportPrivateUsage]
+        self.reschedule(None)
+
+    # what a Deadline asks of what it has armed
+
+    def expired(self) -> bool:
+        return self.is_expired
+
+    def reschedule(self, when: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if when is None else asyncio.get_running_loop().call_at(when, self._fire)
+
+    def _fire(self) -> None:
+        self.is_expired = True
+        self._act()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Literal
 
-from rollyard.core import Deadline, DeadlineExpired
+from rollyard.core import Deadline
+from rollyard.core.deadline import Alarm
 from rollyard.core.failure import EngineFailure, EngineRefused
-from rollyard.engines.base import GenerateRequest, Generation, OnTokens
+from rollyard.engines.base import Engine, GenerateRequest, Generation, OnTokens
 from rollyard.engines.joining import stamped
 from rollyard.engines.pool import Call, Member, Pool
 
@@ -71,69 +73,110 @@ class Caller:
         stop: asyncio.Future[None] | None,
     ) -> tuple[Ended, Generation | None]:
         """How the call ended, and what it sampled: None if that could not be got."""
+        if clock.is_expired:
+            return "clock", None
         limit = Deadline(model_s)
         call = Call(clock, limit, is_streamed=on_tokens is not None)
         version = self._pool.version
-        task: asyncio.Task[Generation] | None = None
-        ended: Ended = "done"
+        ending = _Ending(self._settings.abort_grace_s, member.engine, request.request_id, call)
         member.begin(call)
         try:
-            try:
-                async with clock.counting(), limit.counting():
-                    task = asyncio.create_task(member.engine.generate(request, on_tokens))
-                    ends = {task, call.cut_asked} if stop is None else {task, call.cut_asked, stop}
-                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if not task.done():
-                    ended = "cut" if call.cut_asked.done() else "stop"
-            except DeadlineExpired:
-                ended = "clock" if clock.is_expired else "model"
-            if task is None:
-                return ended, None
-            if task.done() or await self._abort(member, request.request_id, task):
-                part = task.result()
-            else:
-                part = await self._hung_up(member, request.request_id, task) if call.is_streamed else None
+            ending.watch(clock, limit, stop)
+            part = await ending.unless_given_up(member.engine.generate(request, on_tokens))
             if part is None:
                 self._stats.tokens_lost += 1
-                return ended, None
+                return ending.why, None
             member.sampled(part)
-            return ended, stamped(part, version)
+            return ending.why, stamped(part, version)
         except EngineFailure as error:
-            if ended != "done":  # we ended it: that it then failed is not held against it
-                return ended, None
+            if ending.why != "done":  # we ended it: that it then failed is not held against it
+                self._stats.tokens_lost += ending.is_hung_up
+                return ending.why, None
             if isinstance(error, EngineRefused):
                 member.refused(error)
             else:
                 member.failed(error.detail, self._settings.trip_after)
             raise
         finally:
-            try:
-                if task is not None and not task.done():
-                    task.cancel()  # which frees the engine: see RemoteEngine
-                    await asyncio.wait({task})
-            finally:
-                member.end(call)  # even if a second cancel cuts that short
+            ending.close()
+            member.end(call)
 
-    async def _hung_up(self, member: Member, request_id: str, task: asyncio.Task[Generation]) -> Generation | None:
-        """What a streamed call has told so far; it is read no further. None if that is nothing."""
-        member.engine.hang_up(request_id)
-        await asyncio.wait({task}, timeout=self._settings.abort_grace_s)
-        if not task.done() or task.cancelled() or task.exception() is not None:
+
+class _Ending:
+    """What ends a call before it is done, and how: the first of its clocks, of a cut and of `stop` has it aborted,
+    again if need be (an abort may overtake its request). After the grace it is hung up on, and in the end given up.
+
+    The call itself is awaited in its own task, not in one more: nearly all calls just end."""
+
+    def __init__(self, grace_s: float, engine: Engine, request_id: str, call: Call) -> None:
+        self.why: Ended = "done"
+        self._grace_s = grace_s
+        self._engine = engine
+        self._request_id = request_id
+        self._call = call
+        self._task = asyncio.current_task()
+        self._alarms: tuple[Alarm, ...] = ()
+        self._stop: asyncio.Future[None] | None = None
+        self._aborting: asyncio.Task[None] | None = None
+        self._is_given_up = False
+        self.is_hung_up = False
+
+    def watch(self, clock: Deadline, limit: Deadline, stop: asyncio.Future[None] | None) -> None:
+        self._alarms = (clock.alarm(lambda: self._begin("clock")), limit.alarm(lambda: self._begin("model")))
+        for alarm in self._alarms:
+            alarm.start()
+        self._call.cut_asked.add_done_callback(self._cut)
+        if stop is not None:
+            self._stop = stop
+            stop.add_done_callback(self._stopped)
+
+    async def unless_given_up(self, generating: Coroutine[None, None, Generation]) -> Generation | None:
+        try:
+            return await generating
+        except asyncio.CancelledError:
+            if not self._is_given_up or self._task is None or self._task.uncancel() > 0:
+                raise
             return None
-        return task.result()
 
-    async def _abort(self, member: Member, request_id: str, task: asyncio.Task[Generation]) -> bool:
-        """Aborts, again if need be (an abort may overtake its request); False if the call did not end in time."""
+    def close(self) -> None:
+        for alarm in self._alarms:
+            alarm.stop()
+        self._call.cut_asked.remove_done_callback(self._cut)
+        if self._stop is not None:
+            self._stop.remove_done_callback(self._stopped)
+        if self._aborting is not None:
+            self._aborting.cancel()
+
+    def _cut(self, _: asyncio.Future[None]) -> None:
+        self._begin("cut")
+
+    def _stopped(self, _: asyncio.Future[None]) -> None:
+        self._begin("stop")
+
+    def _begin(self, why: Ended) -> None:
+        if self.why == "done":
+            self.why = why
+            for alarm in self._alarms:
+                alarm.stop()  # waiting for the rest of an aborted call is free
+            self._aborting = asyncio.create_task(self._abort(), name=f"abort {self._request_id}")
+
+    async def _abort(self) -> None:
         pause_s = 0.1
         try:
-            async with asyncio.timeout(self._settings.abort_grace_s):
-                while not task.done():
+            async with asyncio.timeout(self._grace_s):
+                while True:
                     try:
-                        await member.engine.abort(request_id)
+                        await self._engine.abort(self._request_id)
                     except EngineFailure as error:
-                        log.info("an abort failed", extra={"engine": member.id, "error": error.detail})
-                    await asyncio.wait({task}, timeout=pause_s)
+                        log.info("an abort failed", extra={"engine": self._engine.spec.id, "error": error.detail})
+                    await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, 2.0)
         except TimeoutError:
-            log.warning("an aborted call did not end in time", extra={"engine": member.id})
-        return task.done()
+            log.warning("an aborted call did not end in time", extra={"engine": self._engine.spec.id})
+        if self._call.is_streamed:
+            self.is_hung_up = True
+            self._engine.hang_up(self._request_id)
+            await asyncio.sleep(self._grace_s)
+        self._is_given_up = True
+        if self._task is not None:
+            self._task.cancel()
