@@ -1,8 +1,10 @@
 """The `renderers` package behind our door, with Qwen3's real tokenizer."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollyard.core.failure import TaskInvalid
 from rollyard.tokens import ChatML, load_renderer
 
 from .strategies import conversations, plain, said, spiked, tools
@@ -76,3 +78,10 @@ def test_it_reads_calls_and_says_what_is_wrong_with_them(qwen3, qwen3_renderer):
 
 def test_a_qwen3_of_no_known_name_falls_to_chatml(qwen3):
     assert isinstance(load_renderer(qwen3, "my-finetune"), ChatML)
+
+
+def test_a_conversation_that_a_format_cannot_write_is_named(qwen3):
+    """qwen3.8 wants a user's message, and raises in its own way."""
+    renderer = load_renderer(qwen3, "some/model", "qwen3.8")
+    with pytest.raises(TaskInvalid, match=r"renderer 'qwen3.8' cannot write these messages"):
+        renderer.render([{"role": "assistant", "content": "hi"}])

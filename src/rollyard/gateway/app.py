@@ -44,7 +44,7 @@ COUNT, MODELS = "/messages/count_tokens", "/models"
 PATHS = frozenset({*DIALECTS, COUNT, MODELS})
 
 _JSON = (b"content-type", b"application/json")
-_NO_RETRY = (b"x-should-retry", b"false")
+_NO_RETRY = (b"x-should-retry", b"false")  # SDKs retry by status; what fails here would fail again
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -215,8 +215,7 @@ async def refuse(send: Send, dialect: Dialect, problem: Problem, ask: Ask | None
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         await send({"type": "http.response.body", "body": writer.begin() + writer.error(problem), "more_body": False})
         return
-    extra = () if problem.is_retryable else (_NO_RETRY,)
-    await _answer(send, problem.status, dialect.error(problem), *extra)
+    await _answer(send, problem.status, dialect.error(problem), _NO_RETRY)
 
 
 async def _answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:

@@ -66,11 +66,6 @@ class Problem(Exception):
     def status(self) -> int:
         return STATUS[self.kind]
 
-    @property
-    def is_retryable(self) -> bool:
-        """Whether the same request may work later. SDKs retry by status: where not, we tell them not to."""
-        return False
-
 
 @dataclass(frozen=True, slots=True)
 class Ask:

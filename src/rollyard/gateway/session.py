@@ -26,22 +26,19 @@ from typing import cast
 
 from rollyard.core import Deadline, DeadlineExpired, Json, Message, Run, Task, Trace, sampling_seed
 from rollyard.core.failure import (
-    ContextLimit,
     EngineFailure,
     EngineRefused,
     InternalError,
     InvalidRequest,
-    PromptTooLong,
     RollyardError,
     RunDeadline,
     TaskInvalid,
-    TokenLimit,
-    TurnLimit,
 )
 from rollyard.engines.base import Engine, Generation, Kind, Session
-from rollyard.engines.watching import CallWatch, max_context_of
+from rollyard.engines.watching import CallWatch
 from rollyard.gateway.aside import Aside, text_size
 from rollyard.gateway.base import Ask, Dialect, Problem
+from rollyard.gateway.bounds import Bounds
 from rollyard.gateway.exchange import Exchange, Listener
 from rollyard.gateway.remembered import Remembered
 from rollyard.gateway.telling import Telling, tell_whole, told_of
@@ -125,7 +122,7 @@ class GatewaySession:
         self._aside = Aside()
         self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
         self._unheard: list[Exchange] = []  # sampled, and not received by anybody yet
-        self._over: asyncio.Future[RollyardError] = asyncio.get_running_loop().create_future()
+        self._bounds = Bounds(task.limits, session)
         self._freed = asyncio.Event()  # one that ran has ended
         self._messages: Sequence[Message] = ()
         self._begun = 0
@@ -134,8 +131,6 @@ class GatewaySession:
         self._counts: Counter[str] = Counter()
         self._overruled: Counter[str] = Counter()
         self.model_s = 0.0
-        self.overflow: RollyardError | None = None
-        """The conversation did not fit, and no turn has been completed since."""
 
     # --- what there is by now
 
@@ -164,7 +159,12 @@ class GatewaySession:
     @property
     def failure(self) -> RollyardError | None:
         """Why the rollout cannot go on; None while it can."""
-        return self._over.result() if self._over.done() else None
+        return self._bounds.failure
+
+    @property
+    def overflow(self) -> RollyardError | None:
+        """The conversation did not fit, and no turn has been completed since."""
+        return self._bounds.overflow
 
     @property
     def forks(self) -> Mapping[str, int]:
@@ -177,15 +177,15 @@ class GatewaySession:
     def info(self) -> dict[str, Json]:
         """For the trajectory: what happened at this door."""
         return {
-            **{name: self._counts[name] for name in ("requests", "joined", "replayed", "resumed", "refused")},
-            "abandoned": self._counts["abandoned"],
+            **{name: self._counts[name] for name in ("requests", "joined", "replayed", "resumed", "abandoned")},
+            "refused": self._bounds.refused,
             "forks": dict(self._book.forks),
             "overruled": dict(self._overruled),
         }
 
     async def ended(self) -> RollyardError:
         """Waits until the rollout cannot go on: a limit, or the engines failed."""
-        return await asyncio.shield(self._over)
+        return await self._bounds.ended()
 
     # --- a request
 
@@ -251,33 +251,24 @@ class GatewaySession:
     def _check_open(self) -> None:
         if self._is_closed:
             raise Problem("unavailable", "this rollout has ended", code="ended")
-        if self._over.done():
-            error = self._over.result()
+        error = self._bounds.failure
+        if error is not None:
             raise Problem("limit", error.detail, code=error.code)
 
     async def _budget(self, ask: Ask, turn: Turn, resume: Generation | None) -> int:
         """How many tokens it may sample, those that it resumes with included; or the limit that forbids any."""
-        limits = self._task.limits
-        if resume is None and self._turns_begun >= limits.max_turns:
-            raise self._limit(TurnLimit(f"all {limits.max_turns} turns are used up"))
-        max_tokens = min(filter(None, (ask.max_tokens, self._task.sampling.max_tokens)))
-        max_context = max_context_of(limits, self._session)
-        if max_context is not None:
-            if len(turn.prompt) + 1 > max_context:
-                raise self._too_long(len(turn.prompt), max_context)
-            max_tokens = min(max_tokens, max_context - len(turn.prompt))
-        if limits.max_tokens is None:
-            return max_tokens
-        while True:
-            has = len(resume.token_ids) if resume is not None else 0
-            left = limits.max_tokens - self.sampled_tokens - has
-            if left <= 0:
-                raise self._limit(TokenLimit(f"all {limits.max_tokens} tokens are used up"))
+        if resume is None:
+            self._bounds.turn(self._turns_begun)
+        wanted = min(filter(None, (ask.max_tokens, self._task.sampling.max_tokens)))
+        wanted = self._bounds.fitting(len(turn.prompt), wanted, is_first=not self._book.turns)
+        has = len(resume.token_ids) if resume is not None else 0
+        while (left := self._bounds.tokens_left(self.sampled_tokens + has)) is not None:
             room = has + left - sum(self._running.values())
-            if room >= max_tokens or not self._running:
-                return min(max_tokens, room)
+            if room >= wanted or not self._running:
+                return min(wanted, room)
             self._freed.clear()
             await self._freed.wait()  # those that run may use less than they were given
+        return wanted
 
     @property
     def _turns_begun(self) -> int:
@@ -390,47 +381,26 @@ class GatewaySession:
             self._finish_reason = generation.finish_reason
             if len(turn.messages) + 1 >= len(self._messages):
                 self._messages = (*turn.messages, told.message)
-            self._mark_overflow(turn, generation)
+            self._bounds.completed(len(turn.prompt), generation)
         exchange.recorded()
-
-    def _mark_overflow(self, turn: Turn, generation: Generation) -> None:
-        max_context = max_context_of(self._task.limits, self._session)
-        length = len(turn.prompt) + len(generation.token_ids)
-        self.overflow = None
-        if generation.finish_reason == "length" and max_context is not None and length >= max_context:
-            self.overflow = ContextLimit(f"the reply was cut off where the context of {max_context} tokens ends")
 
     # --- what goes wrong
 
     def _problem(self, error: BaseException, exchange: Exchange) -> Problem:
         if isinstance(error, DeadlineExpired):
-            return self._limit(RunDeadline(f"RUN used up its {self._clock.budget_s:g} s"))
+            return self._bounds.limit(RunDeadline(f"RUN used up its {self._clock.budget_s:g} s"))
         if isinstance(error, EngineRefused) and error.data.get("context"):
-            return self._too_long(exchange.prompt_tokens, None, error.detail)
+            is_first = not self._book.turns
+            return self._bounds.too_long(exchange.prompt_tokens, None, is_first=is_first, detail=error.detail)
         if isinstance(error, EngineFailure):
-            self._end(error)
+            self._bounds.end(error)
             return Problem("unavailable", error.detail, code=error.code)
         if isinstance(error, asyncio.CancelledError):
             return Problem("unavailable", "this rollout has ended", code="ended")
         log.error("a completion broke", extra={"rollout": self._rollout_id}, exc_info=error)
         broken = error if isinstance(error, RollyardError) else InternalError(f"{type(error).__name__}: {error}")
-        self._end(broken)
+        self._bounds.end(broken)
         return Problem("internal", broken.detail, code=broken.code)
-
-    def _too_long(self, used: int, room: int | None, detail: str = "") -> Problem:
-        detail = detail or f"the prompt has {used} tokens, the context {room}"
-        self.overflow = ContextLimit(detail) if self._book.turns else PromptTooLong(detail)
-        self._counts["refused"] += 1
-        return Problem("context", detail, code=self.overflow.code, used_tokens=used, max_tokens=room)
-
-    def _limit(self, error: RollyardError) -> Problem:
-        self._end(error)
-        self._counts["refused"] += 1
-        return Problem("limit", error.detail, code=error.code)
-
-    def _end(self, error: RollyardError) -> None:
-        if not self._over.done():
-            self._over.set_result(error)
 
     # --- the end
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from rollyard.core import Json, Message
-from rollyard.core.failure import InvalidRequest
+from rollyard.core.failure import InvalidRequest, TaskInvalid
 from rollyard.tokens.base import Parsed, ToolCall, ToolSchema
 from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments, read_json
 from rollyard.tokens.tokenizer import Tokenizer
@@ -72,7 +72,13 @@ class LibraryRenderer:
         self.markers = qwen_markers(tokenizer) if name in READ_BY_PIECES else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        return list(self._inner.render_ids(self._messages(messages), tools=_tools(tools), add_generation_prompt=True))
+        written = self._messages(messages)
+        try:
+            return list(self._inner.render_ids(written, tools=_tools(tools), add_generation_prompt=True))
+        except Exception as error:  # each format has conversations that it cannot write, and raises what it likes
+            raise TaskInvalid(
+                f"renderer {self.name!r} cannot write these messages: {type(error).__name__}: {error}"
+            ) from error
 
     def extend(
         self,
@@ -81,9 +87,11 @@ class LibraryRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[ToolSchema] = (),
     ) -> list[int] | None:
-        bridged = self._inner.bridge_to_next_turn(
-            list(prompt_ids), list(sampled_ids), self._messages(new_messages), tools=_tools(tools)
-        )
+        written = self._messages(new_messages)
+        try:
+            bridged = self._inner.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), written, tools=_tools(tools))
+        except Exception:  # then it is rendered anew, or that says what is wrong
+            return None
         if bridged is None:
             return None
         ids: list[int] = list(bridged.token_ids)
