@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.cli.conftest import Cli
 
@@ -14,6 +16,7 @@ async def test_a_table_tells_each_property(cli: Cli):
     assert "rendered by chatml" in said.err
     for name in ("prefix-stable", "close token", "bridging after a cut-off", "tool calls", "reasoning", "unicode"):
         assert name in said.out
+    assert "streaming" in said.out
     assert "<|im_end|>" in said.out
 
 
@@ -72,3 +75,11 @@ async def test_an_unknown_renderer_is_named_with_the_choices(cli: Cli):
     said = await cli("tokens", "check", tokenizer_dir(), "--renderer", "nope")
     assert said.status == 1
     assert "'nope'" in said.err and "template" in said.err
+
+
+@pytest.mark.parametrize("renderer", ["chatml", "template"])
+async def test_whether_a_reply_can_be_streamed_is_tried(cli: Cli, renderer: str):
+    said = await cli("tokens", "check", tokenizer_dir(), "--renderer", renderer, "--json")
+    verdicts = {item["name"]: item for item in said.json[0]["properties"]}
+    assert verdicts["streaming"]["verdict"] == "ok"
+    assert "pieces while it is sampled" in verdicts["streaming"]["says"]

@@ -14,6 +14,7 @@ from typing import Literal
 from rollyard.core import Json, Message
 from rollyard.tokens.base import Renderer, ToolSchema
 from rollyard.tokens.general import TemplateRenderer
+from rollyard.tokens.reader import Delta, Reader
 from rollyard.tokens.tokenizer import Tokenizer
 
 Verdict = Literal["ok", "no", "does not apply"]
@@ -74,11 +75,12 @@ def properties_of(tokenizer: Tokenizer, renderer: Renderer | None) -> tuple[Prop
     """All properties, in the order in which they are told. Without a renderer, those of the template alone."""
     found = [_prefix_stable(tokenizer), _close_token(tokenizer)]
     if renderer is None:
-        names = ("bridging", "tool calls", "literal markers", "reasoning")
+        names = ("bridging", "tool calls", "literal markers", "reasoning", "streaming")
         found += [Property(name, NA, "no renderer fits this model, so nothing can be tried") for name in names]
     else:
         found += _bridging(tokenizer, renderer)
         found += [_tool_calls(renderer), _literal_markers(tokenizer, renderer), _reasoning(tokenizer, renderer)]
+        found.append(_streaming(renderer))
     return (*found, _unicode(tokenizer))
 
 
@@ -196,6 +198,21 @@ def _literal_markers(tokenizer: Tokenizer, renderer: Renderer) -> Property:
     if renderer.parse(tokenizer.encode(tokenizer.escape(forged))).tool_calls:
         return Property(name, "no", "the text of a call, without its special tokens, is taken for a call")
     return Property(name, "ok", "markers in a user's text stay text, and are not taken for a call")
+
+
+def _streaming(renderer: Renderer) -> Property:
+    """A sampled turn, read token by token as a client of the gateway hears it."""
+    name = "streaming"
+    ids = [*renderer.encode(f"{_SAID} Indeed, it is four."), *renderer.stop_token_ids[:1]]
+    reader = Reader(renderer, (), ())
+    heard = [item for token in ids for item in reader.feed([token])]
+    if not heard:
+        return Property(name, "no", "the format cannot be read piece by piece: a reply is told when it is complete")
+    rest, told = reader.finish()
+    said = "".join(item.text for item in (*heard, *rest) if isinstance(item, Delta))
+    if said != told.content or told.content != renderer.parse(ids).content:
+        return Property(name, "no", f"the pieces are {said!r}, the whole is {told.content!r}")
+    return Property(name, "ok", f"told in {len(heard)} pieces while it is sampled, the same as the whole")
 
 
 def _reasoning(tokenizer: Tokenizer, renderer: Renderer) -> Property:
