@@ -11,7 +11,6 @@ to, and that was not delivered, is forsaken: its generation is stopped. One that
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,7 +24,14 @@ class Exchange:
     """See the module. Made, filled and ended by the session."""
 
     def __init__(
-        self, key: bytes, dialect: Dialect, turn: Turn, *, is_stream: bool, received: Callable[[Exchange], None]
+        self,
+        key: bytes,
+        dialect: Dialect,
+        turn: Turn,
+        *,
+        reply_id: str,
+        is_stream: bool,
+        received: Callable[[Exchange], None],
     ) -> None:
         self.key = key
         self.dialect = dialect
@@ -33,7 +39,7 @@ class Exchange:
         self.received = received  # called once, when the first listener has all of it
         self.turn: Turn | None = turn  # let go when it has been recorded: it holds the whole prompt
         self.prompt_tokens = len(turn.prompt)
-        self.id = secrets.token_hex(12)
+        self.id = reply_id
         self.created = int(time.time())
         self.events: list[Event] = []
         self.told: Told | None = None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -126,6 +127,7 @@ class GatewaySession:
         self._freed = asyncio.Event()  # one that ran has ended
         self._messages: Sequence[Message] = ()
         self._begun = 0
+        self._nonce = secrets.token_hex(9)
         self._is_closed = False
         self._finish_reason = ""
         self._counts: Counter[str] = Counter()
@@ -231,11 +233,13 @@ class GatewaySession:
         turn = turn or await self._begin(ask, size)
         max_tokens = await self._budget(ask, turn, resume)
         self._check_open()  # that may have taken a while
-        exchange = Exchange(key, dialect, turn, is_stream=ask.is_stream, received=self._received)
+        number, self._begun = self._begun, self._begun + 1
+        reply_id = f"{self._nonce}{number:06x}"
+        exchange = Exchange(key, dialect, turn, reply_id=reply_id, is_stream=ask.is_stream, received=self._received)
         self._asked.add(exchange, instead_of=resumed)
         self._running[exchange] = max_tokens
         listener = exchange.listen()
-        exchange.task = asyncio.create_task(self._run_one(exchange, max_tokens, resume), name=f"ask {self._rollout_id}")
+        exchange.task = asyncio.create_task(self._run_one(exchange, number, max_tokens, resume))
         return listener
 
     async def _begin(self, ask: Ask, size: int) -> Turn:
@@ -276,13 +280,12 @@ class GatewaySession:
 
     # --- its completion
 
-    async def _run_one(self, exchange: Exchange, max_tokens: int, resume: Generation | None) -> None:
+    async def _run_one(self, exchange: Exchange, number: int, max_tokens: int, resume: Generation | None) -> None:
         turn = exchange.turn
         assert turn is not None
         telling: Telling | None = None
         if exchange.is_stream:
             telling = Telling(self._renderer, turn, takes_raw_arguments=exchange.dialect.takes_raw_arguments)
-        number, self._begun = self._begun, self._begun + 1
         begun = time.monotonic()
         try:
             with self._watch.call(number, len(turn.prompt)) as seen:

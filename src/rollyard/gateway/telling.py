@@ -34,7 +34,9 @@ class Telling:
         """What was not told yet, and the turn as it was told."""
         rest, parsed = self._reader.finish()
         events = self._events(rest)
-        return events, _parsed("".join(self._content), parsed.reasoning, tuple(self._calls))
+        content, calls = "".join(self._content), tuple(self._calls)
+        is_as_written = content == parsed.content and calls == parsed.tool_calls
+        return events, parsed if is_as_written else _parsed(content, parsed.reasoning, calls)
 
     def _events(self, read: Sequence[Delta | ToolCall]) -> list[Event]:
         events: list[Event] = []

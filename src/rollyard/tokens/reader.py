@@ -60,6 +60,7 @@ class Reader:
         self._calls: list[ToolCall] = []
         self._stops = frozenset(renderer.stop_token_ids)
         self._has_thought = False
+        self._last: tuple[int, Parsed] | None = None  # what the renderer made of so many ids
         self._calls_due = 0  # the length of the turn at which calls are looked for again
         self._waits_from: int | None = None
         markers = renderer.markers
@@ -90,7 +91,7 @@ class Reader:
 
     def finish(self) -> tuple[list[Delta | ToolCall], Parsed]:
         """What is left to tell, and the turn as it was told."""
-        truth = self._renderer.parse(self._ids, self._prompt, self._tools)
+        truth = self._parsed()
         said, thought = self._so_far("text"), self._so_far("reasoning")
         is_as_told = truth.content.startswith(said) and truth.reasoning.startswith(thought)
         if is_as_told:
@@ -204,7 +205,14 @@ class Reader:
         return self._told[kind][0]
 
     def _parsed(self) -> Parsed:
-        return self._renderer.parse(self._ids, self._prompt, self._tools)
+        """The turn so far, as the renderer reads it. A stop token behind what was read before changes nothing."""
+        if self._last is not None:
+            length, parsed = self._last
+            if all(token in self._stops for token in self._ids[length:]):
+                return parsed
+        parsed = self._renderer.parse(self._ids, self._prompt, self._tools)
+        self._last = len(self._ids), parsed
+        return parsed
 
     def _untold(self, at: int) -> list[int]:
         """The ids from there to the first call or the end."""
