@@ -64,6 +64,7 @@ async def gateway(
     engine_options: Mapping[str, Any] | None = None,
     router_settings: RouterSettings | None = None,
     watches: bool = False,
+    send_buffer: int | None = None,
     renderers: Renderers | None = None,
 ) -> AsyncGenerator[Site, None]:
     """`script` is what the engine says (see rollyard.testing.script); `tokenizer` a folder, else the small one.
@@ -93,6 +94,8 @@ async def gateway(
         )
         stack.push_async_callback(session.close)
         listener = socket.create_server(("127.0.0.1", 0))
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # what is accepted inherits it
         doorway = Doorway(listener, limits=DoorwayLimits(connections=256))
         stack.callback(doorway.close)
         await doorway.serve(GatewayApp(session, watches=watches))

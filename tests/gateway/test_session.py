@@ -235,6 +235,36 @@ async def test_an_answered_request_lets_go_of_its_history():
         assert watched() is None
 
 
+# --- streams
+
+
+async def test_a_client_that_does_not_keep_up_gets_all_of_it_in_order():
+    """What cannot be written at once is held for it, and nothing is told twice."""
+    words = " ".join(f"word{number}" for number in range(12_000))
+    reply = Reply(words, tokens_per_s=40_000)
+    options = {"max_context": 1 << 20}
+    sampling = Sampling(max_tokens=1 << 19)
+    async with gateway(says(reply), engine_options=options, sampling=sampling, send_buffer=4096) as site:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.setblocking(False)
+        host, _, port = site.url.removeprefix("http://").partition(":")
+        await asyncio.get_running_loop().sock_connect(raw, (host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=raw, limit=1024)
+        asked = json.dumps(body("go", stream=True, stream_options={"include_usage": True})).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(asked), asked))
+        await site.engine.busy()
+        await site.engine.idle()  # all of it is sampled; the client has read nothing
+        answer = bytearray()
+        while chunk := await reader.read(65536):
+            answer += chunk
+        writer.close()
+        assert _streamed(bytes(answer)) == words
+        assert answer.rstrip().endswith(b"data: [DONE]")
+        (trace,) = site.verified().traces
+        assert trace.is_trainable
+
+
 # --- limits
 
 
