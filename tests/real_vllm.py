@@ -4,11 +4,12 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,14 @@ def serving(folder: Path, log_path: Path) -> Generator[str, None, None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with log_path.open("wb") as log:
+    with ExitStack() as stack, log_path.open("wb") as log:
+        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-"))  # it leaves them where they are
         process = subprocess.Popen(
-            [str(folder / "serve"), str(port)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [str(folder / "serve"), str(port)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "VLLM_RPC_BASE_PATH": sockets},
         )
         try:
             wait_for(f"http://127.0.0.1:{port}/health", process, log_path)

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from rollyard.agents.conversation import NOT_EXTENDED, OTHER_TOOLS
 from rollyard.core import DeadlineExpired, Limits, Sampling, Trajectory, sampling_seed
 from rollyard.core.failure import ContextLimit, PromptTooLong
 from rollyard.engines import Kind
 from rollyard.testing.script import Reply
 from rollyard.tokens import ChatML, verify
+from rollyard.tokens.splice import NOT_EXTENDED, OTHER_TOOLS
 
 from .conftest import USER, call
 

@@ -23,9 +23,7 @@ from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer, ToolCall, ToolSchema, TraceBuilder
 from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments
-
-NOT_EXTENDED = "the renderer could not extend the prompt exactly"
-OTHER_TOOLS = "the tools changed"
+from rollyard.tokens.splice import NOT_EXTENDED, OTHER_TOOLS
 
 
 async def converse(

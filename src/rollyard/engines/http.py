@@ -1,8 +1,8 @@
 """HTTP/1.1 to engines: kept connections, whole replies or streams that are read as their bytes come.
 
-Not aiohttp's client, which every other wing uses: it took a quarter of what a completion costs the gateway, and a task
-has to wake up for each chunk of a stream. Here a chunk is handed to its reader within the read that brought it. The
-parser is httptools; nothing is negotiated that we do not need (no compression, redirects, cookies, proxies).
+Not aiohttp's client, which every other wing uses: it was the largest part of what a completion costs the gateway, and
+a task has to wake up for each chunk of a stream. Here a chunk is handed to its reader within the read that brought it.
+The parser is httptools; nothing is negotiated that we do not need (no compression, redirects, cookies, proxies).
 
 Invariants. A connection carries one exchange at a time and is used again only after a complete reply that allows it. An
 exchange that is cancelled closes its connection. Nothing is sent twice: a kept connection that the engine closes is

@@ -160,13 +160,14 @@ async def _latency(*, each: int, versus: dict[str, Json] | None) -> dict[str, Js
     rate = 60 / ENGINE_S  # the replies have about 60 tokens
     rounds: dict[str, list[Added]] = {"ours": [], "proxy": []}
     base: list[tuple[float, float]] = []
-    with _apart():
+    with _apart() as own:
         async with (
             _engine(script(rate)) as (_, engine_url),
             _gateway(engine_url, STREAMS) as (gateway, urls, _),
             _proxy(engine_url) as (proxy, proxy_url),
         ):
-            _to_itself(gateway, proxy)
+            for middle in (gateway, proxy):
+                os.sched_setaffinity(middle.pid, own)
             for number in range(ROUNDS):
                 note(f"latency: round {number + 1} of {ROUNDS}")
                 direct = await _timed([engine_url] * STREAMS, ENGINE_PATH, each)
@@ -199,25 +200,16 @@ def _median(rounds: Sequence[Added]) -> dict[str, Json]:
 
 
 @contextmanager
-def _apart() -> Generator[None, None, None]:
-    """Client and engine, which it starts, share all cores but one."""
+def _apart() -> Generator[set[int], None, None]:
+    """Yields the last core, for what is between client and engine: these, which this process is and starts, share the
+    others. It is to be measured, not how three processes share two cores. With one core, all have that."""
     cores = os.sched_getaffinity(0)
-    if len(cores) < 2:
-        yield
-        return
-    os.sched_setaffinity(0, cores - {max(cores)})
+    own = {max(cores)}
+    os.sched_setaffinity(0, cores - own or cores)
     try:
-        yield
+        yield own
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def _to_itself(*middles: Meter) -> None:
-    """What is between them has the last core: it is to be measured, not how three processes share two."""
-    cores = range(os.cpu_count() or 1)
-    if len(cores) >= 2:
-        for middle in middles:
-            os.sched_setaffinity(middle.pid, {max(cores)})
 
 
 def _at(times: Sequence[tuple[float, float]], share: float, column: int) -> float:
