@@ -1,10 +1,13 @@
 """The deadline counts work and nothing else."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from rollyard.core import Deadline, DeadlineExpired
+from rollyard.core.deadline import Patience
 
 
 class Clock:
@@ -133,3 +136,90 @@ async def test_an_alarm_stands_still_while_the_clock_is_held():
         assert not rung.is_set()
     await asyncio.wait_for(rung.wait(), 5)
     alarm.stop()
+
+
+# --- patience
+
+
+class _Clock:
+    """A loop whose time is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.armed: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, act: Callable[[], None]) -> Any:
+        entry = (when, act)
+        self.armed.append(entry)
+
+        class Handle:
+            def when(self) -> float:
+                return when
+
+            def cancel(_) -> None:
+                self.armed.remove(entry)
+
+        return Handle()
+
+    def until(self, now: float) -> None:
+        while due := sorted((entry for entry in self.armed if entry[0] <= now), key=lambda entry: entry[0]):
+            self.armed.remove(due[0])
+            self.now = due[0][0]
+            due[0][1]()
+        self.now = now
+
+
+def _patience() -> tuple[_Clock, Patience, list[float]]:
+    clock, rung = _Clock(), []
+    return clock, Patience(cast("Any", clock), lambda: rung.append(clock.now)), rung
+
+
+def test_patience_ends_when_its_bound_is_reached():
+    clock, patience, rung = _patience()
+    patience.set(3)
+    clock.until(10)
+    assert rung == [3]
+    assert clock.armed == []
+
+
+def test_patience_that_is_set_later_waits_for_the_later_bound_with_one_timer():
+    clock, patience, rung = _patience()
+    patience.set(3)
+    clock.until(2)
+    patience.set(5)
+    assert len(clock.armed) == 1
+    clock.until(6.9)
+    assert rung == []
+    clock.until(8)
+    assert rung == [7]
+
+
+def test_patience_that_is_set_earlier_ends_earlier():
+    clock, patience, rung = _patience()
+    patience.set(30)
+    patience.set(2)
+    clock.until(40)
+    assert rung == [2]
+
+
+def test_patience_that_is_off_never_ends_and_can_be_set_again():
+    clock, patience, rung = _patience()
+    patience.set(3)
+    patience.set(None)
+    clock.until(10)
+    assert rung == []
+    patience.set(1)
+    clock.until(12)
+    assert rung == [11]
+
+
+def test_patience_that_has_ended_leaves_nothing_in_the_loop():
+    clock, patience, rung = _patience()
+    patience.set(3)
+    patience.end()
+    assert clock.armed == []
+    clock.until(10)
+    assert rung == []

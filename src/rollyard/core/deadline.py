@@ -150,3 +150,47 @@ class Alarm:
     def _fire(self) -> None:
         self.is_expired = True
         self._act()
+
+
+class Patience:
+    """A bound that is set anew far more often than it is reached: a connection's phases, say.
+
+    Setting it later, or off, costs no timer: the one that is armed looks, when it rings, how long there is still to
+    wait."""
+
+    __slots__ = ("_act", "_due", "_loop", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+        self._loop = loop
+        self._act = act
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, bound_s: float | None) -> None:
+        """From now on so long; None: for ever."""
+        if bound_s is None:
+            self._due = None
+            return
+        self._due = due = self._loop.time() + bound_s
+        if self._timer is not None and self._timer.when() > due:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(due, self._ring)
+
+    def end(self) -> None:
+        """For good: nothing of it stays in the loop."""
+        self._due = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        if self._loop.time() < self._due:
+            self._timer = self._loop.call_at(self._due, self._ring)
+            return
+        self._due = None
+        self._act()

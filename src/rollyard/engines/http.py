@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from rollyard.core.deadline import Patience
+
 CONNECT_S = 10.0
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that we, and not the engine, close an idle connection
 DRAIN_S = 1.0  # for the end of a reply after its reader has all of it: only then can its connection be used again
@@ -137,7 +139,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
         self._waiter: asyncio.Future[HttpReply] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._patience = Patience(loop, self.abort)
         self._is_in_use = False  # an exchange's reply has not come to its end
         self._begin(0, None)
 
@@ -155,7 +157,7 @@ class _Connection(asyncio.Protocol):
     async def exchange(self, head: bytes, body: bytes, most: int, on_body: OnBody | None) -> HttpReply:
         if self._transport is None or self._transport.is_closing():
             raise HttpFailure("it closed the connection")
-        self._set_timer(None)
+        self._patience.set(None)
         self._begin(most, on_body)
         self._parser = httptools.HttpResponseParser(self)
         self._is_in_use = True
@@ -192,7 +194,7 @@ class _Connection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._set_timer(None)
+        self._patience.end()
         self._owner.forget(self)
         self._transport = self._parser = None  # the parser and this hold each other
         if self._has_head and not self._is_framed and exc is None:  # a reply that ends with its connection
@@ -223,7 +225,7 @@ class _Connection(asyncio.Protocol):
         if self._is_stream and self._on_body is not None:
             if self._on_body(body):
                 self._tell()
-                self._set_timer(DRAIN_S)
+                self._patience.set(DRAIN_S)
             return
         self._body += body
         if len(self._body) > self._most:
@@ -235,7 +237,7 @@ class _Connection(asyncio.Protocol):
         is_kept = self._parser.should_keep_alive()
         self._end()
         if is_kept and self.is_open:
-            self._set_timer(KEEPALIVE_S)
+            self._patience.set(KEEPALIVE_S)
             self._owner.keep(self)
         else:
             self.abort()
@@ -256,9 +258,3 @@ class _Connection(asyncio.Protocol):
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)
         self.abort()
-
-    def _set_timer(self, bound_s: float | None) -> None:
-        """After that time it is closed."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(bound_s, self.abort) if bound_s is not None else None

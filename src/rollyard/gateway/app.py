@@ -14,14 +14,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
-from rollyard.gateway.base import Ask, Dialect, Problem
+from rollyard.gateway.base import Ask, Dialect, Event, Problem, Told, Writer
 from rollyard.gateway.dialects.chat import Chat, model_body, models_body
 from rollyard.gateway.dialects.messages import Messages
 from rollyard.gateway.dialects.responses import Responses
@@ -37,6 +38,16 @@ KEEP_ALIVE_S = 15.0
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+SEND_NOW = "rollyard.send_now"
+"""The doorway's own way to send: see `SendNow`."""
+
+
+class SendNow(Protocol):
+    """Sends part of a body at once; False: it could not, and nothing was sent."""
+
+    def __call__(self, body: bytes, *, is_end: bool) -> bool: ...
+
 
 CHAT, RESPONSES, MESSAGES = Chat(), Responses(), Messages()
 DIALECTS: Mapping[str, Dialect] = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
@@ -82,12 +93,15 @@ class GatewayApp:
             await refuse(send, dialect, Problem("internal", f"{type(error).__name__}; see the service's log"), ask)
             return
         try:
-            await self._told(dialect, ask, listener, receive, send)
+            send_now = None if self._watches else scope.get("extensions", {}).get(SEND_NOW)
+            await self._told(dialect, ask, listener, receive, send, send_now)
         finally:
             listener.leave()
 
-    async def _told(self, dialect: Dialect, ask: Ask, listener: Listener, receive: Receive, send: Send) -> None:
-        tell = _stream if ask.is_stream else _whole
+    async def _told(
+        self, dialect: Dialect, ask: Ask, listener: Listener, receive: Receive, send: Send, send_now: SendNow | None
+    ) -> None:
+        tell = partial(_stream, send_now=send_now) if ask.is_stream else _whole
         if not self._watches:
             await tell(dialect, ask, listener, send)
             return
@@ -120,7 +134,7 @@ async def _whole(dialect: Dialect, ask: Ask, listener: Listener, send: Send) -> 
     listener.delivered()
 
 
-async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send) -> None:
+async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send, send_now: SendNow | None = None) -> None:
     exchange = listener.exchange
     batch = await listener.next(FIRST_S)
     if batch is None and exchange.problem is not None:
@@ -129,20 +143,57 @@ async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send) ->
     writer = dialect.writer(ask, exchange.id, exchange.created, exchange.prompt_tokens)
     request_id = (b"x-request-id", exchange.id.encode())
     await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]})
+    relay = _Relay(writer, send_now)
     lead = writer.begin()
     while batch is not None:
+        lead += relay.taken()
         lead += b"".join(map(writer.event, batch)) if batch else writer.keep_alive()
         if not listener.is_done:  # else it goes out with the end
             await send({"type": "http.response.body", "body": lead, "more_body": True})
             lead = b""
+            relay.listen_to(listener)
         batch = await listener.next(KEEP_ALIVE_S)
+    lead += relay.taken()
+    if relay.has_ended and not lead:
+        return  # all of it is out
     told = exchange.told
     if told is None:
         problem = exchange.problem or Problem("internal", "the answer was lost")
         await send({"type": "http.response.body", "body": lead + writer.error(problem), "more_body": False})
         return
-    await send({"type": "http.response.body", "body": lead + writer.end(told), "more_body": False})
+    end = b"" if relay.has_ended else writer.end(told)
+    await send({"type": "http.response.body", "body": lead + end, "more_body": False})
     listener.delivered()
+
+
+class _Relay:
+    """From the engine's read to the client's socket in one go, while the client keeps up. What it could not send it
+    holds for the answer's own task, and takes no more until that has it."""
+
+    def __init__(self, writer: Writer, send_now: SendNow | None) -> None:
+        self.has_ended = False
+        self._writer = writer
+        self._send_now = send_now
+        self._left = b""
+
+    def listen_to(self, listener: Listener) -> None:
+        if self._send_now is not None and not self._left and not self.has_ended:
+            listener.relay = self
+
+    def taken(self) -> bytes:
+        left, self._left = self._left, b""
+        return left
+
+    def __call__(self, events: Sequence[Event], told: Told | None) -> bool:
+        assert self._send_now is not None
+        data = b"".join(map(self._writer.event, events))
+        if told is not None:
+            data += self._writer.end(told)
+            self.has_ended = True
+        if self._send_now(data, is_end=self.has_ended):
+            return True
+        self._left = data
+        return False
 
 
 class _Gone(Exception):

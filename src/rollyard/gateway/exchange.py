@@ -75,8 +75,8 @@ class Exchange:
             self.wake()
 
     def wake(self) -> None:
-        for listener in self.listeners:
-            listener.news.set()
+        for listener in list(self.listeners):
+            listener.hear()
 
     def recorded(self) -> None:
         """It is in the book: lets go of what was only for that."""
@@ -92,16 +92,38 @@ class Exchange:
         return [*lead, *told.calls]
 
 
+Relay = Callable[[Sequence[Event], Told | None], bool]
+"""Passes events on at once, and with a `Told` the end. False: it has them, and somebody must come for them."""
+
+
 class Listener:
     """One connection that waits for an exchange."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.news = asyncio.Event()
+        self.relay: Relay | None = None
+        self._is_held_up = False  # its relay could not pass something on
         self._at = 0
         exchange.listeners.add(self)
         if exchange.is_delivered and exchange.is_stream and not exchange.events:
             exchange.events = exchange.replayed()
+
+    def hear(self) -> None:
+        """There is something new. What the relay passes on, nobody has to wake up for."""
+        relay, exchange = self.relay, self.exchange
+        if relay is not None and exchange.problem is None:
+            batch, told = exchange.events[self._at :], exchange.told
+            if not batch and told is None:
+                return
+            self._at += len(batch)
+            if relay(batch, told):
+                if told is not None:
+                    self.delivered()
+                    self.news.set()
+                return
+            self.relay, self._is_held_up = None, True
+        self.news.set()
 
     async def told(self) -> Told:
         """The whole turn, when it is there; or the Problem."""
@@ -114,13 +136,17 @@ class Listener:
         return exchange.told
 
     async def next(self, within_s: float) -> list[Event] | None:
-        """The events since the last call; an empty list if none came in time; None when there are no more."""
+        """The events since the last call; an empty list if none came in time, or if the relay was held up; None when
+        there are no more."""
         exchange = self.exchange
         try:
             async with asyncio.timeout(within_s):
                 while self._at >= len(exchange.events):
                     if self.is_done:
                         return None
+                    if self._is_held_up:
+                        self._is_held_up = False
+                        return []
                     self.news.clear()
                     await self.news.wait()
         except TimeoutError:
@@ -133,6 +159,8 @@ class Listener:
     def is_done(self) -> bool:
         """Nothing more will come than what has been heard."""
         exchange = self.exchange
+        if self not in exchange.listeners:  # its relay has delivered all of it
+            return True
         is_ended = exchange.told is not None or exchange.problem is not None
         return is_ended and self._at >= len(exchange.events)
 

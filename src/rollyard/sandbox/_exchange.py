@@ -24,12 +24,18 @@ AsgiApp = Callable[
     Awaitable[None],
 ]
 
+SEND_NOW = "rollyard.send_now"
+"""What an app finds in its scope's extensions: see `Exchange.send_now`."""
+
 _BAD_NAME = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")
 _BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class Line(Protocol):
     """The connection that an exchange happens on."""
+
+    @property
+    def is_writable(self) -> bool: ...
 
     def wants_body(self) -> None: ...
 
@@ -60,6 +66,7 @@ class Exchange:
         self._is_told = False  # the app has had the end of the body
         self._news = asyncio.Event()
         self._left_bytes: int | None = None  # of an answer whose length was announced; None: chunked
+        scope.setdefault("extensions", {})[SEND_NOW] = self.send_now
 
     async def run(self, app: AsgiApp, owner: str) -> None:
         try:
@@ -139,10 +146,23 @@ class Exchange:
         if message.get("more_body", False):
             await self._line.drained()
         else:
-            self.is_complete = True
-            self._body.clear()
-            self._news.set()
-            self._line.answered()
+            self._complete()
+
+    def send_now(self, body: bytes, *, is_end: bool) -> bool:
+        """Part of an answer that has begun, from wherever the app has it, without a task that wakes up for it. False:
+        nothing was sent; the client does not keep up, or is gone, and the app's own `send` has to see to that."""
+        if self._is_gone or not self._is_started or self.is_complete or not self._line.is_writable:
+            return False
+        self._transport.write(self._framed(body, is_end=is_end))
+        if is_end:
+            self._complete()
+        return True
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._body.clear()
+        self._news.set()
+        self._line.answered()
 
     def _head(self, status: int, headers: Any) -> bytes:
         parts = [b"HTTP/1.1 %d %s\r\n" % (status, _phrase(status))]

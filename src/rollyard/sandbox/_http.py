@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import httptools
 
+from rollyard.core.deadline import Patience
 from rollyard.sandbox._exchange import AsgiApp, Exchange
 
 HIGH_WATER_BYTES = 64 << 10
@@ -71,7 +72,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._phase: Phase = "idle"
-        self._timer: asyncio.TimerHandle | None = None
+        self._patience = Patience(loop, self._too_slow)
         self._is_last = False  # nothing more is read as a request
         self._is_paused = False
         self._writable: asyncio.Future[None] | None = None  # somebody waits for room to write
@@ -98,7 +99,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._desk.connections.discard(self)
-        self._set_timer(None)
+        self._patience.end()
         self._is_last = True
         self.resume_writing()
         if self._exchange is not None:
@@ -156,12 +157,7 @@ class Connection(asyncio.Protocol):
     def _enter(self, phase: Phase, bound_s: float | None) -> None:
         self._phase = phase
         self._raw_bytes = 0
-        self._set_timer(bound_s)
-
-    def _set_timer(self, bound_s: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(bound_s, self._too_slow) if bound_s is not None else None
+        self._patience.set(bound_s)
 
     def _too_slow(self) -> None:
         if self._phase == "headers":
@@ -169,7 +165,7 @@ class Connection(asyncio.Protocol):
         elif self._phase != "body":
             self.abort()
         elif self._is_paused:  # it is the app that does not read
-            self._set_timer(self._desk.limits.body_s)
+            self._patience.set(self._desk.limits.body_s)
         else:
             self._refuse(408)
 
@@ -280,6 +276,10 @@ class Connection(asyncio.Protocol):
         if self._is_paused and self._transport is not None and not self._transport.is_closing():
             self._is_paused = False
             self._transport.resume_reading()
+
+    @property
+    def is_writable(self) -> bool:
+        return self._writable is None
 
     def wants_body(self) -> None:
         self._resume()
