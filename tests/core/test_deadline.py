@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -154,15 +155,7 @@ class _Clock:
     def call_at(self, when: float, act: Callable[[], None]) -> Any:
         entry = (when, act)
         self.armed.append(entry)
-
-        class Handle:
-            def when(self) -> float:
-                return when
-
-            def cancel(_) -> None:
-                self.armed.remove(entry)
-
-        return Handle()
+        return SimpleNamespace(when=lambda: when, cancel=lambda: self.armed.remove(entry))
 
     def until(self, now: float) -> None:
         while due := sorted((entry for entry in self.armed if entry[0] <= now), key=lambda entry: entry[0]):

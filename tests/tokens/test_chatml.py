@@ -1,10 +1,16 @@
 import json
+import shutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.tokens import ChatML, Tokenizer
+
 from .strategies import assistant, conversations, plain, said, spiked, tools
+
+ASKING = "<|im_start|>assistant\n"
 
 
 @given(messages=conversations(), tool_schemas=tools)
@@ -142,3 +148,42 @@ def test_arguments_may_be_nested_as_deeply_as_a_model_likes(small, chatml, depth
     raw = f'{{"name": "shell", "arguments": {{"command": {"[" * depth}{"]" * depth}}}}}'
     (call,) = chatml.parse(small.encode(f"<tool_call>{raw}</tool_call>")).tool_calls
     assert (call.arguments is None) == bool(call.error)
+
+
+@given(messages=conversations(spiked), tool_schemas=tools)
+def test_a_prompt_encoded_in_pieces_is_the_prompt_encoded_whole(small, chatml, messages, tool_schemas):
+    whole = small.encode(chatml.render_text(messages, tool_schemas) + ASKING)
+    assert chatml.render(messages, tool_schemas) == whole
+    assert chatml.render(messages, tool_schemas) == whole  # again, as it is remembered
+
+
+@given(
+    messages=conversations(spiked), turn=assistant(plain), new=said(spiked), tail=st.sampled_from(["", "<|im_end|>"])
+)
+def test_what_is_appended_in_pieces_is_what_is_appended_whole(small, chatml, messages, turn, new, tail):
+    prompt, sampled = chatml.render(messages), small.encode(f"{turn['content']}{tail}")
+    lead = "\n" if tail else "<|im_end|>\n"
+    whole = small.encode(f"{lead}{chatml.render_text([turn, *new])[len(chatml.render_text([turn])) :]}{ASKING}")
+    assert chatml.extend(prompt, sampled, new) == [*prompt, *sampled, *whole]
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+@pytest.mark.parametrize("token", ["<|im_start|>", "<|im_end|>"])
+def test_a_prompt_is_not_cut_at_a_token_that_takes_from_what_is_around_it(tmp_path, token, flag):
+    shutil.copytree(tokenizer_dir(), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    next(added for added in raw["added_tokens"] if added["content"] == token)[flag] = True
+    file.write_text(json.dumps(raw))
+    greedy = Tokenizer(tmp_path)
+    renderer = ChatML(greedy)
+    assert not greedy.stands_alone(token)
+    messages = [{"role": "system", "content": "hello"}, {"role": "user", "content": "x "}]
+    prompt = renderer.render(messages)
+    assert prompt == greedy.encode(renderer.render_text(messages) + ASKING)
+    longer = renderer.extend(prompt, greedy.encode("yes"), messages[1:])
+    assert longer == [
+        *prompt,
+        *greedy.encode("yes"),
+        *greedy.encode(f"<|im_end|>\n<|im_start|>user\nx <|im_end|>\n{ASKING}"),
+    ]

@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
 from rollyard.core import Deadline, DeadlineExpired, Json, Message, Run, Task, Trace, sampling_seed
+from rollyard.core.eager import start_now
 from rollyard.core.failure import (
     EngineFailure,
     EngineRefused,
@@ -239,7 +240,7 @@ class GatewaySession:
         self._asked.add(exchange, instead_of=resumed)
         self._running[exchange] = max_tokens
         listener = exchange.listen()
-        exchange.task = asyncio.create_task(self._run_one(exchange, number, max_tokens, resume))
+        exchange.task = start_now(self._run_one(exchange, number, max_tokens, resume))
         return listener
 
     async def _begin(self, ask: Ask, size: int) -> Turn:

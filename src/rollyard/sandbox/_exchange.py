@@ -68,6 +68,10 @@ class Exchange:
         self._left_bytes: int | None = None  # of an answer whose length was announced; None: chunked
         scope.setdefault("extensions", {})[SEND_NOW] = self.send_now
 
+    @property
+    def is_wanted(self) -> bool:
+        return not (self._is_gone or self.is_complete)
+
     async def run(self, app: AsgiApp, owner: str) -> None:
         try:
             await app(self._scope, self._receive, self._send)

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import httptools
 
 from rollyard.core.deadline import Patience
+from rollyard.core.eager import start_now
 from rollyard.sandbox._exchange import AsgiApp, Exchange
 
 HIGH_WATER_BYTES = 64 << 10
@@ -75,6 +76,7 @@ class Connection(asyncio.Protocol):
         self._patience = Patience(loop, self._too_slow)
         self._is_last = False  # nothing more is read as a request
         self._is_paused = False
+        self._is_to_start = False  # a request whose app has not been called yet
         self._writable: asyncio.Future[None] | None = None  # somebody waits for room to write
         self._raw_bytes = 0  # of this phase, framing included
         self._begin()
@@ -127,6 +129,18 @@ class Connection(asyncio.Protocol):
             self._refuse(431)
         elif self._phase == "body" and self._raw_bytes > 8 * self._body_bytes + limits.header_bytes:
             self._refuse(400)  # more framing than body: chunk extensions or trailers without end
+        if self._is_to_start:
+            self._start()
+
+    def _start(self) -> None:
+        """Outside of the parser, and with as much of the body as came along: mostly all of it."""
+        self._is_to_start = False
+        if self._exchange is not None and self._exchange.is_wanted:
+            task = self._exchange.task = start_now(self._exchange.run(self._desk.app, self._desk.owner))
+            self._desk.tasks.add(task)
+            task.add_done_callback(self._desk.tasks.discard)
+            if self._desk.is_closed:  # the app itself did that
+                task.cancel()
 
     def _without_upgrade(self) -> bytes:
         """The request's head as it would be without the offer, for a parser that does not wait for its acceptance."""
@@ -244,9 +258,7 @@ class Connection(asyncio.Protocol):
         self._enter("body", limits.body_s)
         assert self._transport is not None
         self._exchange = Exchange(self, self._transport, scope, is_last=not self._parser.should_keep_alive())
-        task = self._exchange.task = self._loop.create_task(self._exchange.run(self._desk.app, self._desk.owner))
-        self._desk.tasks.add(task)
-        task.add_done_callback(self._desk.tasks.discard)
+        self._is_to_start = True
 
     def on_body(self, body: bytes) -> None:
         if self._is_last or self._exchange is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 from rollyard.core import Json, Message
 from rollyard.tokens.base import Markers, Parsed, ToolSchema
@@ -33,8 +34,11 @@ _TOOLS_FOOTER = (
 )
 
 MAX_KEPT, MAX_KEPT_CHARS = 256, 1 << 16
-"""First prompts that are remembered, since the rollouts of one task share it: encoding tools and instruction is the
-dearest step of a short rollout."""
+"""First turns, and what follows them in first prompts, that are remembered. The rollouts of one task share both, those
+of one agent its system turn with the tools: encoding these is the dearest step of a short rollout."""
+
+_OPEN = "<|im_start|>"
+_ASKING = "<|im_start|>assistant\n"
 
 
 class ChatML:
@@ -52,19 +56,22 @@ class ChatML:
         self._newline = tokenizer.encode("\n")
         stops = dict.fromkeys((close, tokenizer.eos_token_id, tokenizer.special_id("<|endoftext|>")))
         self.stop_token_ids: tuple[int, ...] = tuple(token for token in stops if token is not None)
-        self._rendered: dict[str, array[int]] = {}  # the members of a group begin alike
+        self._kept = lru_cache(MAX_KEPT)(self._encoded)
+        is_cut = tokenizer.stands_alone(_OPEN) and tokenizer.stands_alone("<|im_end|>")
+        self._asking = tokenizer.encode(_ASKING) if is_cut else None  # None: text is encoded only as a whole
         self.markers = qwen_markers(tokenizer) or Markers(is_text=True)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        text = self.render_text(messages, tools) + "<|im_start|>assistant\n"
-        ids = self._rendered.get(text)
-        if ids is None:
-            ids = array("i", self._tokenizer.encode(text))
-            if len(text) <= MAX_KEPT_CHARS:
-                if len(self._rendered) >= MAX_KEPT:
-                    del self._rendered[next(iter(self._rendered))]
-                self._rendered[text] = ids
-        return ids.tolist()
+        text = self.render_text(messages, tools) + _ASKING
+        second = text.find(_OPEN, len(_OPEN))  # what users and tools say is escaped: it is not found there
+        parts = (text,) if self._asking is None else (text[:second], text[second:])
+        ids: list[int] = []
+        for part in parts:
+            ids += self._kept(part) if len(part) <= MAX_KEPT_CHARS else self._tokenizer.encode(part)
+        return ids
+
+    def _encoded(self, text: str) -> array[int]:
+        return array("i", self._tokenizer.encode(text))
 
     def render_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         """A whole conversation as escaped text, without the prompt for the next turn."""
@@ -88,14 +95,17 @@ class ChatML:
     ) -> list[int] | None:
         if any(message.get("role") == "assistant" for message in new_messages):
             return None  # an assistant turn that was not sampled here: the history was rewritten
-        ids = [*prompt_ids, *sampled_ids]
         newline = self._newline
         if sampled_ids and list(sampled_ids[-1 - len(newline) :]) == [self._close, *newline]:
-            lead = ""
+            lead, lead_ids = "", []
+        elif sampled_ids and sampled_ids[-1] == self._close:
+            lead, lead_ids = "\n", newline
         else:
-            lead = "\n" if sampled_ids and sampled_ids[-1] == self._close else "<|im_end|>\n"
-        ids += self._tokenizer.encode(f"{lead}{self._turns(new_messages)}<|im_start|>assistant\n")
-        return ids
+            lead, lead_ids = "<|im_end|>\n", [self._close, *newline]
+        new = self._turns(new_messages)
+        if self._asking is None:
+            return [*prompt_ids, *sampled_ids, *self._tokenizer.encode(f"{lead}{new}{_ASKING}")]
+        return [*prompt_ids, *sampled_ids, *lead_ids, *self._tokenizer.encode(new), *self._asking]
 
     def parse(
         self, sampled_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSchema] = ()

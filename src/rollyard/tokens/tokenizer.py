@@ -57,6 +57,7 @@ class Tokenizer:
                 self.special_tokens[key] = text
         added = cast("Mapping[int, Any]", self._backend.get_added_tokens_decoder())
         self._added: tuple[str, ...] = tuple(str(token.content) for token in added.values())
+        self._flags = {str(token.content): token for token in added.values()}
         self.all_special_tokens: list[str] = [str(token.content) for token in added.values() if token.special]
         longest_first = sorted((token for token in self._added if len(token) > 1), key=len, reverse=True)
         self._literal = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -88,6 +89,14 @@ class Tokenizer:
     def special_id(self, token: str) -> int | None:
         """The same, but only for a token that text is searched for before anything else."""
         return self.token_id(token) if token in self._added else None
+
+    def stands_alone(self, token: str) -> bool:
+        """Whether text may be cut before and behind this token and encoded piece by piece: it is found before anything
+        else, takes nothing of what is around it, and is part of no other such token."""
+        flags = self._flags.get(token)
+        if flags is None or flags.lstrip or flags.rstrip or flags.single_word or flags.normalized:
+            return False
+        return not any(token in other for other in self._added if other != token)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         if isinstance(tokens, str):
