@@ -6,8 +6,9 @@ import pytest
 import pytest_asyncio
 
 from rollyard.core.failure import EvalDeadline, TaskInvalid, VerifierCrashed
+from rollyard.envs.children import WORKERS
 from rollyard.envs.math import MathEnvironment, last_boxed
-from rollyard.envs.math_judge import WORKERS, MathJudge
+from rollyard.envs.math_judge import MathJudge
 
 from .conftest import context, evidence, task
 
@@ -60,7 +61,7 @@ async def test_questions_share_few_processes(math):
     given = context(task("math", DATA))
     scores = await asyncio.gather(*(math.eval(given, evidence("\\boxed{0.5}")) for _ in range(8)))
     assert [score.reward for score in scores] == [1.0] * 8
-    assert 1 <= len(math._judge._idle) <= 2
+    assert 1 <= len(math._judge.children.idle) <= 2
 
 
 async def test_no_sandbox_is_asked_for_and_the_hint_is_given(math):
@@ -85,7 +86,7 @@ async def test_an_answer_that_hangs_the_verifier_is_the_policys_fault_and_the_pr
     judge.answer_s = 0.2
     with pytest.raises(EvalDeadline, match=r"did not decide within 0\.2 s"):
         await judge.is_same("1", "2")
-    assert judge._idle == []
+    assert judge.children.idle == []
 
 
 async def test_waiting_for_others_answers_is_not_the_policys_fault():
@@ -133,7 +134,7 @@ async def test_a_cancelled_question_leaves_no_process():
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    assert judge._idle == []
+    assert judge.children.idle == []
     assert "600" not in children()
 
 

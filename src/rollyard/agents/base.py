@@ -8,7 +8,7 @@ conversation or the gateway, not the agent, holds the traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -20,6 +20,16 @@ from rollyard.sandbox.base import Bind, Sandbox
 from rollyard.sandbox.python import PortablePython
 from rollyard.tokens.base import Parsed, ToolSchema
 from rollyard.tools.base import Tool
+
+
+class Solved(Protocol):
+    """What an environment's own solution says."""
+
+    @property
+    def answer(self) -> str | None: ...
+
+    @property
+    def messages(self) -> tuple[Message, ...]: ...
 
 
 class Conversation(Protocol):
@@ -70,6 +80,7 @@ class AgentContext:
     metrics: Metrics | None = None
     lost: Sequence[LostAttempt] = ()  # earlier attempts at this rollout
     python: PortablePython | None = None  # ours, in the sandbox, if the agent's outfit asked for it
+    solve: Callable[[], Awaitable[Solved]] | None = None  # the environment's own solution of the task, done here
 
     @property
     def conversation(self) -> Conversation:
@@ -94,7 +105,8 @@ class Outfit:
 
 
 class Agent(Protocol):
-    """Two things more are optional: `needs_gateway: ClassVar[bool]` (then the context has a gateway, and no tools), and
+    """Three things more are optional: `needs_gateway: ClassVar[bool]` (then the context has a gateway, and no tools),
+    `needs_model: ClassVar[bool]` (False: no engine is asked for, and the conversation has nobody at its other end), and
     `outfit(task) -> Outfit`."""
 
     name: ClassVar[str]
@@ -111,6 +123,10 @@ class Agent(Protocol):
 
 def needs_gateway(agent: Agent) -> bool:
     return bool(getattr(agent, "needs_gateway", False))
+
+
+def needs_model(agent: Agent) -> bool:
+    return bool(getattr(agent, "needs_model", True))
 
 
 def outfit_of(agent: Agent, task: Task) -> Outfit:

@@ -87,7 +87,7 @@ class HarnessAgent:
         if sandbox is None or sandbox.doorway is None:
             raise TaskInvalid(f"the agent {self.name} needs a sandbox with a doorway, which this runtime has not")
         preset = self._with_options(context.task)
-        values = _values(preset, messages, sandbox.doorway.url)
+        values = _values(preset, messages, sandbox.doorway.url, sandbox.spec.workdir)
         oom_kills = sandbox.oom_kills
         program = Program(sandbox, context.beat)
         try:
@@ -204,7 +204,7 @@ def _string(where: str, text: str, values: Mapping[str, str]) -> str:
     return string
 
 
-def _values(preset: Preset, messages: Sequence[Message], root_url: str) -> dict[str, str]:
+def _values(preset: Preset, messages: Sequence[Message], root_url: str, workdir: str) -> dict[str, str]:
     values = {
         **machine_values(),
         "instruction": instruction_of(messages),
@@ -214,7 +214,7 @@ def _values(preset: Preset, messages: Sequence[Message], root_url: str) -> dict[
         "home": HOME_INSIDE,
         "install": INSTALL_INSIDE,
     }
-    values["workdir"] = render(preset.workdir, values)
+    values["workdir"] = render(preset.workdir, values) if preset.workdir else workdir
     return values
 
 

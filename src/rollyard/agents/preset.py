@@ -6,7 +6,7 @@
     dialect = "chat"                  # what it speaks: chat, responses or messages; any: the user's own business
     command = ["{{python}}", "-m", "my_agent", "--task", "{{instruction}}"]
     stdin = ""                        # what it reads; nothing by default
-    workdir = "/workspace"            # where it starts
+    workdir = ""                      # where it starts; empty: where the environment says
     model = "policy"                  # the name that it is told; the gateway takes any and echoes it
 
     [env]                             # added to the sandbox's own; HOME is {{home}} unless set here
@@ -145,7 +145,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     dialect: Literal["chat", "responses", "messages", "any"] = "any"
     command: tuple[str, ...] = ()
     stdin: str = ""
-    workdir: str = "/workspace"
+    workdir: str = ""
     model: str = "policy"
     env: dict[str, str] = msgspec.field(default_factory=dict)
     files: tuple[PresetFile, ...] = ()
@@ -261,7 +261,7 @@ def _check(preset: Preset) -> None:
             raise PresetError(where, wrong)
     if names_in(preset.model) or len(preset.model) > MOST_NAME_CHARS:
         raise PresetError("model", f"a name of at most {MOST_NAME_CHARS} characters was expected, and no template")
-    if not preset.workdir.startswith(("/", "{{")):
+    if preset.workdir and not preset.workdir.startswith(("/", "{{")):
         raise PresetError("workdir", "an absolute path was expected")
     for name in preset.env:
         if not name or "=" in name or "\0" in name or len(name) > MOST_NAME_CHARS:

@@ -7,11 +7,9 @@ this machine is not disturbed.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,15 +17,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollyard.cli._console import AsJson, Trouble, note, print_json, run
+from rollyard.cli._solo import default_runtime, solo_workshop
 from rollyard.cli._tasks import TaskLine, read_task
 
 if TYPE_CHECKING:
     from rollyard.core import Artifact, Message, Rollout, Score
     from rollyard.pipeline import Workshop
     from rollyard.pipeline.stages import Kit
-    from rollyard.sandbox.images import ImageStore
-
-LAYER_BYTES = 1 << 40  # one set-up, for one visit
 
 LEASE_S = 7 * 86_400.0  # a person may think for long; if this process dies, the lifeline ends the sandbox
 
@@ -74,11 +70,11 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
 
     try:
         wanted = to_task(line.task, {})
-        name = runtime or wanted.sandbox.runtime or _default_runtime()
+        name = runtime or wanted.sandbox.runtime or default_runtime()
         wanted = replace(wanted, sandbox=replace(wanted.sandbox, runtime=name))
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollyard-shell-"))
-            shop = await stack.enter_async_context(_workshop(Path(folder), name))
+            shop = await stack.enter_async_context(solo_workshop(Path(folder), name))
             rollout = Rollout(id="shell", run="shell", task=wanted)
             shop.check(wanted, Run("shell"))
             kit = await stages.init(shop, rollout, Deadline(wanted.limits.init_s), lease_s=LEASE_S)
@@ -89,7 +85,7 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
                 status = await (interact if sys.stdin.isatty() else pipe)(kit.sandbox)
                 if not evaluate:
                     return Visit(status)
-                saved = await shop.artifacts.save(kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt)
+                saved = await stages.collect(shop, rollout, kit)
                 if kit.plan.eval_mode == "same":
                     await kit.freeze(shop.layers_of(wanted))
             finally:
@@ -117,56 +113,6 @@ async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list[Artifac
         )
     except DeadlineExpired:
         raise Trouble(f"the checks were not done in {clock.budget_s:g} s", "raise limits.eval_s") from None
-
-
-@asynccontextmanager
-async def _workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, None]:
-    """What the stages need, for one sandbox at a time and without an engine."""
-    from rollyard.agents.install import AgentShelf
-    from rollyard.agents.registry import Agents
-    from rollyard.engines.router import Router, RouterSettings
-    from rollyard.envs.registry import Environments
-    from rollyard.pipeline import ArtifactFolder, Renderers, Workshop
-    from rollyard.sandbox.layers import Layers
-    from rollyard.service.build import AGENTS
-    from rollyard.service.runtimes import NAMES, make_runtime
-    from rollyard.service.settings import load_settings
-
-    if runtime not in NAMES:
-        raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(NAMES)}")
-    settings = load_settings({}, os.environ, None).settings
-    async with (
-        make_runtime(runtime, settings, folder / "sandboxes") as made,
-        Layers(made.layer_root, LAYER_BYTES, remove=made.remove) as layers,
-        Router(RouterSettings()) as router,
-        Environments() as environments,
-    ):
-        yield Workshop(
-            runtimes={runtime: made},
-            default_runtime=runtime,
-            router=router,
-            environments=environments,
-            agents=Agents(shelf=AgentShelf(settings.data_dir / AGENTS)),
-            renderers=Renderers(),
-            artifacts=ArtifactFolder(folder / "artifacts"),
-            layers={runtime: layers},
-            images=_image_store(),
-        )
-
-
-def _image_store() -> ImageStore:
-    """The service's own: what a task may name there, it may here."""
-    from rollyard.sandbox.images import ImageStore
-    from rollyard.service.build import IMAGES
-    from rollyard.service.settings import load_settings
-
-    return ImageStore(load_settings({}, os.environ).settings.data_dir / IMAGES)
-
-
-def _default_runtime() -> str:
-    from rollyard.service.settings import load_settings
-
-    return load_settings({}, os.environ).settings.runtime
 
 
 def _tell(messages: tuple[Message, ...]) -> None:

@@ -1,6 +1,6 @@
 """Where a task happens, what the agent is told, how it is scored."""
 
-from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Judge, Plan, Start
+from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Judge, Plan, Solution, Start
 from rollyard.envs.registry import Environments
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "Evidence",
     "Judge",
     "Plan",
+    "Solution",
     "Start",
 ]

@@ -15,16 +15,21 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from rollyard.core import Artifact, Json, Message, Score, Task, Trajectory
+from rollyard.core.failure import TaskInvalid
 from rollyard.engines.base import ChatReply
 from rollyard.envs.protected import PROTECTED
-from rollyard.sandbox.base import Bind, ExecResult, Sandbox
-from rollyard.tools.base import ToolKind, ToolSource
+from rollyard.sandbox.base import WORKDIR, Bind, ExecResult, Sandbox
+from rollyard.tools.base import Tool, ToolKind, ToolSource
+
+COLLECT_S = 120.0
+"""For `collect`, of which RUN's clock does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Plan:
 
     needs_sandbox: bool = True
     eval_needs_sandbox: bool = True
+    workdir: str = WORKDIR  # where the agent begins, and the checks; of the image, where it is not ours
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     artifacts: tuple[ArtifactRule, ...] = ()
     is_reevaluable: bool = True  # EVAL needs nothing but what was saved: after a restart it is done again, not RUN
@@ -60,6 +66,17 @@ class Start:
 
     messages: tuple[Message, ...]
     tools: tuple[ToolKind | ToolSource, ...] = ()  # those that the environment brings, beside the agent's own
+    info: dict[str, Json] = field(default_factory=dict[str, Json])
+    """For EVAL, which may run in another process: as it is when RUN ends, it is in `Trajectory.info`. Tools may
+    change it until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a perfect agent says and does, as `solve` has just done it."""
+
+    answer: str | None = None  # as if given to the finish tool
+    messages: tuple[Message, ...] = ()  # what it said; where there are none, its answer is the last message
 
 
 class Judge(Protocol):
@@ -81,7 +98,8 @@ class EnvContext:
         """A set-up or check command: a fresh process whose status the sandbox cannot touch."""
         if self.sandbox is None:
             raise RuntimeError("this environment's plan asked for no sandbox")
-        return await self.sandbox.exec(command, timeout_s=timeout_s, env=env)
+        cwd = self.sandbox.spec.workdir
+        return await self.sandbox.exec(command, timeout_s=timeout_s, env=env, cwd=cwd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +157,38 @@ class Environment:
     async def init(self, context: EnvContext) -> Start:
         raise TypeError(f"{type(self).__name__} does not define init")
 
+    async def collect(self, context: EnvContext) -> None:
+        """After RUN, in its sandbox: makes the files that the plan's artifacts name. Whatever it runs there, the agent
+        may have replaced; and what it does not make within `COLLECT_S` is missing, as any artifact may be."""
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        """Does what a perfect agent would, in RUN's sandbox and with RUN's tools: the agent `oracle`. TaskInvalid if
+        the task does not hold its own solution."""
+        raise TaskInvalid(f"{self.name}: this task holds no solution, so there is no oracle for it")
+
+    def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
+        """A row of a dataset that people have, as a task's body: `rollyard tasks import`. TaskInvalid says what is
+        wrong with it. `options` are the command's `--set NAME=VALUE`; `check_options` refuses unknown ones."""
+        raise TaskInvalid(f"{self.name}: there is no importer for rows")
+
+    def from_folder(self, folder: Path, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
+        """A folder that is no dataset of rows, as tasks' bodies. May read files."""
+        raise TaskInvalid(f"{self.name}: there is no importer for folders; rows are files of .jsonl, .json or .parquet")
+
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         raise TypeError(f"{type(self).__name__} does not define eval")
 
     async def close(self) -> None:
         """Ends what the instance shared between rollouts. Called once, when the service stops."""
+
+
+def check_options(environment: str, options: Mapping[str, str], known: Iterable[str] = ()) -> None:
+    """TaskInvalid for an option of an importer that it does not know."""
+    names = sorted(known)
+    unknown = sorted(set(options) - set(names))
+    if unknown:
+        there_are = f"there are {', '.join(names)}" if names else "there are none"
+        raise TaskInvalid(f"{environment}: unknown option {unknown[0]!r} of its importer; {there_are}")
 
 
 @cache

@@ -213,9 +213,7 @@ class Attempt:
         gone = ended_by_policy(kit.sandbox)
         if kit.sandbox is not None and not ran.is_sandbox_gone:
             try:
-                artifacts = await self.yard.shop.artifacts.save(
-                    kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt
-                )
+                artifacts = await stages.collect(self.yard.shop, rollout, kit)
                 progress.trajectory = replace(ran.trajectory, artifacts=tuple(artifacts))
                 if kit.plan.eval_mode == "same":
                     await kit.freeze(self.yard.shop.layers_of(rollout.task))

@@ -9,15 +9,18 @@ declared artifacts, or with `same` RUN's files: RUN's processes are proven dead 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from rollyard.agents.base import AgentContext, Conversation, needs_gateway, outfit_of
+from rollyard.agents.base import AgentContext, Conversation, needs_gateway, needs_model, outfit_of
 from rollyard.agents.conversation import converse
+from rollyard.agents.known import Silence
 from rollyard.core import (
     CODES,
     Artifact,
@@ -46,11 +49,11 @@ from rollyard.core.failure import (
     VerifierCrashed,
 )
 from rollyard.engines.base import ChatReply, Session
-from rollyard.envs.base import EnvContext, Evidence, Judge, Plan, Start
+from rollyard.envs.base import COLLECT_S, EnvContext, Evidence, Judge, Plan, Solution, Start
 from rollyard.gateway.app import GatewayApp
 from rollyard.gateway.session import GatewaySession, open_gateway
 from rollyard.observe.metrics import Metrics
-from rollyard.observe.spans import Span
+from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.door import Door
 from rollyard.pipeline.layering import INIT_GRACE_S, eval_spec, late, left_out, prepared, setting_up
@@ -254,9 +257,9 @@ class Running:
 class Watch:
     """Who is told what happens in RUN: the stall watch, the tracer, the metrics."""
 
-    beat: Callable[[], None]
-    span: Span
-    metrics: Metrics
+    beat: Callable[[], None] = lambda: None
+    span: Span = NO_SPAN
+    metrics: Metrics | None = None
 
 
 async def run(
@@ -268,11 +271,19 @@ async def run(
     failure: Failure | None = None
     engine = ""
     ended_by = ""
+    running.info.update(kit.start.info)
     try:
-        avoid = {lost.engine for lost in rollout.lost if lost.code in ENGINE_CODES}
-        async with shop.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid) as session:
-            engine = session.engine.spec.id
-            model = running.conversation = await _model(shop, rollout, run, session, clock, watch)
+        async with AsyncExitStack() as stack:
+            session: Session | None = None
+            model: Conversation | GatewaySession = Silence()
+            if needs_model(agent):
+                avoid = {lost.engine for lost in rollout.lost if lost.code in ENGINE_CODES}
+                session = await stack.enter_async_context(
+                    shop.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid)
+                )
+                engine = session.engine.spec.id
+                model = await _model(shop, rollout, run, session, clock, watch)
+            running.conversation = model
             context = AgentContext(
                 task,
                 rollout.id,
@@ -286,6 +297,7 @@ async def run(
                 watch.metrics,
                 rollout.lost,
                 kit.python,
+                partial(_solved, shop, rollout, kit),
             )
             try:
                 if kit.door is not None and isinstance(model, GatewaySession):
@@ -293,7 +305,9 @@ async def run(
                 with boundary(InternalError, AGENT):
                     ended_by = await agent.run(context, kit.start.messages)
             finally:
-                engine = session.engine.spec.id  # it may have moved
+                running.info.update(kit.start.info)  # its tools may have changed that
+                if session is not None:
+                    engine = session.engine.spec.id  # it may have moved
                 if isinstance(model, GatewaySession):
                     await _end_gateway(model, kit, running)
     except DeadlineExpired:
@@ -308,6 +322,23 @@ async def run(
     trajectory = _storable(running.trajectory(rollout, kit, ended_by or (failure.code if failure else "")))
     prompt_tokens = sum(len(trace) for trace in trajectory.traces) - trajectory.sampled_tokens
     return Ran(trajectory, failure, engine, prompt_tokens, ended_by_policy(kit.sandbox) is not None)
+
+
+async def _solved(shop: Workshop, rollout: Rollout, kit: Kit) -> Solution:
+    environment = shop.environment_of(rollout.task)
+    with boundary(EnvironmentBroken, f"{rollout.task.environment}.solve"):
+        return await environment.solve(EnvContext(rollout.task, rollout.id, kit.sandbox), kit.tools)
+
+
+async def collect(shop: Workshop, rollout: Rollout, kit: Kit) -> list[Artifact]:
+    """What RUN left, out of its sandbox: made by the environment where it is not there as it is, then saved."""
+    if kit.sandbox is None:
+        return []
+    environment = shop.environment_of(rollout.task)
+    with boundary(EnvironmentBroken, f"{rollout.task.environment}.collect"), suppress(TimeoutError):
+        async with asyncio.timeout(COLLECT_S):
+            await environment.collect(EnvContext(rollout.task, rollout.id, kit.sandbox))
+    return await shop.artifacts.save(kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt)
 
 
 async def _model(

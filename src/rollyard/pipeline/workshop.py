@@ -141,4 +141,5 @@ class Workshop:
         env = {**image.env, **plan.env} if image is not None else plan.env
         wanted = task.sandbox
         limits = SandboxLimits(wanted.memory_bytes, wanted.processes, wanted.disk_bytes, wanted.open_files, wanted.cpus)
-        return SandboxSpec(image=None if image is None else str(image.path), env=env, limits=limits, owner=owner)
+        path = None if image is None else str(image.path)
+        return SandboxSpec(image=path, workdir=plan.workdir, env=env, limits=limits, owner=owner)

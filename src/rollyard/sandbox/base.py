@@ -59,6 +59,7 @@ class SandboxSpec:
     """What is wanted. `image` is of a kind that the runtime reads; None is the host's /usr, read-only."""
 
     image: str | None = None
+    workdir: str = WORKDIR  # where agents and checks begin; one that the image has
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     binds: tuple[Bind, ...] = ()
     layers: tuple[Path, ...] = ()  # what `freeze` kept, the topmost first: below this sandbox's own, read-only

@@ -102,7 +102,7 @@ class Call:
     view_range: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Json]) -> Call:
+    def of(cls, arguments: Mapping[str, Json], workdir: str = WORKDIR) -> Call:
         given = {name: value for name, value in arguments.items() if value is not None}
         if unknown := given.keys() - cls.__dataclass_fields__.keys() | given.keys() & {"note"}:
             raise Refused(f"Unknown parameter: {', '.join(sorted(unknown))}.")
@@ -111,7 +111,7 @@ class Call:
             raise Refused(f"Unrecognized command {command!r}. The allowed commands are: {', '.join(COMMANDS)}.")
         if not path:
             raise Refused("Parameter `path` is required.")
-        whole = str(PurePosixPath(WORKDIR, path))
+        whole = str(PurePosixPath(workdir, path))
         if any(len(part.encode()) > 255 for part in whole.split("/")) or len(whole.encode()) > 4000:
             raise Refused("Parameter `path` is too long.")
         return cls(

@@ -71,7 +71,7 @@ class EditorTool:
     async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
         note, is_error = "", False
         try:
-            call = Call.of(arguments)
+            call = Call.of(arguments, self._sandbox.spec.workdir)
             note = call.note
             async with asyncio.timeout(timeout_s), self._turn:
                 content = await getattr(self, f"_{call.command}")(call, timeout_s)

@@ -305,7 +305,8 @@ class IPythonKind:
         pythons = [IMAGES_OWN]
         if context.python is not None:
             pythons.append((context.python.argv, context.python.env))
-        return IPythonTool(PythonSession(context.sandbox, pythons, output_bytes=context.output_bytes))
+        cwd = context.sandbox.spec.workdir
+        return IPythonTool(PythonSession(context.sandbox, pythons, output_bytes=context.output_bytes, cwd=cwd))
 
 
 IPYTHON = IPythonKind()

@@ -360,7 +360,8 @@ class ShellKind:
     async def open(self, context: ToolContext) -> ShellTool:
         if context.sandbox is None:
             raise RuntimeError("the shell needs a sandbox")
-        shell = await Shell.open(context.sandbox, output_bytes=context.output_bytes)
+        sandbox = context.sandbox
+        shell = await Shell.open(sandbox, output_bytes=context.output_bytes, cwd=sandbox.spec.workdir)
         return ShellTool(shell, context.sandbox)
 
 

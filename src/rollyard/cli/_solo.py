@@ -1,0 +1,70 @@
+"""A workshop for one command: the pipeline's stages without a service, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollyard.cli._console import Trouble
+
+if TYPE_CHECKING:
+    from rollyard.pipeline import Workshop
+    from rollyard.sandbox.images import ImageStore
+
+LAYER_BYTES = 1 << 40  # the set-ups of one visit
+
+
+@asynccontextmanager
+async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, None]:
+    """What the stages need on this machine. Its sandboxes and artifacts lie below `folder`; images and installed agents
+    are the service's. There is no engine: add one to its router where a model is wanted."""
+    from rollyard.agents.install import AgentShelf
+    from rollyard.agents.registry import Agents
+    from rollyard.engines.router import Router, RouterSettings
+    from rollyard.envs.registry import Environments
+    from rollyard.pipeline import ArtifactFolder, Renderers, Workshop
+    from rollyard.sandbox.layers import Layers
+    from rollyard.sandbox.python import PythonShelf
+    from rollyard.service.build import AGENTS
+    from rollyard.service.runtimes import NAMES, make_runtime
+    from rollyard.service.settings import load_settings
+
+    if runtime not in NAMES:
+        raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(NAMES)}")
+    settings = load_settings({}, os.environ, None).settings
+    async with (
+        make_runtime(runtime, settings, folder / "sandboxes") as made,
+        Layers(made.layer_root, LAYER_BYTES, remove=made.remove) as layers,
+        Router(RouterSettings()) as router,
+        Environments() as environments,
+    ):
+        yield Workshop(
+            runtimes={runtime: made},
+            default_runtime=runtime,
+            router=router,
+            environments=environments,
+            agents=Agents(shelf=AgentShelf(settings.data_dir / AGENTS)),
+            renderers=Renderers(),
+            artifacts=ArtifactFolder(folder / "artifacts"),
+            layers={runtime: layers},
+            images=_image_store(),
+            pythons=PythonShelf(settings.data_dir / "python"),
+        )
+
+
+def _image_store() -> ImageStore:
+    """The service's own: what a task may name there, it may here."""
+    from rollyard.sandbox.images import ImageStore
+    from rollyard.service.build import IMAGES
+    from rollyard.service.settings import load_settings
+
+    return ImageStore(load_settings({}, os.environ).settings.data_dir / IMAGES)
+
+
+def default_runtime() -> str:
+    from rollyard.service.settings import load_settings
+
+    return load_settings({}, os.environ).settings.runtime

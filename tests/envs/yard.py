@@ -1,0 +1,49 @@
+"""Tasks played for real: the three stages in a real sandbox, with no service and no engine."""
+
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.cli._solo import solo_workshop
+from rollyard.core import Task
+from rollyard.pipeline import Workshop
+from rollyard.pipeline.playing import Played, play
+from rollyard.service.models import to_task
+
+RUNTIMES = ("bubblewrap", "apptainer")
+"""Where every environment's oracle and no-op are tried."""
+
+NEEDS = {"bubblewrap": "bwrap", "apptainer": "apptainer"}
+
+
+@asynccontextmanager
+async def workshop(runtime: str) -> AsyncGenerator[Workshop, None]:
+    if shutil.which(NEEDS[runtime]) is None:
+        pytest.skip(f"no {NEEDS[runtime]} here: `make test` installs it when root")
+    with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: it may hold sockets
+        async with solo_workshop(Path(folder), runtime) as shop:
+            yield shop
+
+
+def to_play(body: Mapping[str, Any], runtime: str) -> Task:
+    """A task's body, as a file of tasks has it, for this runtime."""
+    return to_task({**body, "sandbox": {**body.get("sandbox", {}), "runtime": runtime}}, {})
+
+
+async def played(shop: Workshop, body: Mapping[str, Any], agent: str) -> Played:
+    return await play(shop, to_play(body, shop.default_runtime), agent=agent)
+
+
+async def rewards(shop: Workshop, body: Mapping[str, Any]) -> tuple[float, float]:
+    """Of the oracle and of the no-op; that each of them has one is part of the test."""
+    found: list[float] = []
+    for agent in ("oracle", "noop"):
+        result = await played(shop, body, agent)
+        assert result.score is not None, result.failure
+        found.append(result.score.reward)
+    return found[0], found[1]
