@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from rollyard.agents.harness import instruction_of
-from rollyard.core import Blame, Outcome, Run, State, Trajectory
+from rollyard.core import Blame, Outcome, Run, State, Task, Trajectory
 from rollyard.core.failure import AgentMissing, TaskInvalid
 from rollyard.engines import EngineSpec, Kind, RouterSettings
+from rollyard.envs import Environments, Plan
+from rollyard.envs.shell import ShellEnvironment
 from rollyard.sandbox.local import LocalRuntime
 from rollyard.testing.sandbox_conformance import alive, marked
 from rollyard.testing.script import Reply
@@ -104,6 +106,29 @@ async def test_files_stdin_environment_and_workdir_are_filled_in(tmp_path: Path)
     assert told[0] == "'say \"{{model}}\" \u00e4\n\x7f'"
     assert told[1] == 'task: "say \\"{{model}}\\" \u00e4\\n\\u007f"'
     assert told[2:] == ["0o600", "/tmp", "/home/agent", "mine", "{{untouched}}"]
+
+
+class Elsewhere(ShellEnvironment):
+    """Its work is in a folder below the workspace."""
+
+    name = "elsewhere"
+
+    def plan(self, task: Task) -> Plan:
+        return replace(super().plan(task), workdir="/workspace/inner")
+
+
+async def test_a_program_begins_where_the_environment_says(tmp_path: Path):
+    look = PROGRAM + "\nprint(os.getcwd())"
+    task = greeting_task("command", runs(look))
+    data = {**task.data, "files": {"inner/greeting.txt": "Hello, wrold!\n"}}
+    environments = Environments({"elsewhere": Elsewhere()})
+    async with site(tmp_path, environments=environments) as yard:
+        rollout = await yard.rolled(replace(task, environment="elsewhere", data=data))
+        harness = (await trajectory_of(yard, rollout.id)).info["harness"]
+    assert isinstance(harness, dict)
+    assert str(harness["output"]).splitlines()[-1] == "/workspace/inner"
+    assert rollout.ending is not None and rollout.ending.score is not None
+    assert rollout.ending.score.reward == 1.0, "and so do the checks"
 
 
 async def test_the_operators_mcp_servers_are_beside_the_model_at_the_doorway(tmp_path: Path):

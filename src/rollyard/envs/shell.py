@@ -3,7 +3,8 @@
     {"instruction": "Write 42 into answer.txt",
      "files": {"notes.txt": "…"},
      "setup": ["mkdir -p out"],
-     "checks": ["grep -qx 42 answer.txt", {"command": "test ! -e junk", "weight": 0.5, "name": "tidy"}]}
+     "checks": ["grep -qx 42 answer.txt", {"command": "test ! -e junk", "weight": 0.5, "name": "tidy"}],
+     "solution": ["echo 42 > answer.txt"]}
 
 The reward is the weighted share of checks that exit with 0. They run in a fresh sandbox that holds only what is in
 the workspace: no process, no PATH and no other file of RUN's reaches them. A workspace that could not be kept (beyond
@@ -12,6 +13,8 @@ its limit, say) passes none: what must not be there would be missing from an emp
 With `"eval": "same"` the checks see the whole file system as RUN left it, for tasks that are done outside the
 workspace; but programs, libraries and start-up files are the image's (`envs.protected`), and no process is left.
 Such a rollout cannot be scored again later.
+
+`solution` is what the oracle runs: commands that pass every check. No agent ever sees it.
 
 What is *in* the workspace is the agent's, the given `files` included. A check that runs code from there (a test file,
 Python's imports, git's hooks) trusts it.
@@ -25,10 +28,11 @@ from posixpath import isabs, join, normpath
 from typing import ClassVar
 
 from rollyard.core import Message, Score, Task
-from rollyard.core.failure import EvalDeadline, SetupDeadline, SetupFailed
-from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Start
+from rollyard.core.failure import EvalDeadline, SetupDeadline, SetupFailed, TaskInvalid
+from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.fields import Fields
 from rollyard.sandbox.base import WORKDIR
+from rollyard.tools.base import Tool
 
 TAIL_BYTES = 2000
 """Of a failed set-up command's errors: enough for a traceback's end."""
@@ -57,6 +61,7 @@ class ShellData:
     checks: tuple[Check, ...]
     system_prompt: str | None
     is_same: bool = False
+    solution: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, task: Task) -> ShellData:
@@ -69,6 +74,7 @@ class ShellData:
             checks=_checks(task, fields),
             system_prompt=fields.optional_text("system_prompt"),
             is_same=_is_same(fields),
+            solution=fields.texts("solution"),
         )
         fields.done()
         return data
@@ -122,6 +128,17 @@ class ShellEnvironment(Environment):
             messages.append({"role": "system", "content": data.system_prompt})
         messages.append({"role": "user", "content": data.instruction})
         return Start(tuple(messages))
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        solution = ShellData.read(context.task).solution
+        if not solution:
+            raise TaskInvalid("shell: data.solution: this task brings none, so there is no oracle for it")
+        for command in solution:
+            result = await context.run(command, timeout_s=context.task.limits.run_s)
+            if result.status != 0:
+                tail = (result.stderr or result.stdout)[-TAIL_BYTES:].decode("utf-8", "replace").strip()
+                raise TaskInvalid(f"shell: data.solution: {command!r} ended with status {result.status}: {tail}")
+        return Solution()
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         data = ShellData.read(context.task)

@@ -1,0 +1,149 @@
+"""The doors that environments are tried through: oracle, no-op, what is made after RUN, and where work begins."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rollyard.core import AgentSpec, Blame, Json, Limits, Outcome, Score, Task
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs import ArtifactRule, EnvContext, Environment, Environments, Evidence, Plan, Solution, Start
+from rollyard.pipeline import stages
+from rollyard.tools.base import Tool
+from tests.pipeline.site import Site, finish, says, shell, shell_task, site
+
+LIMITS = Limits(init_s=20, run_s=20, eval_s=20, tool_s=10, model_s=10, max_turns=8)
+
+
+class Made(Environment):
+    """Its artifact is made after RUN; its place of work is a folder of its own; it tells EVAL something."""
+
+    name = "made"
+    tools: ClassVar[tuple[str, ...]] = ("shell", "editor", "finish")
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(workdir="/workspace/inner", artifacts=(ArtifactRule("made", "/tmp/made"),))
+
+    async def prepare(self, context: EnvContext) -> None:
+        assert context.sandbox is not None
+        await context.sandbox.write("/workspace/inner/given", b"as given\n")
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(({"role": "user", "content": "do it"},), info={"told": "by init"})
+
+    async def collect(self, context: EnvContext) -> None:
+        assert context.sandbox is not None
+        how = context.task.data.get("collect")
+        if how == "hang":
+            await asyncio.sleep(3600)
+        if how == "break":
+            raise ValueError("no such thing")
+        await context.run("pwd > /tmp/made; ls >> /tmp/made", timeout_s=10)
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        if "solution" not in context.task.data:
+            raise TaskInvalid("made: nobody knows")
+        result = await tools["shell"].call({"command": str(context.task.data["solution"])}, timeout_s=10)
+        assert not result.is_error
+        return Solution("42")
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        assert context.sandbox is not None
+        info = evidence.trajectory.info
+        if "made" not in evidence.artifacts:
+            return Score(0.0, metrics={"made": 0.0})
+        place, *names = (await context.sandbox.read("/tmp/made", limit_bytes=1000)).decode().split()
+        parts = {
+            "place": float(place == "/workspace/inner"),
+            "done": float("done" in names),
+            "told": float(info.get("told") == "by init"),
+            "answered": float(evidence.answer == "42"),
+        }
+        return Score(min(parts.values()), components=parts)
+
+
+def made(agent: str = "", **data: Json) -> Task:
+    return Task("made", data, agent=AgentSpec(agent), limits=LIMITS)
+
+
+def scored(rollout: Any) -> Score:
+    assert rollout.ending is not None
+    assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+    assert rollout.ending.score is not None
+    return rollout.ending.score
+
+
+def yard_of(folder: Path, *turns: str, engines: int = 1) -> Any:
+    return site(folder, says(*turns), environments=Environments({"made": Made()}), engines=engines)
+
+
+async def test_the_oracle_does_what_the_environment_knows_and_needs_no_engine(tmp_path: Path):
+    async with yard_of(tmp_path, engines=0) as yard:
+        rollout = await yard.rolled(made("oracle", solution="touch done"))
+        assert scored(rollout).reward == 1.0
+        trajectory = await yard.store.trajectory(rollout.id)
+        assert trajectory.traces == ()
+        assert [message["role"] for message in trajectory.messages] == ["user", "assistant"]
+        assert not rollout.ending.is_trainable, "there is nothing to train on"
+        yard.nothing_left()
+
+
+async def test_the_noop_does_nothing(tmp_path: Path):
+    async with yard_of(tmp_path, engines=0) as yard:
+        score = scored(await yard.rolled(made("noop")))
+        assert (score.reward, score.components["place"], score.components["done"]) == (0.0, 1.0, 0.0)
+
+
+async def test_a_task_without_a_solution_has_no_oracle(tmp_path: Path):
+    async with yard_of(tmp_path, engines=0) as yard:
+        ending = (await yard.rolled(made("oracle"))).ending
+        assert (ending.failure.code, ending.failure.blame) == ("task_invalid", Blame.TASK)
+        assert "nobody knows" in ending.failure.detail
+        assert ending.score is None
+
+
+async def test_tools_and_checks_begin_where_the_plan_says(tmp_path: Path):
+    edit = {"command": "create", "path": "done", "file_text": "x"}
+    edited = "<tool_call>\n" + json.dumps({"name": "str_replace_editor", "arguments": edit}) + "\n</tool_call>"
+    async with yard_of(tmp_path, shell('test "$PWD" = /workspace/inner && cat given'), edited, finish("42")) as yard:
+        rollout = await yard.rolled(made())
+        assert scored(rollout).components == {"place": 1.0, "done": 1.0, "told": 1.0, "answered": 1.0}
+        trajectory = await yard.store.trajectory(rollout.id)
+        assert "as given" in str([message for message in trajectory.messages if message["role"] == "tool"])
+
+
+async def test_what_is_not_collected_in_time_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stages, "COLLECT_S", 0.2)
+    async with yard_of(tmp_path, finish()) as yard:
+        assert scored(await yard.rolled(made(collect="hang"))).metrics == {"made": 0.0}
+
+
+async def test_a_collect_that_breaks_is_the_environments_fault_and_no_score(tmp_path: Path):
+    async with yard_of(tmp_path, finish()) as yard:
+        ending = (await yard.rolled(made(collect="break"))).ending
+        assert ending.failure.code == "environment_broken"
+        assert "made.collect" in ending.failure.detail
+        assert ending.score is None
+
+
+async def _shell(yard: Site, agent: str, **data: Json) -> Any:
+    task = shell_task(**data)
+    return await yard.rolled(Task("shell", task.data, agent=AgentSpec(agent), limits=task.limits))
+
+
+async def test_a_shell_task_brings_its_solution(tmp_path: Path):
+    async with site(tmp_path, says(), engines=0) as yard:
+        assert scored(await _shell(yard, "oracle", solution=["touch half", "mv half done"])).reward == 1.0
+        assert scored(await _shell(yard, "noop", solution=["touch done"])).reward == 0.0
+
+
+async def test_a_shell_solution_that_fails_is_told(tmp_path: Path):
+    async with site(tmp_path, says(), engines=0) as yard:
+        ending = (await _shell(yard, "oracle", solution=["echo oh no >&2; false"])).ending
+        assert ending.failure.code == "task_invalid"
+        assert "data.solution: 'echo oh no >&2; false' ended with status 1: oh no" in ending.failure.detail
+        missing = (await _shell(yard, "oracle")).ending
+        assert "brings none" in missing.failure.detail
