@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollyard.core import Outcome, Task
-from rollyard.envs import EnvContext, Environment, Environments, Plan
+from rollyard.core import AgentSpec, Outcome, Task
+from rollyard.envs import EnvContext, Environment, Environments, Plan, Solution
 from rollyard.envs.protected import PROTECTED
 from rollyard.sandbox import Bind
 from rollyard.service.settings import Settings
@@ -30,16 +30,19 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 async def test_the_example_environment_runs(tmp_path: Path):
-    code, *_ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+    code, solve, *_ = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 22, "twenty lines, as promised"
     names: dict[str, Any] = {}
     exec(compile(code, "write-an-environment.md", "exec"), names)
     script = Rules(rules=(("How many lines", (Reply(shell("wc -l < log.txt")), Reply(finish("42")))),))
-    environments = Environments({"count_lines": names["CountLines"]()})
+    exec(compile(solve, "write-an-environment.md", "exec"), {"Solution": Solution}, more := {})
+    example = type("Example", (names["CountLines"],), more)
+    environments = Environments({"count_lines": example()})
     async with site(tmp_path, script, environments=environments) as yard:
         right = await yard.rolled(Task("count_lines", {"lines": 42}))
         wrong = await yard.rolled(Task("count_lines", {"lines": 43}))
-        for rollout, reward in ((right, 1.0), (wrong, 0.0)):
+        oracle = await yard.rolled(Task("count_lines", {"lines": 43}, agent=AgentSpec("oracle")))
+        for rollout, reward in ((right, 1.0), (wrong, 0.0), (oracle, 1.0)):
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.COMPLETED
             assert rollout.ending.score is not None
@@ -47,7 +50,7 @@ async def test_the_example_environment_runs(tmp_path: Path):
 
 
 def test_the_example_methods_are_methods_of_an_environment():
-    _, layer_key, plan = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
+    _, _, layer_key, plan = blocks(ROOT / "docs" / "how-to" / "write-an-environment.md", "python")
 
     class Base(Environment):
         async def prepare(self, context: EnvContext) -> None: ...

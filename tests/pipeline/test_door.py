@@ -1,6 +1,6 @@
 """The doorway of a task with an agent program: no model before RUN, and a sandbox whatever the plan says."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -8,10 +8,13 @@ import pytest
 
 from rollyard.agents.base import AgentContext
 from rollyard.core import AgentSpec, Blame, Deadline, Outcome, Score, Task
+from rollyard.core.failure import EnvironmentBroken
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
+from rollyard.tools.base import ToolKind
 from rollyard.tools.function import tool
+from rollyard.tools.mcp import OutsideServer
 from tests.agents.harness_parts import PROGRAM, plays, pythons, runs
-from tests.pipeline.site import site
+from tests.pipeline.site import SETTINGS, site
 
 ASK = """
 import json, sys, urllib.request, urllib.error
@@ -29,6 +32,7 @@ class Talk(Environment):
     name: ClassVar[str] = "talk"
     said: list[str] = field(default_factory=list)
     brings_tools: bool = False
+    kind: ToolKind | None = None
 
     def plan(self, task: Task) -> Plan:
         return Plan(needs_sandbox=False, eval_needs_sandbox=False)
@@ -39,7 +43,7 @@ class Talk(Environment):
             url = context.sandbox.doorway.url
             done = await context.sandbox.exec([*python.argv, "-c", ASK, url], timeout_s=10, env=python.env)
             self.said.append((done.stdout + done.stderr).decode().strip())
-        return Start(({"role": "user", "content": "say it"},), tools=(weigh,) if self.brings_tools else ())
+        return Start(({"role": "user", "content": "say it"},), tools=(self.kind or weigh,) if self.brings_tools else ())
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         return Score(float(evidence.answer == "it"))
@@ -64,13 +68,63 @@ async def test_a_program_gets_a_sandbox_and_its_model_only_in_run(tmp_path: Path
     assert talk.said == ["503 ended false"]
 
 
-async def test_tools_that_only_we_could_call_are_refused_not_dropped(tmp_path: Path):
+BY_MCP = """
+import json, os, urllib.request
+def rpc(number, method, **params):
+    body = json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": params}).encode()
+    headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
+    url = os.environ["BASE_URL"].removesuffix("/v1") + "/mcp/environment"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        return json.load(answer)["result"]
+client = {"name": "test", "version": "1"}
+rpc(0, "initialize", protocolVersion="2025-06-18", capabilities={}, clientInfo=client)
+print([tool["name"] for tool in rpc(1, "tools/list")["tools"]])
+for name in ("weigh", "lift"):
+    told = rpc(2, "tools/call", name=name, arguments={"thing": "anvil"})
+    print(told["isError"], told["content"][0]["text"])
+"""
+
+
+async def test_a_program_finds_the_environments_tools_by_mcp(tmp_path: Path):
     environments = Environments({"talk": Talk(brings_tools=True)})
+    task = Task("talk", agent=AgentSpec("command", runs(BY_MCP + PROGRAM)))
     async with site(tmp_path, plays(["it"]), environments=environments, pythons=pythons()) as yard:
-        rollout = await yard.rolled(talk_task())
+        rollout = await yard.rolled(task)
+        trajectory = await yard.store.trajectory(rollout.id)
+    assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
+    assert rollout.ending.score.reward == 1.0
+    assert trajectory is not None
+    harness = trajectory.info["harness"]
+    assert isinstance(harness, dict)
+    said = str(harness["output"]).splitlines()[:3]
+    assert said == ["['weigh']", "False anvil: 7 kg", "True there is no tool 'lift'; there are: weigh"]
+
+
+async def test_a_tool_whose_world_is_gone_ends_the_programs_rollout_without_a_score(tmp_path: Path):
+    @tool
+    async def broken(thing: str) -> str:
+        """Its server is down."""
+        raise EnvironmentBroken("the scales' server is down")
+
+    environments = Environments({"talk": Talk(brings_tools=True, kind=broken)})
+    ask = BY_MCP.replace('"weigh", "lift"', '"broken",') + PROGRAM
+    settings = replace(SETTINGS, max_attempts=1)
+    async with site(tmp_path, plays(["it"]), environments=environments, pythons=pythons(), settings=settings) as yard:
+        rollout = await yard.rolled(Task("talk", agent=AgentSpec("command", runs(ask))))
+    assert rollout.ending is not None and rollout.ending.failure is not None
+    assert (rollout.ending.failure.code, rollout.ending.score) == ("environment_broken", None)
+    assert "server is down" in rollout.ending.failure.detail
+
+
+async def test_the_name_of_the_environments_tools_is_taken(tmp_path: Path):
+    environments = Environments({"talk": Talk(brings_tools=True)})
+    options = {**runs(PROGRAM), "mcp": {"environment": {"server": "known", "inside": True}}}
+    servers = {"known": OutsideServer("http://127.0.0.1:9/mcp")}
+    async with site(tmp_path, plays(["it"]), environments=environments, pythons=pythons(), mcp_servers=servers) as yard:
+        rollout = await yard.rolled(Task("talk", agent=AgentSpec("command", options)))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("task_invalid", Blame.TASK)
-    assert "brings tools of its own" in rollout.ending.failure.detail
+    assert "that name is for talk's own tools" in rollout.ending.failure.detail
 
 
 def test_a_context_has_one_of_the_two_and_says_which():

@@ -129,7 +129,7 @@ async def test_a_collect_that_breaks_is_the_environments_fault_and_no_score(tmp_
         assert ending.score is None
 
 
-async def _shell(yard: Site, agent: str, **data: Json) -> Any:
+async def _shell(yard: Site, agent: str, **data: Any) -> Any:
     task = shell_task(**data)
     return await yard.rolled(Task("shell", task.data, agent=AgentSpec(agent), limits=task.limits))
 

@@ -186,6 +186,10 @@ class GatewaySession:
             "overruled": dict(self._overruled),
         }
 
+    def fail(self, error: RollyardError) -> None:
+        """Something else that the rollout needs is gone: it cannot go on. The first reason counts."""
+        self._bounds.end(error)
+
     async def ended(self) -> RollyardError:
         """Waits until the rollout cannot go on: a limit, or the engines failed."""
         return await self._bounds.ended()

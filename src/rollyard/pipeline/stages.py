@@ -64,6 +64,8 @@ from rollyard.sandbox.layers import Layers, Lease, Scratch
 from rollyard.sandbox.python import INSIDE, PortablePython
 from rollyard.tools.base import Tool, ToolContext, ToolKind, ToolSource
 from rollyard.tools.mcp_proxy import McpProxy
+from rollyard.tools.mcp_tools import NAME as TOOLS_NAME
+from rollyard.tools.mcp_tools import ToolServer
 
 AGENT = "the agent"
 
@@ -173,9 +175,9 @@ async def init(
             with setting_up(f"{task.environment}.init"):
                 kit.start = await environment.init(context)
             phase = "tools"
-            if kit.start.tools and needs_gateway(shop.agent_of(task)):
-                raise TaskInvalid(f"{task.environment} brings tools of its own, which an agent program cannot be given")
             await _open_tools(kit, [*kinds, *kit.start.tools], task)
+            if kit.tools and needs_gateway(shop.agent_of(task)):
+                await _serve_tools(kit, shop, task)
     except DeadlineExpired:
         await to_its_end(kit.close)
         raise late(clock, phase) from None
@@ -195,6 +197,16 @@ async def _serve_inside(kit: Kit, shop: Workshop, task: Task, rollout_id: str) -
     servers = shop.served_inside(task)
     kit.door = Door(McpProxy(servers, owner=rollout_id) if servers else None)
     await kit.sandbox.doorway.serve(kit.door)
+
+
+async def _serve_tools(kit: Kit, shop: Workshop, task: Task) -> None:
+    """The environment's own tools, for a program that can only be given them by MCP."""
+    if kit.door is None:
+        raise TaskInvalid(f"{task.environment} brings tools, and {shop.agent_of(task).name} has no doorway")
+    if TOOLS_NAME in shop.served_inside(task):
+        raise TaskInvalid(f"agent.options.mcp.{TOOLS_NAME}: that name is for {task.environment}'s own tools")
+    kit.door.tools = ToolServer(kit.tools, tool_s=task.limits.tool_s)
+    await kit.door.tools.open()
 
 
 async def _open_tools(kit: Kit, kinds: Sequence[ToolKind | ToolSource], task: Task) -> None:
@@ -302,6 +314,8 @@ async def run(
             try:
                 if kit.door is not None and isinstance(model, GatewaySession):
                     kit.door.open(GatewayApp(model))
+                    if kit.door.tools is not None:
+                        kit.door.tools.on_failure = model.fail
                 with boundary(InternalError, AGENT):
                     ended_by = await agent.run(context, kit.start.messages)
             finally:

@@ -1,0 +1,90 @@
+"""`ToolServer`: an environment's own tools for an agent program, as an MCP server at `/mcp/environment` of its doorway.
+
+The native loop offers these tools to the model itself. A program brings its own, and takes others only by MCP: it is
+told the address (`{{root_url}}/mcp/environment`) in its configuration.
+
+Invariants. The tools are the very objects that the native loop would call, opened once for the rollout. A call is
+bounded by the task's `tool_s`. Trouble that is no observation (the sandbox is gone, the environment's server is down)
+is not the program's to see: it ends the rollout, by `on_failure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from rollyard.core import RollyardError
+from rollyard.tools.base import Tool
+
+NAME = "environment"
+
+
+class ToolServer:
+    """An ASGI app between `open` and `close`."""
+
+    def __init__(self, tools: Mapping[str, Tool], *, tool_s: float) -> None:
+        self._tools = dict(tools)
+        self._tool_s = tool_s
+        self.on_failure: Callable[[RollyardError], None] = lambda _: None
+        self._app: Any = None
+        self._ended = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        from mcp.server.lowlevel import Server
+        from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+        server = Server("rollyard", on_list_tools=self._list, on_call_tool=self._call)
+        manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
+        is_ready = asyncio.Event()
+
+        async def serve() -> None:
+            async with manager.run():  # has to be left by the task that entered it
+                is_ready.set()
+                await self._ended.wait()
+
+        self._serving = asyncio.create_task(serve(), name="tools by MCP")
+        await is_ready.wait()
+        self._app = manager.asgi_app
+
+    async def close(self) -> None:
+        self._app = None
+        self._ended.set()
+        if self._serving is not None:
+            await asyncio.wait({self._serving})
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if self._app is None:
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await self._app(scope, receive, send)
+
+    async def _list(self, _: Any, __: Any) -> Any:
+        from mcp_types import ListToolsResult
+        from mcp_types import Tool as McpTool
+
+        specs = [tool.spec for tool in self._tools.values()]
+        return ListToolsResult(
+            tools=[
+                McpTool(name=spec.name, description=spec.description, input_schema=dict(spec.parameters))
+                for spec in specs
+            ]
+        )
+
+    async def _call(self, _: Any, params: Any) -> Any:
+        from mcp_types import CallToolResult, TextContent
+
+        tool = self._tools.get(params.name)
+        if tool is None:
+            text, is_error = f"there is no tool {params.name!r}; there are: {', '.join(self._tools)}", True
+        else:
+            try:
+                result = await tool.call(params.arguments or {}, timeout_s=self._tool_s)
+            except RollyardError as error:
+                self.on_failure(error)
+                text, is_error = "this rollout has ended", True
+            else:
+                text, is_error = result.content, result.is_error
+        return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
