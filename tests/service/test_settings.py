@@ -158,3 +158,12 @@ def test_no_two_runtimes_of_a_service_share_a_uid() -> None:
     assert uids_of("bubblewrap", Settings(sandbox_uids="")) is None
     with pytest.raises(SettingsError, match="sandbox_uids"):
         uids_of("apptainer", Settings(runtimes=("bubblewrap", "apptainer"), sandbox_uids="300000-300000"))
+
+
+def test_gym_servers_are_urls_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text('[gym_servers]\nmath = "http://gym:9000"\n')
+    assert load_settings({}, NOTHING, file).settings.gym_servers == {"math": "http://gym:9000"}
+    file.write_text('[gym_servers]\nmath = "gym:9000"\n')
+    with pytest.raises(SettingsError, match=r"gym_servers"):
+        load_settings({}, NOTHING, file)

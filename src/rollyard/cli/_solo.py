@@ -24,11 +24,10 @@ async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, 
     from rollyard.agents.install import AgentShelf
     from rollyard.agents.registry import Agents
     from rollyard.engines.router import Router, RouterSettings
-    from rollyard.envs.registry import Environments
     from rollyard.pipeline import ArtifactFolder, Renderers, Workshop
     from rollyard.sandbox.layers import Layers
     from rollyard.sandbox.python import PythonShelf
-    from rollyard.service.build import AGENTS
+    from rollyard.service.build import AGENTS, all_environments
     from rollyard.service.runtimes import NAMES, make_runtime
     from rollyard.service.settings import load_settings
 
@@ -39,7 +38,7 @@ async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, 
         make_runtime(runtime, settings, folder / "sandboxes") as made,
         Layers(made.layer_root, LAYER_BYTES, remove=made.remove) as layers,
         Router(RouterSettings()) as router,
-        Environments() as environments,
+        all_environments(settings) as environments,
     ):
         yield Workshop(
             runtimes={runtime: made},

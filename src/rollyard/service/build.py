@@ -66,7 +66,7 @@ async def open_house(
     keys = load_keys(settings.data_dir)
     agents = agents or Agents(shelf=AgentShelf(settings.data_dir / AGENTS))
     async with AsyncExitStack() as stack:
-        environments = await stack.enter_async_context(environments or Environments())
+        environments = await stack.enter_async_context(environments or all_environments(settings))
         metrics = Metrics()
         tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
         stack.push_async_callback(tracer.close)
@@ -186,6 +186,15 @@ async def vet(engine: Engine, renderers: Renderers) -> None:
     except Exception as error:  # whatever a tokenizer's files can do to their reader
         why = error.detail if isinstance(error, RollyardError) else f"{type(error).__name__}: {error}"
         raise TokenizerMismatch(f"engine {engine.spec.id}: its tokenizer cannot be used: {why}") from error
+
+
+def all_environments(settings: Settings) -> Environments:
+    """Those that are installed; what an operator decides for one of them is in the settings."""
+    if not settings.gym_servers:
+        return Environments()
+    from rollyard.envs.gym import GymEnvironment
+
+    return Environments({"gym": GymEnvironment(settings.gym_servers)})
 
 
 def mcp_servers(settings: Settings) -> dict[str, OutsideServer]:

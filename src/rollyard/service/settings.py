@@ -111,6 +111,9 @@ class McpServerSettings(BaseModel):
 McpServers = Annotated[dict[str, Annotated[McpServerSettings, BeforeValidator(_url_only)]], BeforeValidator(_table)]
 
 
+GymServers = Annotated[dict[str, Annotated[str, Field(pattern=r"^https?://")]], BeforeValidator(_table)]
+
+
 class Settings(BaseModel):
     """See the module. Each field's description is what `rollyard config` prints."""
 
@@ -155,6 +158,10 @@ class Settings(BaseModel):
     health_s: Seconds = Field(default=2.0, description="Between two looks at the health of an engine.")
 
     mcp_servers: McpServers = Field(default={}, description="MCP servers that tasks may name: URLs or tables, by name.")
+
+    gym_servers: GymServers = Field(
+        default={}, description="NeMo Gym resources servers that tasks may name: URLs, by name."
+    )
 
     init_slots: Count = Field(default=16, description="Rollouts being set up at once.")
     run_slots: Count = Field(default=256, description="Agents at work at once.")
