@@ -7,10 +7,12 @@ import pytest_asyncio
 
 from rollyard.core.failure import EvalDeadline, TaskInvalid, VerifierCrashed
 from rollyard.envs.children import WORKERS
-from rollyard.envs.math import MathEnvironment, last_boxed
+from rollyard.envs.math import MathEnvironment
+from rollyard.envs.math_boxed import all_boxed, last_boxed
 from rollyard.envs.math_judge import MathJudge
 
 from .conftest import context, evidence, task
+from .yard import RUNTIMES, rewards, workshop
 
 DATA = {"question": "What is one half?", "answer": "\\frac{1}{2}"}
 
@@ -37,12 +39,24 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
         ("$x^2+2x+1$", "\\boxed{(x+1)^2}", 1.0),
         ("(1, 2)", "\\boxed{(1,2)}", 1.0),
         ("Paris", "\\boxed{Paris}", 1.0),
+        ("Paris", "\\boxed{\\text{paris}}", 1.0),
+        ("Paris", "$\\boxed{\\textbf{Paris}.}$", 1.0),
+        ("Paris", "\\boxed{Pairs}", 0.0),
+        ("Monday Morning", "\\boxed{Morning Monday}", 0.0),
+        ("abc", "\\boxed{cab}", 1.0),
         ("42", "\\boxed{" + "9" * 20_000 + "}", 0.0),
     ],
 )
 async def test_the_boxed_answer_is_compared_by_meaning(math, known, said, reward):
     given = task("math", {**DATA, "answer": known})
     assert (await math.eval(context(given), evidence(said))).reward == reward
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime):
+    async with workshop(runtime) as shop:
+        for answer in ("\\frac{1}{2}", "Paris", "\\{1, 2\\}", "$x^2+2x+1$"):
+            assert await rewards(shop, {"environment": "math", "data": {**DATA, "answer": answer}}) == (1.0, 0.0)
 
 
 async def test_what_was_given_to_finish_is_the_answer(math):
@@ -175,3 +189,23 @@ async def test_boxes_that_never_close_are_read_once():
     """A model in a loop writes thousands of them; looking from each to the end would hold the event loop."""
     assert last_boxed("\\boxed{" * 200_000) is None
     assert last_boxed("\\boxed{7}" + "\\boxed{" * 200_000) == "7"
+    assert all_boxed("\\boxed{" * 200_000 + "7" + "}" * 200_000) == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("known", "answer", "is_same"),
+    [
+        ("9.81", "9.8", True),
+        ("9.81", "9.5", False),
+        ("1.571", "\\pi/2", True),
+        ("5", "x = 5.01", True),
+        ("5", "-5", False),
+        ("5", "x", False),
+        ("5", "5, 6", False),
+        ("5", "5i", False),
+        ("5", "\\infty", False),
+        ("5", "\\frac{1}{0}", False),
+    ],
+)
+async def test_with_a_tolerance_numbers_are_compared_by_their_values(math, known, answer, is_same):
+    assert await math._judge.is_same(known, answer, tolerance=0.01) == is_same

@@ -1,12 +1,14 @@
 """The process that runs `math-verify`: one JSON line in, one out, over the socket that is its standard input.
 
-In:  ["the known answer", "the agent's answer"]     Out: {"same": true} or {"error": "…"}; {"ready": true} at first.
+In:  ["the known answer", "the agent's answer", a relative tolerance or null]
+Out: {"same": true} or {"error": "…"}; {"ready": true} at first.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 import socket
 from collections.abc import Callable, Sequence
@@ -14,16 +16,42 @@ from typing import Any, cast
 
 MEMORY_BYTES = 4 << 30
 
+_WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")
+"""Letters only, four of them in a row somewhere: a product of variables is shorter."""
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
 
-def same(known: str, answer: str) -> bool:
-    """Whether both mean the same to math-verify, or are the same text."""
+
+def same(known: str, answer: str, tolerance: float | None = None) -> bool:
+    """Whether both mean the same to math-verify, or are the same text; with a tolerance, whether they are numbers that
+    differ by at most that share of the known one."""
     from math_verify import parse, verify
 
-    if known.strip() == answer.strip():
+    known, answer = known.strip(), answer.strip()
+    if known == answer:
         return True
+    if _WORDS.fullmatch(known):  # math-verify takes words for products of letters: Paris = Pairs
+        return known.casefold() == _TEXT.sub(r"\1", answer).strip("$. ").casefold()
     read = cast("Callable[[str], Sequence[Any]]", parse)
     gold, given = read(_as_latex(known)), read(_as_latex(answer))
-    return bool(gold and given) and bool(verify(list(gold), list(given)))
+    if not gold or not given:
+        return False
+    if tolerance is None:
+        return bool(verify(list(gold), list(given)))
+    wanted, number = _number(gold[0]), _number(given[0])
+    return wanted is not None and number is not None and abs(number - wanted) <= tolerance * abs(wanted)
+
+
+def _number(value: Any) -> float | None:
+    """What an expression, or the right side of an equation, is as a number."""
+    from sympy import Eq, Expr
+
+    value = value.rhs if isinstance(value, Eq) else value
+    if not isinstance(value, Expr) or not value.is_number:
+        return None
+    try:
+        return float(value.evalf())
+    except (TypeError, ValueError):  # complex, or undefined
+        return None
 
 
 def _as_latex(text: str) -> str:
@@ -38,9 +66,9 @@ def main() -> None:
         stream.write(b'{"ready": true}\n')
         stream.flush()
         for line in stream:
-            known, answer = json.loads(line)
+            question = json.loads(line)
             try:
-                reply: dict[str, Any] = {"same": same(known, answer)}
+                reply: dict[str, Any] = {"same": same(*question)}
             except Exception as error:
                 reply = {"error": f"{type(error).__name__}: {error}"[:500]}
             stream.write(json.dumps(reply).encode() + b"\n")

@@ -9,17 +9,16 @@ verifier that crashes or hangs is not the policy's fault and is no score.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import ClassVar
 
-from rollyard.core import Message, Score, Task
-from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
+from rollyard.core import Json, Message, Score, Task
+from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.fields import Fields
+from rollyard.envs.math_boxed import HINT, last_boxed
 from rollyard.envs.math_judge import MathJudge
-
-_BRACE = re.compile(r"\\boxed\{|(?<!\\)[{}]")
-
-HINT = "Reason step by step, and put your final answer within \\boxed{}."
+from rollyard.envs.math_rows import math_row
+from rollyard.tools.base import Tool
 
 
 class MathEnvironment(Environment):
@@ -44,6 +43,16 @@ class MathEnvironment(Environment):
         system: Message = {"role": "system", "content": system_prompt}
         return Start((system, {"role": "user", "content": question}))
 
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        """Says it as a model without tools would: a known answer that no box can hold is nobody's answer."""
+        _, known, _ = _read(context.task)
+        return Solution(messages=({"role": "assistant", "content": f"The answer is \\boxed{{{known}}}."},))
+
+    def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
+        data = math_row(row, options)
+        self.check(Task(self.name, data))
+        return {"environment": self.name, "data": data}
+
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         _, known, _ = _read(context.task)
         answer = given_answer(evidence)
@@ -64,20 +73,6 @@ def given_answer(evidence: Evidence) -> str | None:
     if isinstance(finished, str) and finished.strip():
         return last_boxed(finished) or finished
     return last_boxed(evidence.answer)
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{…} whose braces match."""
-    last, content = -1, ""
-    opened: list[tuple[int, bool]] = []  # where each open brace's inside begins, and whether it is a box
-    for brace in _BRACE.finditer(text):
-        if brace[0] != "}":
-            opened.append((brace.end(), brace[0] != "{"))
-        elif opened:
-            start, is_box = opened.pop()
-            if is_box and start > last:
-                last, content = start, text[start : brace.start()]
-    return content.strip() or None
 
 
 def _read(task: Task) -> tuple[str, str, str | None]:

@@ -26,14 +26,17 @@ class MathJudge:
         self.children = Children("math-verify", command=command or (sys.executable, "-P", child))
         self.answer_s = ANSWER_S
 
-    async def is_same(self, known: str, answer: str, *, wait_s: float | None = None) -> bool:
+    async def is_same(
+        self, known: str, answer: str, *, tolerance: float | None = None, wait_s: float | None = None
+    ) -> bool:
         """Whether the two mean the same. VerifierCrashed if nobody can say, EvalDeadline if that takes for ever.
 
-        `wait_s` bounds the wait for a free process, which is no fault of the answer's.
+        With a `tolerance` both must be numbers, and differ by at most that share of the known one. `wait_s`
+        bounds the wait for a free process, which is no fault of the answer's.
         """
         if len(answer) > MAX_ANSWER_CHARS:
             return False
-        reply = await self.children.ask([known, answer], answer_s=self.answer_s, wait_s=wait_s)
+        reply = await self.children.ask([known, answer, tolerance], answer_s=self.answer_s, wait_s=wait_s)
         return bool(reply.get("same"))
 
     async def close(self) -> None:
