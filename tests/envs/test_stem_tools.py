@@ -1,0 +1,65 @@
+"""A whole rollout of a `stem` task: its own tools, and a search tool that the task brings by MCP."""
+
+import json
+from pathlib import Path
+
+from mcp.server.mcpserver import MCPServer
+
+from rollyard.core import AgentSpec, Json, Limits, Outcome, Task
+from rollyard.tools.mcp import OutsideServer
+from tests.pipeline.site import finish, says, site
+from tests.tools.mcp_parts import served
+
+PAPERS = {
+    "element 119": "As of this edition, the heaviest named element is oganesson, number 118.",
+    "boiling point": "Gallium boils at 2673 K.",
+}
+
+
+def library() -> MCPServer:
+    """A search over a few pages."""
+    server = MCPServer("library")
+
+    @server.tool()
+    def find(query: str) -> str:
+        """Finds pages that have all words of the query."""
+        words = query.lower().split()
+        found = [page for title, page in PAPERS.items() if all(word in f"{title} {page}".lower() for word in words)]
+        return "\n".join(found) or "nothing found"
+
+    return server
+
+
+def call(name: str, **arguments: Json) -> str:
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+async def test_an_agent_searches_computes_and_answers_right(tmp_path: Path):
+    task = Task(
+        "stem",
+        {
+            "question": "At how many degrees Celsius does gallium boil? Look it up, then do it.",
+            "choices": ["2204", "2400", "2673", "2946"],
+            "answer": 1,
+        },
+        agent=AgentSpec(options={"mcp": {"search": {"server": "library"}}}),
+        limits=Limits(init_s=30, run_s=30, eval_s=20, tool_s=20, model_s=10, max_turns=8),
+    )
+    turns = (call("search__find", query="gallium boils"), call("ipython", code="round(2673 - 273.15)"), finish("B"))
+    async with (
+        served(library().streamable_http_app()) as url,
+        site(tmp_path, says(*turns), mcp_servers={"library": OutsideServer(url)}) as yard,
+    ):
+        rollout = await yard.rolled(task)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
+        trajectory = await yard.store.trajectory(rollout.id)
+        assert trajectory is not None
+        heard = [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
+        assert heard[0] == "Gallium boils at 2673 K."
+        assert "2400" in heard[1]
+        names = [schema["function"]["name"] for schema in trajectory.tools]  # type: ignore[index,call-overload]
+        assert names == ["ipython", "finish", "search__find"]
+        assert rollout.ending.score is not None
+        assert rollout.ending.score.reward == 1.0
+        yard.nothing_left()
