@@ -1,0 +1,100 @@
+"""The data of a `harbor` task, read. The importer writes it (`folder.py`); whoever has tasks of their own may, too.
+
+{"instruction": "…", "workdir": "/app", "env": {…},
+ "setup": [{"files": {"app/main.py": "…"}}, {"run": "make", "cwd": "/app"}],
+ "tests": {"test.sh": "…"}, "verifier_env": {…},
+ "solution": {"solve.sh": "…"}, "solution_env": {…},
+ "keep": ["/etc/nginx"], "name": "…", "metadata": {…}, "notes": ["…"]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from posixpath import commonpath, isabs, normpath
+
+from rollyard.core import Task
+from rollyard.envs.fields import Fields
+from rollyard.envs.harbor.files import Files, check_files, text_of
+
+APP = "/app"
+"""Where the tasks of this format begin, by custom, where nothing says otherwise."""
+
+OURS = ("/tests", "/logs", "/solution")
+"""What the verifier and the oracle find there is never RUN's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Of the set-up: files from the root on, or a command."""
+
+    files: Files
+    run: str = ""
+    cwd: str = "/"
+    env: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HarborData:
+    instruction: str
+    workdir: str
+    env: Mapping[str, str]
+    setup: tuple[Step, ...]
+    tests: Files
+    verifier_env: Mapping[str, str]
+    solution: Files
+    solution_env: Mapping[str, str]
+    keep: tuple[str, ...]
+
+    @classmethod
+    def read(cls, task: Task) -> HarborData:
+        """The data, or TaskInvalid with the field that is wrong."""
+        fields = Fields(task)
+        data = cls(
+            instruction=fields.text("instruction"),
+            workdir=_folder(fields, "workdir", fields.optional_text("workdir") or APP),
+            env=fields.text_map("env"),
+            setup=_setup(task, fields),
+            tests=check_files(fields, "tests", fields.get("tests")),
+            verifier_env=fields.text_map("verifier_env"),
+            solution=check_files(fields, "solution", fields.get("solution") or {}),
+            solution_env=fields.text_map("solution_env"),
+            keep=tuple(_kept(fields, path) for path in fields.texts("keep")),
+        )
+        for told in ("name", "metadata", "notes"):  # for people
+            fields.get(told)
+        fields.done()
+        if not text_of(data.tests, "test.sh").strip():
+            raise fields.wrong("tests['test.sh']", "a script")
+        if data.solution and not text_of(data.solution, "solve.sh").strip():
+            raise fields.wrong("solution['solve.sh']", "a script")
+        return data
+
+
+def _folder(fields: Fields, name: str, path: str) -> str:
+    if not isabs(path) or "\0" in path:
+        raise fields.wrong(name, "an absolute path")
+    return normpath("/" + path.lstrip("/"))
+
+
+def _kept(fields: Fields, path: str) -> str:
+    path = _folder(fields, "keep", path)
+    if path == "/" or any(commonpath((path, ours)) in (path, ours) for ours in OURS):
+        raise fields.wrong("keep", f"paths other than /, {', '.join(OURS)}")
+    return path
+
+
+def _setup(task: Task, fields: Fields) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    for index, item in enumerate(fields.items("setup")):
+        where = f"setup[{index}]"
+        if not isinstance(item, Mapping) or ("run" in item) == ("files" in item):
+            raise fields.wrong(where, "an object with files, or with run,")
+        own = Fields(task, item, f"data.{where}")
+        if "files" in item:
+            steps.append(Step(check_files(own, "files", own.get("files"))))
+        else:
+            cwd = _folder(own, "cwd", own.optional_text("cwd") or "/")
+            steps.append(Step({}, own.text("run"), cwd, own.text_map("env")))
+        own.done()
+    return tuple(steps)

@@ -1,0 +1,229 @@
+"""environment/Dockerfile without a build: a base image, a working folder, variables, local files, and commands.
+
+No image is built here; what a Dockerfile says is kept as the task's set-up, which `prepare` does once. Whatever that
+cannot do as a build would (stages, archives, downloads, heredocs, variables of the base image) is refused by its line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from posixpath import basename, join, normpath
+
+from rollyard.core import Json
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs.harbor.files import Packer
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})|\\(.)")
+_IGNORED = ("LABEL", "MAINTAINER", "EXPOSE", "VOLUME", "STOPSIGNAL", "CMD")
+_NOTED = {
+    "USER": "commands run as the sandbox's own user",
+    "ENTRYPOINT": "an image's entry point is not run",
+    "HEALTHCHECK": "there is no health check",
+}
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz", ".tbz2")
+
+
+@dataclass(slots=True)
+class Recipe:
+    """What a Dockerfile comes to. `workdir` empty: that of the base image, which nobody knows here."""
+
+    image: str = ""
+    workdir: str = ""
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    setup: list[Json] = field(default_factory=list[Json])
+    runs: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An instruction, joined over its continuations."""
+
+    number: int
+    word: str
+    rest: str
+    place: str
+
+    def refused(self, why: str) -> TaskInvalid:
+        said = f"{self.word} {self.rest}"
+        said = said if len(said) <= 100 else f"{said[:97]}..."
+        return TaskInvalid(f"{self.place}:{self.number}: {said!r}: {why}")
+
+    def words(self) -> list[str]:
+        try:
+            return shlex.split(self.rest)
+        except ValueError as error:
+            raise self.refused(f"cannot be read: {error}") from error
+
+
+def last_workdir(path: Path, place: str) -> str:
+    """Where an image that was built from it begins; empty if it does not say. Nothing else of it is looked at."""
+    workdir = ""
+    for line in read_lines(path, place):
+        if line.word == "FROM":
+            workdir = ""
+        elif line.word == "WORKDIR" and "$" not in line.rest:
+            workdir = normpath(join(workdir or "/", line.rest.strip("\"'")))
+    return workdir
+
+
+def read_dockerfile(path: Path, place: str, packer: Packer) -> Recipe:
+    """The recipe, or TaskInvalid with the line that needs a build."""
+    return _Reader(path.parent, packer).read(read_lines(path, place))
+
+
+def read_lines(path: Path, place: str) -> Iterator[Line]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskInvalid(f"{place} cannot be read: {error}") from error
+    joined, begun = "", 0
+    for number, raw in enumerate([*text.splitlines(), ""], 1):
+        if raw.lstrip().startswith("#") or (joined and not raw.strip() and number <= len(text.splitlines())):
+            continue
+        begun = begun if joined else number
+        if raw.rstrip().endswith("\\"):
+            joined += raw.rstrip()[:-1] + " "
+            continue
+        word, _, rest = (joined + raw).strip().partition(" ")
+        joined = ""
+        if word:
+            yield Line(begun, word.upper(), rest.strip(), place)
+
+
+class _Reader:
+    def __init__(self, context: Path, packer: Packer) -> None:
+        self._context, self._packer = context, packer
+        self._recipe = Recipe()
+        self._args: dict[str, str] = {}
+        self._folders = {"/"}  # known to be folders: a file copied there keeps its name
+
+    def read(self, lines: Iterator[Line]) -> Recipe:
+        for line in lines:
+            if not self._recipe.image and line.word not in ("FROM", "ARG"):
+                raise line.refused("a Dockerfile begins with FROM")
+            if line.word in _NOTED:
+                self._recipe.notes.append(f"Dockerfile: {line.word}: {_NOTED[line.word]}")
+            elif line.word not in _IGNORED:
+                does = getattr(self, f"_{line.word.lower()}", None)
+                if does is None:
+                    raise line.refused("this needs a build")
+                does(line)
+        if not self._recipe.image:
+            raise TaskInvalid("environment/Dockerfile: it has no FROM")
+        return self._recipe
+
+    def _from(self, line: Line) -> None:
+        if self._recipe.image:
+            raise line.refused("more than one stage needs a build")
+        words = [word for word in self._expanded(line).split() if not word.startswith("--platform")]
+        if not words or words[0] == "scratch" or words[0].startswith("--"):
+            raise line.refused("the name of an image was expected")
+        self._recipe.image = words[0]
+
+    def _arg(self, line: Line) -> None:
+        name, equals, value = self._expanded(line).partition("=")
+        if equals:
+            self._args[name.strip()] = value.strip("\"'")
+
+    def _env(self, line: Line) -> None:
+        words = Line(line.number, line.word, self._expanded(line), line.place).words()
+        if words and "=" not in words[0]:  # the old form: ENV NAME the rest
+            name, _, value = self._expanded(line).partition(" ")
+            words = [f"{name}={value.strip()}"]
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise line.refused("NAME=VALUE was expected")
+            self._recipe.env[name] = value
+
+    def _workdir(self, line: Line) -> None:
+        words = Line(line.number, line.word, self._expanded(line), line.place).words()
+        path = " ".join(words)
+        if not path.startswith("/") and not self._recipe.workdir:
+            raise line.refused("it is relative to the working folder of the base image, which only a build knows")
+        self._recipe.workdir = normpath(join(self._recipe.workdir or "/", path))
+        self._folders.add(self._recipe.workdir)
+
+    def _run(self, line: Line) -> None:
+        command = line.rest
+        if command.startswith("--") or "<<" in command:
+            raise line.refused("options and heredocs of RUN need a build")
+        if command.startswith("["):
+            try:
+                command = shlex.join(json.loads(command))
+            except (ValueError, TypeError) as error:
+                raise line.refused("a list of texts was expected") from error
+        step: dict[str, Json] = {"run": command, "cwd": self._recipe.workdir or "/"}
+        if self._args:
+            step["env"] = dict(self._args)
+        self._recipe.setup.append(step)
+        self._recipe.runs.append(f"{line.place}:{line.number}: RUN {line.rest}")
+
+    def _add(self, line: Line) -> None:
+        if any("://" in word or word.endswith((".git", *_ARCHIVES)) for word in line.words()):
+            raise line.refused("ADD of a URL or an archive needs a build")
+        self._copy(line)
+
+    def _copy(self, line: Line) -> None:
+        if "<<" in line.rest:
+            raise line.refused("a heredoc needs a build")
+        words = Line(line.number, line.word, self._expanded(line), line.place).words()
+        options = [word for word in words if word.startswith("--")]
+        if any(not option.startswith(("--chown", "--link")) for option in options):
+            raise line.refused(f"{options[0]} needs a build")
+        words = [word for word in words if not word.startswith("--")]
+        if words and words[0].startswith("["):
+            try:
+                words = json.loads(line.rest)
+            except ValueError as error:
+                raise line.refused("a list of texts was expected") from error
+        if len(words) < 2:
+            raise line.refused("a source and a destination were expected")
+        *sources, wanted = words
+        if not wanted.startswith("/") and not self._recipe.workdir:
+            raise line.refused("the working folder of the base image is not known here: set WORKDIR before it")
+        found = [path for source in sources for path in self._found(line, source)]
+        target = normpath(join(self._recipe.workdir or "/", wanted))
+        is_folder = wanted.endswith(("/", "/.")) or wanted == "." or len(found) > 1 or target in self._folders
+        files: dict[str, Json] = {}
+        for path in found:
+            if path.is_dir():
+                self._folders.add(target)
+                files |= self._packer.folder(path, f"{target.strip('/')}/".lstrip("/"))
+            else:
+                inside = join(target, basename(str(path))) if is_folder else target
+                files[inside.strip("/")] = self._packer.file(path)
+        if is_folder:
+            self._folders.add(target)
+        self._recipe.setup.append({"files": files})
+
+    def _found(self, line: Line, source: str) -> list[Path]:
+        """In the folder of the Dockerfile, which is all that a build would see."""
+        inside = normpath("/" + source).strip("/")
+        root = self._context.resolve()
+        named = sorted(root.glob(inside)) if inside else [root]
+        found = [path for path in named if path.resolve().is_relative_to(root)]
+        if not found:
+            raise line.refused(f"there is no {source!r} in environment/")
+        return found
+
+    def _expanded(self, line: Line) -> str:
+        def value(match: re.Match[str]) -> str:
+            if match[3] is not None:
+                return match[0]
+            name = match[1] or match[2]
+            for known in (self._recipe.env, self._args):
+                if name in known:
+                    return known[name]
+            raise line.refused(f"the value of ${name} is known only to a build")
+
+        expanded = _VARIABLE.sub(value, line.rest)
+        if "${" in expanded:
+            raise line.refused("this form of a variable is known only to a build")
+        return expanded

@@ -1,0 +1,221 @@
+"""From a Harbor task folder to a task's body: `rollyard tasks import harbor FOLDER`.
+
+What would not run here as its author meant it is refused with the reason: a network, a build, further services, a GPU.
+What only might not is a note in the body's data.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.core import Json
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs.base import check_options
+from rollyard.envs.harbor.data import APP
+from rollyard.envs.harbor.dockerfile import Recipe, last_workdir, read_dockerfile
+from rollyard.envs.harbor.files import Packer, text_of
+from rollyard.envs.harbor.manifest import Manifest, read_manifest
+from rollyard.envs.harbor.scripts import fetching_line
+
+log = logging.getLogger(__name__)
+
+OPTIONS = ("images", "workdir", "run", "offline", "keep", "safe_path", "refused")
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+
+EVAL_GRACE_S = 30.0
+"""Beside the verifier's own time: EVAL also brings the tests in."""
+
+_HOSTS = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The importer's, read."""
+
+    images: str = ""
+    workdir: str = ""
+    runs_in_prepare: bool = False
+    is_offline: bool = False
+    keep: tuple[str, ...] = ()
+    is_safe_path: bool = True
+    skips_refused: bool = False
+    env: Mapping[str, str] | None = None
+
+    @classmethod
+    def read(cls, options: Mapping[str, str]) -> Options:
+        env = {name.removeprefix("env."): value for name, value in options.items() if name.startswith("env.")}
+        check_options("harbor", {name: "" for name in options if not name.startswith("env.")}, OPTIONS)
+        return cls(
+            images=options.get("images", ""),
+            workdir=options.get("workdir", ""),
+            runs_in_prepare=_is(options, "run", "prepare", "refuse"),
+            is_offline=_is(options, "offline", "yes", "no"),
+            keep=tuple(path for path in options.get("keep", "").split(":") if path),
+            is_safe_path=not _is(options, "safe_path", "no", "yes"),
+            skips_refused=_is(options, "refused", "skip", "stop"),
+            env=env,
+        )
+
+
+def _is(options: Mapping[str, str], name: str, value: str, default: str) -> bool:
+    given = options.get(name, default)
+    if given not in (value, default):
+        raise TaskInvalid(f"harbor: option {name}: {value!r} or {default!r} was expected, not {given!r}")
+    return given == value
+
+
+def bodies(folder: Path, given: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:
+    """The tasks of a task folder, or of all those below a folder. One that is refused stops it, unless skipped; the
+    error names all of them."""
+    options = Options.read(given)
+    found = sorted(path.parent for path in folder.rglob("task.toml"))
+    found = [path for path in found if not any(above in found for above in path.parents)]
+    if not found:
+        raise TaskInvalid(f"harbor: {folder}: there is no task.toml in it, nor in a folder below it")
+    made: list[Mapping[str, Json]] = []
+    refused: list[str] = []
+    for task in found:
+        try:
+            made.append(body_of(task, options))
+        except TaskInvalid as error:
+            refused.append(f"{task}: {error.detail}")
+    if refused and not (options.skips_refused and made):
+        hint = "; --set refused=skip imports the others" if made else ""
+        raise TaskInvalid("harbor: " + "\n".join(refused) + hint)
+    for reason in refused:
+        log.warning("a task is not imported: %s", reason)
+    yield from made
+
+
+def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
+    manifest = read_manifest(folder / "task.toml")
+    _refuse(folder, manifest, options)
+    packer = Packer(folder.name)
+    recipe = _recipe(folder, manifest, options, packer)
+    tests = packer.folder(folder / "tests")
+    solution = packer.folder(folder / "solution") if (folder / "solution").is_dir() else {}
+    script, solve = text_of(tests, "test.sh"), text_of(solution, "solve.sh")
+    if not script.strip():
+        raise TaskInvalid("tests/test.sh: there is none, or it is empty")
+    if (line := fetching_line(script)) and not options.is_offline:
+        raise TaskInvalid(
+            f"tests/test.sh: {line!r} needs a network, and sandboxes have none: every rollout would fail; put into the"
+            " image what it fetches, and import with --set offline=yes"
+        )
+    notes = [*recipe.notes, *(f"task.toml: {key} is not used" for key in manifest.unknown_keys())]
+    if manifest.says_nothing_of_network:
+        notes.append("task.toml says nothing of a network; Harbor would give one, sandboxes have none")
+    if line := fetching_line(solve):
+        notes.append(f"solution/solve.sh: {line!r} needs a network: the oracle may fail")
+    if not recipe.workdir:
+        notes.append(f"the image's own working folder is not known here: the task begins in {APP} (--set workdir=PATH)")
+    safe: dict[str, str] = {} if options.is_safe_path else {"PYTHONSAFEPATH": ""}
+    data: dict[str, Json] = {
+        "name": folder.resolve().name,
+        "instruction": _instruction(folder),
+        "workdir": recipe.workdir or APP,
+        "env": {**recipe.env, **_env(manifest.environment.env, "environment", options)},
+        "setup": recipe.setup,
+        "tests": tests,
+        "verifier_env": {**safe, **_env(manifest.verifier.env, "verifier", options)},
+        "solution": solution,
+        "solution_env": _env(manifest.solution.env, "solution", options),
+        "keep": list(options.keep),
+        "metadata": json.loads(json.dumps(manifest.metadata, default=str)),
+        "notes": notes,
+    }
+    limits: dict[str, Json] = {"eval_s": manifest.verifier.timeout_sec + EVAL_GRACE_S}
+    if manifest.agent.timeout_sec is not None:
+        limits["run_s"] = manifest.agent.timeout_sec
+    sandbox: dict[str, Json] = {
+        "image": recipe.image,
+        "cpus": manifest.environment.cpus,
+        "memory_bytes": manifest.memory_bytes,
+        "disk_bytes": manifest.disk_bytes,
+    }
+    kept: dict[str, Json] = {name: value for name, value in data.items() if value or name == "tests"}
+    return {"environment": "harbor", "data": kept, "limits": limits, "sandbox": sandbox}
+
+
+def _refuse(folder: Path, manifest: Manifest, options: Options) -> None:
+    environment, verifier = manifest.environment, manifest.verifier
+    if manifest.steps or (folder / "steps").is_dir():
+        raise TaskInvalid("task.toml: steps: tasks of several steps are not supported")
+    if environment.os.lower() != "linux":
+        raise TaskInvalid(f"task.toml: environment.os: only linux is supported, not {environment.os!r}")
+    if environment.gpus:
+        raise TaskInvalid("task.toml: environment.gpus: sandboxes have no GPU")
+    if environment.mcp_servers:
+        raise TaskInvalid(
+            "task.toml: environment.mcp_servers: a task cannot bring servers; name them in the service's setting"
+            " mcp_servers and in the task's agent.options.mcp"
+        )
+    if verifier.environment is not None or verifier.environment_mode not in (None, "shared"):
+        raise TaskInvalid("task.toml: verifier.environment: a verifier in a container of its own is not supported")
+    if (wanted := manifest.wanted_network()) and not options.is_offline:
+        raise TaskInvalid(
+            f"task.toml: {wanted}: sandboxes have no network; if the task can be done without, --set offline=yes"
+        )
+    for name in COMPOSE:
+        if (folder / "environment" / name).exists():
+            raise TaskInvalid(f"environment/{name}: services beside the task's own container are not supported")
+
+
+def _recipe(folder: Path, manifest: Manifest, options: Options, packer: Packer) -> Recipe:
+    """Of an image that is there already, only its name and where it begins; else what the Dockerfile says."""
+    path, place = folder / "environment" / "Dockerfile", "environment/Dockerfile"
+    image = options.images.replace("{name}", folder.resolve().name)
+    if not image and manifest.environment.docker_image:
+        image = f"docker://{manifest.environment.docker_image.removeprefix('docker://')}"
+    if image:
+        recipe = Recipe(image, last_workdir(path, place) if path.is_file() else "")
+    elif path.is_file():
+        recipe = _without_build(folder, read_dockerfile(path, place, packer), options)
+    else:
+        raise TaskInvalid("there is no image: neither environment.docker_image in task.toml nor environment/Dockerfile")
+    recipe.workdir = options.workdir or manifest.environment.workdir or recipe.workdir
+    return recipe
+
+
+def _without_build(folder: Path, recipe: Recipe, options: Options) -> Recipe:
+    recipe.image = f"docker://{recipe.image.removeprefix('docker://')}"
+    for run in recipe.runs:
+        if not options.runs_in_prepare:
+            build = f"rollyard images build {folder / 'environment'} --name {folder.resolve().name.lower()}"
+            raise TaskInvalid(
+                f"{run}: this needs a build: {build}, then import with --set images={{name}}; or --set run=prepare runs"
+                " it when the task is set up, without a network"
+            )
+        if fetching_line(run.partition(": RUN ")[2]) and not options.is_offline:
+            raise TaskInvalid(f"{run}: needs a network, and sandboxes have none; build the image instead")
+    return recipe
+
+
+def _instruction(folder: Path) -> str:
+    try:
+        text = (folder / "instruction.md").read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskInvalid(f"instruction.md cannot be read: {error}") from error
+    if not text.strip():
+        raise TaskInvalid("instruction.md is empty")
+    return text
+
+
+def _env(env: Mapping[str, str], table: str, options: Options) -> dict[str, str]:
+    """${NAME} in a value means a variable of the host, which no task sees unless it is given."""
+
+    def value(match: re.Match[str]) -> str:
+        found = (options.env or {}).get(match[1], match[2])
+        if found is None:
+            raise TaskInvalid(
+                f"task.toml: {table}.env: ${{{match[1]}}} is a variable of the host; to give it a value:"
+                f" --set env.{match[1]}=VALUE"
+            )
+        return found
+
+    return {name: _HOSTS.sub(value, text) for name, text in env.items()}

@@ -1,0 +1,119 @@
+"""task.toml, read: what counts here has a type, and a wrong one is told by file and key. Other keys are noted."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollyard.core.failure import TaskInvalid
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(gt=0)]
+Network = Literal["public", "no-network", "allowlist"]
+Texts = dict[str, str]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    network_mode: Network | None = None
+    allowed_hosts: list[str] = Field(default_factory=list)
+
+
+class AgentTable(Table):
+    timeout_sec: Seconds | None = None
+
+
+class VerifierTable(Table):
+    timeout_sec: Seconds = 600.0
+    env: Texts = Field(default_factory=dict)
+    environment_mode: str | None = None
+    environment: dict[str, Any] | None = None
+
+
+class SolutionTable(Table):
+    env: Texts = Field(default_factory=dict)
+
+
+class EnvironmentTable(Table):
+    docker_image: str | None = None
+    cpus: Annotated[float, Field(gt=0, le=4096)] = 1
+    memory_mb: Count = 2048
+    storage_mb: Count = 10240
+    memory: str | None = None  # as in tasks of older versions: "4G"
+    storage: str | None = None
+    gpus: Annotated[int, Field(ge=0)] = 0
+    os: str = "linux"
+    workdir: str | None = None
+    allow_internet: bool | None = None
+    env: Texts = Field(default_factory=dict)
+    build_timeout_sec: Seconds = 600.0
+    mcp_servers: list[Any] = Field(default_factory=list)
+
+
+class Manifest(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    version: str | float = "1.0"
+    schema_version: str | float = "1.0"
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    task: dict[str, Any] = Field(default_factory=dict)
+    steps: list[Any] = Field(default_factory=list)
+    agent: AgentTable = Field(default_factory=AgentTable)
+    verifier: VerifierTable = Field(default_factory=VerifierTable)
+    environment: EnvironmentTable = Field(default_factory=EnvironmentTable)
+    solution: SolutionTable = Field(default_factory=SolutionTable)
+
+    @property
+    def memory_bytes(self) -> int:
+        return _size(self.environment.memory, self.environment.memory_mb, "memory")
+
+    @property
+    def disk_bytes(self) -> int:
+        return _size(self.environment.storage, self.environment.storage_mb, "storage")
+
+    def unknown_keys(self) -> Iterator[str]:
+        yield from sorted(self.model_extra or ())
+        for name in ("agent", "verifier", "environment", "solution"):
+            yield from (f"{name}.{key}" for key in sorted(getattr(self, name).model_extra or ()))
+
+    def wanted_network(self) -> str | None:
+        """The key and value that ask for one; None: none of them does. Where both speak, `network_mode` counts."""
+        for name in ("environment", "agent", "verifier"):
+            table: Table = getattr(self, name)
+            if table.network_mode in ("public", "allowlist"):
+                return f'{name}.network_mode = "{table.network_mode}"'
+            if table.allowed_hosts and table.network_mode is None:
+                return f"{name}.allowed_hosts"
+        if self.environment.allow_internet and self.environment.network_mode is None:
+            return "environment.allow_internet = true"
+        return None
+
+    @property
+    def says_nothing_of_network(self) -> bool:
+        return self.environment.allow_internet is None and self.environment.network_mode is None
+
+
+def read_manifest(path: Path) -> Manifest:
+    try:
+        return Manifest.model_validate(tomllib.loads(path.read_text()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise TaskInvalid(f"{path} cannot be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise TaskInvalid(f"{path}: {key}: {first['msg']}", field=key) from error
+
+
+def _size(text: str | None, megabytes: int, key: str) -> int:
+    if text is None:
+        return megabytes << 20
+    found = re.fullmatch(r"\s*([1-9][0-9]*)\s*([KMGT])(i?B)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise TaskInvalid(f'task.toml: environment.{key}: a size such as "4G" was expected', field=f"environment.{key}")
+    return int(found[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]

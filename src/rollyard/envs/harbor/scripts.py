@@ -1,0 +1,36 @@
+"""What can be told from a script's text: who runs it, and whether it wants to fetch something."""
+
+from __future__ import annotations
+
+import re
+
+_FETCHES = re.compile(
+    r"\b(apt-get|apt|apk|dnf|yum|microdnf|conda|mamba)\s+(-\S+\s+)*(update|install|add|upgrade)\b"
+    r"|\b(pip3?|pipx|npm|pnpm|yarn|gem|cargo|go|uv\s+(pip|tool))\s+(-\S+\s+)*(install|add|get)\b"
+    r"|\buvx\s|\bnpx\s|\buv\s+(run|add|sync)\b|\bnpm\s+ci\b|\bgit\s+clone\s+\S*(https?|git|ssh)\b"
+    r"|\b(curl|wget)\b[^\n]*(https?|ftp)://(?!localhost|127\.|0\.0\.0\.0|\[::1\])"
+)
+
+
+def fetching_line(script: str) -> str | None:
+    """The first line that cannot work without a network. Comments do not count."""
+    for line in script.splitlines():
+        plain = line.strip()
+        if not plain.startswith("#") and _FETCHES.search(plain + " "):
+            return plain
+    return None
+
+
+def command_of(script: str, path: str) -> list[str]:
+    """How the script at `path` is run: by its first line, and by bash where that names nobody."""
+    return [path] if script.startswith("#!") else ["bash", path]
+
+
+def interpreter_of(script: str) -> str:
+    """The program that must be there for that."""
+    if not script.startswith("#!"):
+        return "bash"
+    words = script.splitlines()[0][2:].split()
+    if words and words[0].endswith("/env"):
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+    return words[0] if words else "bash"

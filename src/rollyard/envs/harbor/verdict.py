@@ -1,0 +1,74 @@
+"""What the verifier's files say: a reward, and the other numbers beside it.
+
+The folder is empty when the verifier starts, so whatever is in it was written in EVAL. But tests that run the agent's
+program run it beside themselves, as the same user; so these are no verdicts:
+- a reward.json, where the tests speak of reward.txt only;
+- a file, or a folder, that was made unwritable: the verifier could not have written there;
+- a file that is there again after it was taken away: something keeps writing it.
+
+A program that waits for the verifier's write and replaces it once is not found out. Tests that are to withstand that
+must not run the agent's program with a reward within its reach; Harbor's own containers have the same limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+
+from rollyard.core import Json
+from rollyard.envs.harbor.files import Files, mentions
+from rollyard.sandbox.base import Sandbox
+
+FOLDER = "/logs/verifier"
+REWARD_BYTES = 1 << 20
+
+QUIET_S = 0.2
+"""How long a file that was taken away must stay away: a loop that writes it takes milliseconds."""
+
+_TAKE = 'test -w "$0" && rm -f "$0"'
+
+
+async def read_verdict(sandbox: Sandbox, tests: Files) -> Mapping[str, float] | None:
+    """The numbers, `reward` among them. None: the verifier wrote none that can be read."""
+    names = ["reward.json", "reward.txt"]
+    if mentions(tests, "reward.txt") and not mentions(tests, "reward.json"):
+        names.remove("reward.json")
+    for name in names:
+        path = f"{FOLDER}/{name}"
+        try:
+            text = await sandbox.read(path, limit_bytes=REWARD_BYTES)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError):
+            return None
+        await sandbox.exec(["sh", "-c", _TAKE, path], timeout_s=60.0, cwd="/")
+        await asyncio.sleep(QUIET_S)
+        is_back = (await sandbox.exec(["test", "-e", path], timeout_s=60.0, cwd="/")).status == 0
+        return parse_verdict(name, text) if not is_back else None
+    return None
+
+
+def parse_verdict(name: str, text: bytes) -> dict[str, float] | None:
+    try:
+        found: Json = json.loads(text) if name.endswith(".json") else float(text)
+    except (ValueError, RecursionError):
+        return None
+    numbers = found if isinstance(found, dict) else {"reward": found}
+    read = {key: number for key, value in numbers.items() if (number := _number(value)) is not None}
+    if "reward" in read:
+        return read
+    if len(read) == 1 and len(numbers) == 1:
+        return {"reward": next(iter(read.values()))}
+    return None
+
+
+def _number(value: Json) -> float | None:
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,274 @@
+"""Harbor task folders, imported and played in real sandboxes; and agents that try to write their own verdict."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rollyard.pipeline import Workshop
+
+from .harbor_folders import SOLVE, TEST, TOML, imported, local, ready, write
+from .yard import RUNTIMES, played, rewards, workshop
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shop() -> AsyncGenerator[Workshop, None]:
+    """One for all that need no other runtime: it takes longer to open than a task takes."""
+    async with workshop("bubblewrap") as opened:
+        yield opened
+
+
+SEVERAL = """\
+#!/usr/bin/env bash
+cat > /logs/verifier/reward.json <<EOF
+{"reward": $(test -s /app/hello.txt && echo 0.75 || echo 0), "style": 0.5, "said": "well done"}
+EOF
+"""
+
+
+async def score_of(shop: Workshop, body: dict[str, Any], agent: str = "oracle"):
+    result = await played(shop, body, agent)
+    assert result.score is not None, result.failure
+    return result.score
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_a_task_folder_runs_as_it_is(tmp_path: Path, runtime: str):
+    body = local(imported(write(tmp_path / "hello")), is_sif=runtime == "apptainer")
+    async with workshop(runtime) as shop:
+        assert await rewards(shop, body) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_reward_json_holds_the_reward_and_what_it_is_made_of(tmp_path: Path, runtime: str):
+    body = ready(tmp_path, {"tests/test.sh": SEVERAL})
+    async with workshop(runtime) as shop:
+        score = await score_of(shop, body)
+        assert (score.reward, score.components) == (0.75, {"style": 0.5})
+        assert score.metrics == {"verifier_ran": 1.0, "verifier_status": 0.0, "reward_written": 1.0}
+        assert (await score_of(shop, body, "noop")).reward == 0.0
+
+
+DOCKERFILE = """\
+# syntax=docker/dockerfile:1
+FROM some/base:1.0 AS base
+ARG WHO=world
+ENV GREETING="Hello" NAME=$WHO
+WORKDIR /srv
+WORKDIR work
+COPY greet.py data/ ./
+COPY one.txt /srv/renamed
+RUN python3 greet.py \\
+    # a comment in between
+    && cp greeting.txt /srv/greeting && echo $WHO > who
+CMD ["bash"]
+"""
+
+DOCKERED = """\
+#!/bin/bash
+cd /srv/work
+[ "$(cat /srv/renamed who ../work/inner/deep.txt)" = "$(printf 'one\\nworld\\ndeep')" ] || exit 1
+[ "$PWD" = /srv/work ] && [ "$GREETING" = Hello ] || exit 1
+diff answer /srv/greeting && echo 1.0 > /logs/verifier/reward.txt
+"""
+
+
+async def test_a_dockerfile_is_honoured_without_a_build(shop: Workshop, tmp_path: Path):
+    files = {
+        "task.toml": TOML.replace("docker_image", "# docker_image"),
+        "environment/Dockerfile": DOCKERFILE,
+        "environment/greet.py": "import os\nopen('greeting.txt', 'w').write(os.environ['GREETING'])\n",
+        "environment/data/inner/deep.txt": "deep\n",
+        "environment/one.txt": "one\n",
+        "tests/test.sh": DOCKERED,
+        "solution/solve.sh": "cat /srv/greeting > answer",  # no first line: bash, and in the working folder
+    }
+    body = imported(write(tmp_path, files), run="prepare")
+    assert body["sandbox"]["image"] == "docker://some/base:1.0"
+    assert body["data"]["workdir"] == "/srv/work"
+    assert await rewards(shop, local(body)) == (1.0, 0.0)
+
+
+async def test_variables_reach_only_those_they_are_for(shop: Workshop, tmp_path: Path):
+    toml = TOML + 'env = {FOR_ALL = "a"}\n[solution]\nenv = {FOR_ORACLE = "o"}\n'
+    toml = toml.replace("[verifier]\n", '[verifier]\nenv = {FOR_TESTS = "${SECRET}"}\n')
+    files = {
+        "task.toml": toml,
+        "solution/solve.sh": "#!/bin/sh\necho $FOR_ALL$FOR_ORACLE$FOR_TESTS > seen; ls /tests > there 2>/dev/null",
+        "tests/test.sh": "#!/bin/sh\n[ $(cat seen)$FOR_TESTS$FOR_ORACLE$FOR_ALL = aosa ] && [ ! -s there ]"
+        " && [ ! -e /solution/solve.sh ] && echo 1 > /logs/verifier/reward.txt",
+    }
+    assert await rewards(shop, ready(tmp_path, files, env__SECRET="s")) == (1.0, 0.0)
+
+
+async def test_the_folders_of_the_format_are_there_for_the_agent(shop: Workshop, tmp_path: Path):
+    solve = "touch /logs/agent/a /logs/verifier/b && pwd > where"
+    test = f"#!/bin/bash\n[ $(cat /app/where) = /app ] && [ ! -e /logs/verifier/b ] && {FORGE}"
+    assert await rewards(shop, ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test})) == (1.0, 0.0)
+
+
+FORGE = "echo 1 > /logs/verifier/reward.txt"
+CHEATS = {
+    "the reward, written before": FORGE,
+    "the reward, as json": "echo 1 > /logs/verifier/reward.json",
+    "the reward, unwritable": f"{FORGE}; chmod 444 /logs/verifier/reward.txt; chmod 555 /logs/verifier /logs",
+    "tests of its own": "mkdir -p /tests; printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt' > /tests/test.sh;"
+    " chmod -R 555 /tests",
+    "a link in place of /tests": "mkdir evil; echo 'echo 1 > /logs/verifier/reward.txt' > evil/test.sh;"
+    " rm -rf /tests; ln -s /app/evil /tests",
+    "a link in place of /logs": f"{FORGE}; mv /logs /app/logs; ln -s /app/logs /logs",
+    "bash itself": "printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt\\n' > evil; chmod +x evil;"
+    " rm /usr/bin/bash /usr/bin/grep; cp evil /usr/bin/bash; cp evil /usr/bin/grep",
+    "its own working folder gone": "rm -rf /app",
+    "its own working folder elsewhere": "rm -rf /app; ln -s /logs/verifier /app",
+    "the root, shut": f"{FORGE}; chmod 0 /logs/verifier /logs /",
+    "a process that goes on": "setsid -f sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done'",
+}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_an_agent_cannot_write_its_own_verdict(tmp_path: Path, runtime: str):
+    cheats = list(CHEATS.items())[:: 1 if runtime == "bubblewrap" else 3]  # both judge in the same kind of overlay
+    async with workshop(runtime) as shop:
+        for number, (name, attack) in enumerate(cheats):
+            body = ready(tmp_path / str(number), {"solution/solve.sh": f"#!/bin/sh\n{attack}\n"})
+            assert (await score_of(shop, body)).reward == 0.0, name
+
+
+RUNS_IT = "#!/bin/bash\npython3 /app/main.py\n" + TEST.partition("\n")[2]
+"""Tests that run the agent's program, as most do."""
+
+PROGRAMS = {
+    "a process that writes it again and again": "import subprocess\nsubprocess.Popen(['setsid', 'sh', '-c', '(while :;"
+    " do echo 1 > /app/y; mv /app/y /logs/verifier/reward.txt; done) &'])\n",
+    "a reward.json, which the tests do not speak of": "open('/logs/verifier/reward.json', 'w').write('1')\n",
+    "a reward that the tests cannot replace": "import os\nopen('/logs/verifier/reward.txt', 'w').write('1')\n"
+    "os.chmod('/logs/verifier/reward.txt', 0o444)\n",
+    "a folder that the tests cannot write to": "import os\nopen('/logs/verifier/reward.txt', 'w').write('1')\n"
+    "os.chmod('/logs/verifier/reward.txt', 0o444)\nos.chmod('/logs/verifier', 0o555)\n",
+}
+
+
+async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(shop: Workshop, tmp_path: Path):
+    for number, (name, program) in enumerate(PROGRAMS.items()):
+        solve = f"cat > main.py <<'EOF'\n{program}EOF\n"
+        body = ready(tmp_path / str(number), {"tests/test.sh": RUNS_IT, "solution/solve.sh": solve})
+        assert (await score_of(shop, body)).reward == 0.0, name
+
+
+IMPORTS = "#!/bin/bash\npython3 -c 'import json, sys; sys.exit(1)' && echo 1 > /logs/verifier/reward.txt\n"
+
+
+async def test_python_imports_from_the_tests_and_not_from_the_agents_folder(shop: Workshop, tmp_path: Path):
+    planted = {"solution/solve.sh": "echo 'raise SystemExit(0)' > json.py", "tests/test.sh": IMPORTS}
+    own = {
+        "tests/test.sh": "#!/bin/bash\npython3 /tests/main.py",
+        "tests/main.py": "import beside",
+        "tests/beside.py": "",
+    }
+    own["tests/beside.py"] = "open('/logs/verifier/reward.txt', 'w').write('1')"
+    assert (await score_of(shop, ready(tmp_path / "a", planted))).reward == 0.0
+    assert (await score_of(shop, ready(tmp_path / "b", own))).reward == 1.0
+    loose = ready(tmp_path / "a", planted, safe_path="no")
+    assert (await score_of(shop, loose)).reward == 1.0, "as its importer wanted it: Python's own way"
+
+
+KEEPING = {
+    "tests/test.sh": "#!/bin/bash\nif grep -qx 'mode fast' /etc/tool/conf.d/x && [ ! -e /etc/tool/old ]\nthen"
+    " echo 1 > /logs/verifier/reward.txt; fi\n",
+    "solution/solve.sh": "mkdir -p /etc/tool/conf.d; echo 'mode fast' > /etc/tool/conf.d/x; rm -f /etc/tool/old\n",
+}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_what_a_task_does_to_the_system_is_judged_where_it_says_so(tmp_path: Path, runtime: str):
+    kept, lost = ready(tmp_path, KEEPING, keep="/etc/tool:/etc/none"), ready(tmp_path, KEEPING)
+    for body in (kept, lost):
+        body["data"]["setup"] = [{"files": {"etc/tool/old": "x"}}]
+    async with workshop(runtime) as shop:
+        assert await rewards(shop, kept) == (1.0, 0.0)
+        assert await rewards(shop, lost) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "exit 1",
+        "echo '' > /logs/verifier/reward.txt",
+        "echo nan > /logs/verifier/reward.txt",
+        "mkdir /logs/verifier/reward.txt",
+    ],
+    ids=["none", "empty", "no number", "a folder"],
+)
+async def test_a_verifier_that_wrote_no_reward_gives_none(shop: Workshop, tmp_path: Path, test: str):
+    body = ready(tmp_path, {"tests/test.sh": f"#!/bin/sh\n{test}\n"})
+    score = await score_of(shop, body)
+    assert (score.reward, score.metrics["reward_written"]) == (0.0, 0.0)
+
+
+async def test_what_an_image_has_in_the_verifiers_folders_does_not_count(shop: Workshop, tmp_path: Path):
+    body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\ntest -e /tests/planted && echo 1 > /logs/verifier/reward.txt"})
+    body["data"]["setup"] = [{"files": {"logs/verifier/reward.txt": "1", "tests/planted": ""}}]
+    assert (await score_of(shop, body, "noop")).metrics["reward_written"] == 0.0
+
+
+async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys_doing(shop: Workshop, tmp_path: Path):
+    solve = "mkdir -p /data/x; touch /data/x/y; chmod 555 /data/x /data"
+    body = ready(tmp_path, {"solution/solve.sh": solve}, keep="/data/x")
+    assert (await score_of(shop, body)).metrics == {"verifier_ran": 0.0, "reward_written": 0.0}
+
+
+async def test_tests_that_are_not_done_in_time_are_the_policys_doing(shop: Workshop, tmp_path: Path):
+    body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\nsleep 600\n"})
+    body["limits"]["eval_s"] = 4.0
+    result = await played(shop, body, "noop")
+    assert result.failure is not None and result.failure.code == "eval_deadline"
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        (
+            {"setup": [{"run": "echo broken >&2; exit 3"}]},
+            "'echo broken >&2; exit 3' ended with status 3: broken",
+        ),
+        ({"tests": {"test.sh": "#!/usr/bin/env fish\n"}}, "run by fish, which the image does not have"),
+    ],
+    ids=["a command fails", "no interpreter"],
+)
+async def test_a_set_up_that_cannot_be_done_says_why(shop: Workshop, tmp_path: Path, change: Any, detail: str):
+    body = ready(tmp_path)
+    body["data"] |= change
+    result = await played(shop, body, "noop")
+    assert result.failure is not None
+    assert result.failure.code == "setup_failed"
+    assert detail in result.failure.detail
+
+
+async def test_a_set_up_that_does_not_end_is_ended(shop: Workshop, tmp_path: Path):
+    body = ready(tmp_path)
+    body["data"]["setup"] = [{"run": "sleep 600"}]
+    body["limits"]["init_s"] = 4.0
+    result = await played(shop, body, "noop")
+    assert result.failure is not None and result.failure.code == "setup_deadline"
+
+
+async def test_without_a_solution_there_is_no_oracle(shop: Workshop, tmp_path: Path):
+    body = ready(tmp_path, {"solution/solve.sh": None})
+    result = await played(shop, body, "oracle")
+    assert result.failure is not None
+    assert "the task has no solution/solve.sh" in result.failure.detail
+
+
+async def test_what_the_oracle_said_is_in_its_messages(shop: Workshop, tmp_path: Path):
+    body = ready(tmp_path, {"solution/solve.sh": f"{SOLVE}echo not quite >&2; exit 7"})
+    result = await played(shop, body, "oracle")
+    assert result.score is not None and result.score.reward == 1.0, "only the verifier judges"
+    assert result.trajectory is not None
+    user, said = result.trajectory.messages
+    assert user["content"] == "Write 'Hello, world!' to hello.txt.\n"
+    assert said["content"] == "solve.sh ended with status 7\nnot quite"
