@@ -59,7 +59,7 @@ FROM some/base:1.0 AS base
 ARG WHO=world
 ENV GREETING="Hello" NAME=$WHO
 WORKDIR /srv
-WORKDIR work
+WORKDIR place
 COPY greet.py data/ ./
 COPY one.txt /srv/renamed
 RUN python3 greet.py \\
@@ -70,9 +70,9 @@ CMD ["bash"]
 
 DOCKERED = """\
 #!/bin/bash
-cd /srv/work
-[ "$(cat /srv/renamed who ../work/inner/deep.txt)" = "$(printf 'one\\nworld\\ndeep')" ] || exit 1
-[ "$PWD" = /srv/work ] && [ "$GREETING" = Hello ] || exit 1
+cd /srv/place
+[ "$(cat /srv/renamed who ../place/inner/deep.txt)" = "$(printf 'one\\nworld\\ndeep')" ] || exit 1
+[ "$PWD" = /srv/place ] && [ "$GREETING" = Hello ] || exit 1
 diff answer /srv/greeting && echo 1.0 > /logs/verifier/reward.txt
 """
 
@@ -89,7 +89,7 @@ async def test_a_dockerfile_is_honoured_without_a_build(shop: Workshop, tmp_path
     }
     body = imported(write(tmp_path, files), run="prepare")
     assert body["sandbox"]["image"] == "docker://some/base:1.0"
-    assert body["data"]["workdir"] == "/srv/work"
+    assert body["data"]["workdir"] == "/srv/place"
     assert await rewards(shop, local(body)) == (1.0, 0.0)
 
 

@@ -225,7 +225,7 @@ class JudgeUnreachable(InfraFailure):
 
 
 class ToolUnreachable(InfraFailure):
-    remedy = "A server that the setting `mcp_servers` names does not answer; look at it, its URL and its headers."
+    remedy = "A server that the setting `mcp_servers` or `gym_servers` names does not answer; look at it and its URL."
 
 
 class ArtifactLost(InfraFailure):

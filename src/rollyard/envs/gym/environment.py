@@ -1,0 +1,217 @@
+"""The `gym` environment: seed a session at a resources server, offer its tools, have it verify what came of it.
+
+    {"server": "counter",
+     "row": {"responses_create_params": {"input": […], "tools": […]}, "expected_count": 6, …},
+     "oracle": [{"tool": "increment_counter", "arguments": {"count": 1}}, {"answer": "6"}]}
+
+Which servers may be called is the operator's to say (the setting `gym_servers`). A task names one of them, or gives the
+URL of one; any other URL is refused, for the service stands where its clients do not.
+
+Whose fault what is. A row that the server refuses at the seed is the task's. A server that is not there, or does not
+answer, is infrastructure's, at every call; so is a verdict that is no number. Tools' errors are observations. The
+server bounds what it runs for `/verify` itself, so that one which takes all of EVAL's time is no verdict either.
+
+The verdict is made outside, from what this process tells the server: no tool can reach `/verify`, and of the row the
+model sees its `responses_create_params` only. EVAL may be done again, in another process too, as long as the server
+still has the session. What a server says that has forgotten it is the server's matter: an error is no reward, a 0 is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import aiohttp
+import orjson
+
+from rollyard.core import Json, Message, Score, Task
+from rollyard.core.failure import SetupFailed, TaskInvalid, ToolUnreachable, VerifierCrashed
+from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start, check_options
+from rollyard.envs.gym.response import response_of
+from rollyard.envs.gym.row import PARAMS, GymData, params_of
+from rollyard.envs.gym.session import GymSession, Reply, Unreachable, encoded, new_http
+from rollyard.envs.gym.tool import GymTool
+from rollyard.tools.base import Tool
+
+INFO = "gym"
+"""In the trajectory's info: `{"cookies": {…}}`. Whoever has them can act as the session."""
+
+SHARE = 0.9
+"""Of a stage's time, for its one call: a server that hangs is then told from a stage that was too slow."""
+
+REPLY_BYTES = 64 << 20
+"""Of a seed or a verdict, which repeats the row and the response."""
+
+MOST_METRICS = 64
+
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
+
+
+class GymEnvironment(Environment):
+    """See the module. `servers` are the operator's: URLs by name."""
+
+    name: ClassVar[str] = "gym"
+
+    def __init__(self, servers: Mapping[str, str] | None = None) -> None:
+        self._servers = {name: url.rstrip("/") for name, url in (servers or {}).items()}
+        self._http: aiohttp.ClientSession | None = None
+
+    def check(self, task: Task) -> None:
+        self._url_of(GymData.read(task))
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=False, eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        data, limits = GymData.read(context.task), context.task.limits
+        cookies: dict[str, Json] = {}
+        session = self._session(data, cookies)
+        try:
+            reply = await session.ask(
+                "seed_session", encoded(data.row), most_bytes=REPLY_BYTES, within_s=SHARE * limits.init_s
+            )
+        except Unreachable as error:
+            raise ToolUnreachable(f"the resources server {data.server}, seed_session: {error}") from error
+        _check_seed(reply, data)
+        tools = tuple(GymTool(spec, session, data.server, limits.output_bytes) for spec in data.tools)
+        return Start(data.messages, tools, {INFO: {"cookies": cookies}})
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        data = GymData.read(context.task)
+        if data.steps is None:
+            raise TaskInvalid("gym: data.oracle: this task holds no solution, so there is no oracle for it")
+        said: list[Message] = []
+        for index, step in enumerate(data.steps):
+            arguments = encoded(step.arguments).decode()
+            function: Json = {"name": step.tool, "arguments": arguments}
+            call: Json = {"id": f"call_{index}", "type": "function", "function": function}
+            said.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            result = await tools[step.tool].call(step.arguments, timeout_s=context.task.limits.tool_s)
+            said.append({"role": "tool", "tool_call_id": f"call_{index}", "name": step.tool, "content": result.content})
+        if data.answer is not None:
+            said.append({"role": "assistant", "content": data.answer})
+        return Solution(messages=tuple(said))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        data = GymData.read(context.task)
+        session = self._session(data, _kept_cookies(evidence))
+        response = response_of(data, evidence.trajectory)
+        within_s = SHARE * context.task.limits.eval_s
+        body = encoded({**data.row, "response": response})
+        try:
+            reply = await session.ask("verify", body, most_bytes=REPLY_BYTES, within_s=within_s)
+        except Unreachable as error:
+            raise VerifierCrashed(f"the resources server {data.server}, verify: {error}") from error
+        return _score(reply, data)
+
+    def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
+        """Options: `server`, as the operator names it; `oracle`, the row's field that holds the oracle's steps."""
+        check_options(self.name, options, ("server", "oracle"))
+        if not options.get("server"):
+            raise TaskInvalid("gym: name the resources server of these rows: --set server=NAME")
+        params = params_of(row)
+        if params is None:
+            raise TaskInvalid(f"gym: this is no row of a Gym dataset: it has no object {PARAMS!r}")
+        field = options.get("oracle", "")
+        if field and field not in row:
+            raise TaskInvalid(f"gym: the row has no field {field!r}, which the option `oracle` names")
+        data: dict[str, Json] = {"server": options["server"]}
+        data["row"] = {name: value for name, value in row.items() if name != field}
+        if field:
+            data["oracle"] = row[field]
+        GymData.read(Task(self.name, data))
+        sampling = {ours: _number(params, name) for name, ours in _SAMPLING.items() if params.get(name) is not None}
+        body: dict[str, Json] = {"environment": self.name, "data": data}
+        return {**body, "sampling": sampling} if sampling else body
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    def _url_of(self, data: GymData) -> str:
+        wanted = data.server.rstrip("/")
+        if wanted in self._servers.values():
+            return wanted
+        if data.server not in self._servers:
+            known = ", ".join(sorted(self._servers)) or "none"
+            raise TaskInvalid(
+                f"gym: data.server: there is no resources server {data.server!r} here; the operator has named: {known}",
+                field="data.server",
+            )
+        return self._servers[data.server]
+
+    def _session(self, data: GymData, cookies: dict[str, Json]) -> GymSession:
+        if self._http is None:
+            self._http = new_http()
+        return GymSession(self._http, self._url_of(data), cookies)
+
+
+def _check_seed(reply: Reply, data: GymData) -> None:
+    if reply.status in (400, 422):
+        raise SetupFailed(f"the resources server {data.server} refused this row, {reply.excerpt}")
+    if not reply.is_good:
+        raise ToolUnreachable(f"the resources server {data.server} made no session, {reply.excerpt}")
+    if not data.tools and (_object(reply) or {}).get("mcp"):
+        # The same tools are served at plain paths as well: where the row names them, they are called there.
+        raise TaskInvalid(
+            f"gym: the resources server {data.server} offers its tools over MCP, and the row names none: write them"
+            f" into {PARAMS}.tools",
+            field=f"data.row.{PARAMS}.tools",
+        )
+
+
+def _kept_cookies(evidence: Evidence) -> dict[str, Json]:
+    kept = evidence.trajectory.info.get(INFO)
+    cookies = kept.get("cookies") if isinstance(kept, Mapping) else None
+    if not isinstance(cookies, Mapping):
+        raise VerifierCrashed("the record holds no session of the resources server: there is nothing to verify")
+    return dict(cookies)
+
+
+def _score(reply: Reply, data: GymData) -> Score:
+    """Of a verdict, or VerifierCrashed."""
+    who = f"the resources server {data.server}"
+    if not reply.is_good:
+        raise VerifierCrashed(f"{who} did not verify, {reply.excerpt}")
+    verdict = _object(reply)
+    if verdict is None:
+        raise VerifierCrashed(f"{who} gave a verdict that is no object of JSON, {reply.excerpt}")
+    if failed := verdict.get("_ng_failure_class"):  # its judge did not answer, say: the reward beside it is made up
+        why = verdict.get("_ng_failure_judge_error") or "it does not say why"
+        raise VerifierCrashed(f"{who} could not verify: {failed}: {why}")
+    reward = _finite(verdict.get("reward"))
+    if reward is None or isinstance(verdict.get("reward"), bool):
+        raise VerifierCrashed(f"{who} gave a verdict without a reward, {reply.excerpt}")
+    parts = verdict.get("reward_components")
+    ours = {*data.row, "response", "reward"}
+    return Score(
+        reward,
+        components=_numbers(parts) if isinstance(parts, Mapping) else {},
+        metrics=_numbers({name: value for name, value in verdict.items() if name not in ours}),
+    )
+
+
+def _numbers(values: Mapping[str, Json]) -> dict[str, float]:
+    found = {name: number for name, value in values.items() if (number := _finite(value)) is not None}
+    return dict(list(found.items())[:MOST_METRICS])
+
+
+def _finite(value: Json) -> float | None:
+    """A number, or true and false as 1 and 0."""
+    return float(value) if isinstance(value, bool | int | float) and math.isfinite(value) else None
+
+
+def _object(reply: Reply) -> Mapping[str, Json] | None:
+    try:
+        found = orjson.loads(reply.body)
+    except orjson.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _number(params: Mapping[str, Json], name: str) -> Json:
+    value = params[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TaskInvalid(f"gym: data.row.{PARAMS}.{name}: a number was expected", field=f"data.row.{PARAMS}.{name}")
+    return value

@@ -1,0 +1,141 @@
+"""What an agent did, as the Responses object that a resources server verifies.
+
+Its output is all that came after the task's input: reasoning, messages, calls and their outputs, in order. An answer
+that was given to the `finish` tool stands there as a message, too, which is where verifiers look for it. A call whose
+arguments are no object was never made: it stands there as what it is, text, for verifiers read the arguments of every
+call, and one that breaks on them gives no score. An agent that did nothing has one empty message: a model server never
+gives less, and verifiers look at the last item. An agent program has the tools by MCP and under a name of its own, such
+as `mcp__environment__NAME`; verifiers are told NAME.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from rollyard.core import Json, Message, Trajectory
+from rollyard.core.failure import ContextLimit, TokenLimit
+from rollyard.envs.gym.row import GymData, params_of
+
+_CUT_OFF = (TokenLimit.code, ContextLimit.code)
+
+
+def response_of(data: GymData, trajectory: Trajectory) -> dict[str, Json]:
+    """Of a task, and of what came of it."""
+    params = params_of(data.row) or {}
+    is_program = "gateway" in trajectory.info
+    names = [tool.name for tool in data.tools] if is_program else []
+    output = _items(_after(data.messages, trajectory.messages), trajectory.rollout_id, names)
+    answer, last = trajectory.info.get("answer"), output[-1] if output else {}
+    said = last.get("content") if last.get("role") == "assistant" else None
+    if isinstance(answer, str) and said != _parts(answer):
+        output.append(_message(answer, trajectory.rollout_id, len(output)))
+    elif not output:
+        output.append(_message("", trajectory.rollout_id, 0))
+    is_cut_off = trajectory.ended_by in _CUT_OFF
+    return {
+        "id": f"resp_{trajectory.rollout_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if is_cut_off else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
+        "instructions": params.get("instructions"),
+        "model": params.get("model") or "policy",
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": params.get("tools") or [],
+        "usage": _usage(trajectory),
+    }
+
+
+def _after(given: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
+    """From the agent's first message on. An agent may put a system prompt of its own before the input, or join parts
+    of it; what it cannot do is to take back a turn of the assistant's."""
+    earlier = sum(message.get("role") == "assistant" for message in given)
+    places = (index for index, message in enumerate(messages) if message.get("role") == "assistant")
+    first = next(islice(places, earlier, None), len(messages))
+    return messages[first:]
+
+
+def _items(messages: Sequence[Message], name: str, tools: Sequence[str]) -> list[dict[str, Json]]:
+    items: list[dict[str, Json]] = []
+    unread: set[str] = set()
+    for message in messages:
+        role, text, calls = message.get("role"), _text(message.get("content")), message.get("tool_calls")
+        if role == "tool":
+            call_id = str(message.get("tool_call_id", ""))
+            if call_id in unread:
+                items.append({"type": "message", "role": "user", "content": text})
+            else:
+                items.append({"type": "function_call_output", "call_id": call_id, "output": text})
+            continue
+        if role != "assistant":
+            items.append({"type": "message", "role": role, "content": text})
+            continue
+        if reasoning := _text(message.get("reasoning_content")):
+            content: Json = [{"type": "reasoning_text", "text": reasoning}]
+            items.append({"type": "reasoning", "id": f"rs_{name}_{len(items)}", "summary": [], "content": content})
+        if text or not calls:
+            items.append(_message(text, name, len(items)))
+        for call in calls if isinstance(calls, Sequence) else ():
+            call_id, called, arguments = _called(call)
+            tool = max((known for known in tools if called.endswith(f"__{known}")), key=len, default=called)
+            if _is_object(arguments):
+                item: dict[str, Json] = {"type": "function_call", "id": f"fc_{name}_{len(items)}", "call_id": call_id}
+                items.append({**item, "name": tool, "arguments": arguments, "status": "completed"})
+            else:
+                unread.add(call_id)
+                items.append(_message(f"{tool}: {arguments}", name, len(items)))
+    return items
+
+
+def _message(text: str, name: str, index: int) -> dict[str, Json]:
+    head: dict[str, Json] = {"type": "message", "id": f"msg_{name}_{index}", "role": "assistant"}
+    return {**head, "status": "completed", "content": _parts(text)}
+
+
+def _parts(text: str) -> list[dict[str, Json]]:
+    return [{"type": "output_text", "text": text, "annotations": []}]
+
+
+def _called(call: Json) -> tuple[str, str, str]:
+    """Its id, its tool and its arguments, in chat's shape."""
+    assert isinstance(call, Mapping)
+    function = call.get("function")
+    assert isinstance(function, Mapping)
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return str(call.get("id", "")), str(function.get("name", "")), text
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _text(content: Json) -> str:
+    """Of parts, the text."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+def _usage(trajectory: Trajectory) -> Json:
+    """None where nothing was sampled, or nobody counted."""
+    if not trajectory.traces:
+        return None
+    total, sampled = sum(len(trace) for trace in trajectory.traces), trajectory.sampled_tokens
+    return {
+        "input_tokens": total - sampled,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": total,
+    }

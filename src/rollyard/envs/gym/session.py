@@ -1,0 +1,160 @@
+"""A rollout's session with a resources server: plain POSTs, and the cookies that say whose they are.
+
+Every reply may change the cookies, and the next call carries them as they came, byte for byte (they are signed). They
+are kept in a dict that is not this object's own: INIT puts it into the rollout's info, so EVAL finds what RUN left
+there. Whoever has them can act as this session; they are in no message and no log. So that each call has the newest,
+they follow one another: a program that calls two tools at once waits for the first.
+
+Nothing is followed (redirects), nothing is kept open (a kept connection that the server has just closed would fail a
+call that cannot be sent twice), and no reply is read beyond its bound. Cookies beyond 4 KiB each, or 50 in a reply, are
+not taken, here as in browsers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.cookies import Morsel
+
+import aiohttp
+
+from rollyard.core import Json
+
+CONNECT_S = 10.0
+
+TRIES = 3
+"""Of what may be sent twice: seeding makes another session, and verifying changes nothing."""
+
+PAUSE_S = 0.5
+"""Before the second try; twice as long before the third."""
+
+BUSY = (502, 503, 504)
+"""What a proxy says while the server behind it starts."""
+
+EXCERPT_CHARS = 500
+"""Of a reply, in a failure's detail."""
+
+
+class Unreachable(Exception):
+    """No answer came, or none that is HTTP. Says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    body: bytes
+
+    @property
+    def is_good(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace")
+
+    @property
+    def excerpt(self) -> str:
+        """For people."""
+        return f"status {self.status}: {self.text[:EXCERPT_CHARS]}"
+
+
+class GymSession:
+    """See the module. `cookies` is changed as replies come."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, cookies: dict[str, Json]) -> None:
+        self._http = http
+        self._url = url
+        self._cookies = cookies
+        self._turn = asyncio.Lock()
+
+    async def post(self, path: str, body: bytes, *, most_bytes: int) -> Reply:
+        """One call, sent once; of the reply, so many bytes at most. The caller bounds its time. Unreachable."""
+        async with self._turn:
+            try:
+                async with self._http.post(
+                    f"{self._url}/{path}", data=body, headers=self._headers(), allow_redirects=False
+                ) as reply:
+                    for name, cookie in reply.cookies.items():
+                        self._keep(name, cookie)
+                    return Reply(reply.status, await _read(reply.content, most_bytes))
+            except (aiohttp.ClientError, OSError) as error:
+                raise Unreachable(f"{type(error).__name__}: {error}") from error
+
+    async def ask(self, path: str, body: bytes, *, most_bytes: int, within_s: float) -> Reply:
+        """A call that may be sent again, until there is an answer or its time is over. Unreachable."""
+        guard = asyncio.timeout(within_s)
+        try:
+            async with guard:
+                for turn in range(1, TRIES):
+                    try:
+                        reply = await self.post(path, body, most_bytes=most_bytes)
+                        if reply.status not in BUSY:
+                            return reply
+                    except Unreachable:
+                        pass
+                    await asyncio.sleep(PAUSE_S * turn)
+                reply = await self.post(path, body, most_bytes=most_bytes)
+        except TimeoutError:
+            if not guard.expired():
+                raise
+            raise Unreachable(f"no answer within {within_s:g} s") from None
+        if reply.status in BUSY:
+            raise Unreachable(f"{reply.excerpt}, {TRIES} times")
+        return reply
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self._cookies:
+            headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in self._cookies.items())
+        return headers
+
+    def _keep(self, name: str, cookie: Morsel[str]) -> None:
+        if _is_over(cookie):
+            self._cookies.pop(name, None)
+        else:
+            self._cookies[name] = cookie.coded_value
+
+
+def new_http() -> aiohttp.ClientSession:
+    """For all sessions of a process. The pipeline's slots bound how many calls there are at once."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+    )
+
+
+def encoded(value: Json) -> bytes:
+    """As ASCII: half a surrogate pair, which a model may write, has no UTF-8. ValueError for NaN, RecursionError."""
+    return json.dumps(value, allow_nan=False, default=_plain).encode()
+
+
+async def _read(content: aiohttp.StreamReader, most_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < most_bytes and (chunk := await content.read(most_bytes - len(data))):
+        data += chunk
+    return bytes(data)
+
+
+def _is_over(cookie: Morsel[str]) -> bool:
+    """The server takes it back."""
+    if cookie["max-age"]:
+        return str(cookie["max-age"]).startswith(("0", "-"))
+    try:
+        expires = parsedate_to_datetime(cookie["expires"]) if cookie["expires"] else None
+    except ValueError:
+        return False
+    return expires is not None and expires.astimezone(UTC) <= datetime.now(UTC)
+
+
+def _plain(value: object) -> object:
+    """A task's data may hold mappings and sequences that are no dict and no list."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

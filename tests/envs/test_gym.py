@@ -1,0 +1,155 @@
+"""Tasks of a resources server, played over real HTTP: seed, tools, verify."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollyard.core import Outcome
+from rollyard.core.failure import TaskInvalid, VerifierCrashed
+from rollyard.envs.gym import GymEnvironment
+from rollyard.service.models import to_task
+from rollyard.testing.gym_server import GymServer
+
+from .conftest import context, evidence
+from .gym_parts import PERFECT, QUICK, body, calls, gym_of, gym_site, gym_task, opened, says
+from .yard import RUNTIMES, played, rewards, workshop
+
+
+@pytest.fixture
+async def server():
+    async with GymServer() as server:
+        yield server
+
+
+# --- the known agents, and a model ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime, server, monkeypatch):
+    monkeypatch.setenv("ROLLYARD_GYM_SERVERS", json.dumps({"other": "http://127.0.0.1:9", "counter": server.url + "/"}))
+    async with workshop(runtime) as shop:
+        assert await rewards(shop, body()) == (1.0, 0.0)
+        result = await played(shop, body(5, 4), "oracle")
+        assert result.score is not None
+        assert result.score.components == {"counted": 1.0, "told": 1.0}
+        assert result.score.metrics == {"calls": 2.0}
+
+
+async def test_a_task_without_an_oracle_says_so(server, monkeypatch):
+    monkeypatch.setenv("ROLLYARD_GYM_SERVERS", json.dumps({"counter": server.url}))
+    bare = body()
+    del bare["data"]["oracle"]
+    async with workshop("bubblewrap") as shop:
+        result = await played(shop, bare, "oracle")
+    assert result.failure is not None
+    assert (result.failure.code, result.score) == ("task_invalid", None)
+    assert "data.oracle: this task holds no solution" in result.failure.detail
+
+
+async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
+    async with gym_site(tmp_path, PERFECT, server) as yard:
+        rollout = await yard.rolled(gym_task())
+        assert rollout.ending is not None
+        assert (rollout.ending.outcome, rollout.ending.failure) == (Outcome.COMPLETED, None)
+        assert rollout.ending.score is not None
+        assert rollout.ending.score.reward == 1.0
+        trajectory = await yard.store.trajectory(rollout.id)
+    assert trajectory is not None
+    said = [message.get("content") for message in trajectory.messages if message.get("role") == "tool"]
+    assert said == ['{"success": true}', '{"success": true}', '{"count": 6}']
+    (verified,) = server.verified
+    call, output = "function_call", "function_call_output"
+    kinds = [item["type"] for item in verified["response"]["output"]]
+    assert kinds == [call, call, output, output, call, output, "message"]
+    assert verified["response"]["usage"]["output_tokens"] == trajectory.sampled_tokens > 0
+
+
+async def test_what_the_row_expects_and_who_asks_is_not_told_to_the_model(tmp_path, server):
+    async with gym_site(tmp_path, says(calls("get_counter_value"), "I give up."), server) as yard:
+        rollout = await yard.rolled(gym_task())
+        trajectory = await yard.store.trajectory(rollout.id)
+    assert rollout.ending is not None and rollout.ending.score is not None
+    assert rollout.ending.score.reward == 0.0
+    assert trajectory is not None
+    seen = json.dumps([trajectory.messages, trajectory.tools])
+    assert "get_counter_value" in seen
+    assert "expected_count" not in seen
+    assert GymServer.cookie not in seen
+
+
+async def test_a_model_cannot_ask_for_its_own_verdict(tmp_path, server):
+    forged = calls("verify", expected_count=3, response={"output": []}) + calls("seed_session", initial_count=6)
+    async with gym_site(tmp_path, says(forged, "It stands at 6."), server) as yard:
+        rollout = await yard.rolled(gym_task())
+    assert rollout.ending is not None and rollout.ending.score is not None
+    assert rollout.ending.score.reward == 0.0
+    assert (len(server.counters), len(server.verified)) == (1, 1)
+
+
+# --- cookies --------------------------------------------------------------------------------------------
+
+
+async def test_the_newest_cookie_is_sent_and_reaches_eval_in_another_process(server):
+    async with gym_of(server) as gym:
+        tool, info = await opened(gym)
+        seen = [dict(info["gym"]["cookies"])]
+        for count in (1, 2):
+            result = await tool.call({"count": count}, timeout_s=5)
+            assert (result.content, result.is_error) == ('{"success": true}', False)
+            seen.append(dict(info["gym"]["cookies"]))
+    assert len({json.dumps(cookies) for cookies in seen}) == 3
+    stored = json.loads(json.dumps(info))
+    async with gym_of(server) as other:
+        assert (await other.eval(context(gym_task()), evidence("So it is 6.", **stored))).reward == 1.0
+        with pytest.raises(VerifierCrashed, match="Session not initialized"):  # that one has been used
+            await other.eval(context(gym_task()), evidence("So it is 6.", **stored))
+
+
+async def test_a_cookie_that_the_server_takes_back_is_not_sent_again():
+    class Forgetful(GymServer):
+        async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+            response = await super().answer(request)
+            if request.path == "/seed_session":
+                response.set_cookie("once", "x")
+                response.set_cookie("dated", "y", expires="Fri, 01 Jan 2100 00:00:00 GMT")
+            else:
+                response.del_cookie("once")
+                response.set_cookie("dated", "", expires="Thu, 01 Jan 1970 00:00:00 GMT")
+            return response
+
+    async with Forgetful() as server, gym_of(server) as gym:
+        tool, info = await opened(gym)
+        assert set(info["gym"]["cookies"]) == {GymServer.cookie, "once", "dated"}
+        await tool.call({"count": 1}, timeout_s=5)
+        assert set(info["gym"]["cookies"]) == {GymServer.cookie}
+
+
+async def test_without_the_sessions_cookies_nothing_is_verified(server):
+    async with gym_of(server) as gym:
+        with pytest.raises(VerifierCrashed, match="holds no session"):
+            await gym.eval(context(gym_task()), evidence("6"))
+    assert not server.verified
+
+
+# --- which servers --------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_the_operator_has_not_named_is_refused_at_submit(tmp_path, server):
+    async with gym_site(tmp_path, PERFECT, server) as yard:
+        other: dict[str, Any] = body()
+        for wanted in ("http://169.254.169.254", "http://127.0.0.1:1", server.url + "/verify", "nobody"):
+            other["data"]["server"] = wanted
+            with pytest.raises(TaskInvalid, match=r"no resources server .* here; the operator has named: counter$"):
+                yard.yard.shop.check(to_task(other, {}), yard.run)
+        other["data"]["server"] = server.url + "/"
+        rollout = await yard.rolled(replace(to_task(other, {}), limits=QUICK))
+        assert rollout.ending is not None and rollout.ending.score is not None
+        assert rollout.ending.score.reward == 1.0
+
+
+def test_without_an_operators_list_no_server_is_called():
+    with pytest.raises(TaskInvalid, match="the operator has named: none"):
+        GymEnvironment().check(gym_task())

@@ -1,0 +1,208 @@
+"""Rows of Gym datasets: what they become, what is refused, and how a trajectory is told to a verifier."""
+
+from typing import Any
+
+import pytest
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseReasoningItem,
+)
+from openai.types.responses.response_input_item import FunctionCallOutput
+
+from rollyard.core import Message, Task, Trajectory
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs.gym import GymEnvironment
+from rollyard.envs.gym.response import response_of
+from rollyard.envs.gym.row import GymData
+from rollyard.service.models import to_task
+from rollyard.testing.gym_server import TOOLS, row
+
+from .conftest import task
+
+
+def data(params: Any = None, **more: Any) -> dict[str, Any]:
+    return {"server": "s", "row": {"responses_create_params": params or {"input": "hello"}}, **more}
+
+
+def read(params: Any = None, **more: Any) -> GymData:
+    return GymData.read(task("gym", data(params, **more)))
+
+
+def test_input_is_a_text_or_items():
+    assert read().messages == ({"role": "user", "content": "hello"},)
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "get_counter_value", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+    ]
+    found = read({"input": items, "instructions": "count", "tools": TOOLS})
+    assert [message["role"] for message in found.messages] == ["system", "developer", "user", "assistant", "tool"]
+    assert found.messages[2] == {"role": "user", "content": "hello"}
+    assert [tool.name for tool in found.tools] == ["increment_counter", "get_counter_value"]
+    assert found.tools[0].parameters == TOOLS[0]["parameters"]
+
+
+def function(name: str) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": None, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field", "match"),
+    [
+        ({"server": ""}, "data.server", "a text was expected"),
+        ({"server": "s", "row": []}, "data.row", "an object"),
+        ({"server": "s", "row": {}}, "data.row.responses_create_params", "an object with the input was expected"),
+        (data({"tools": []}), "data.row.responses_create_params.input", "input is missing"),
+        (data({"input": [{"type": "computer_call"}]}), "data.row.responses_create_params.input[0]", "computer_call"),
+        (
+            data({"input": "x", "tools": [{"type": "web_search"}]}),
+            "data.row.responses_create_params.tools[0]",
+            "a tool of type function was expected",
+        ),
+        *(
+            (data({"input": "x", "tools": [function(name)]}), "data.row.responses_create_params.tools", "not '")
+            for name in ("verify", "seed_session", "aggregate_metrics", "mcp", "../verify", "a/b", "..", "a?b", "ä")
+        ),
+        (data(orakel=[]), "data.orakel", "unknown field"),
+        (data(oracle=[1]), "data.oracle[0]", "an object with a tool"),
+        (data(oracle=[{"tool": "nope"}]), "data.oracle[0].tool", "one of the row's tools"),
+        (data(oracle=[{"answer": "x"}, {"answer": "y"}]), "data.oracle[0].tool", "a text was expected"),
+        (data(oracle=[{"answer": "x", "tool": "y"}]), "data.oracle[0].tool", "unknown field"),
+        (
+            data({"input": "x", "tools": TOOLS}, oracle=[{"tool": "get_counter_value", "arguments": "{}"}]),
+            "data.oracle[0].arguments",
+            "an object was expected",
+        ),
+    ],
+)
+def test_what_can_never_work_is_refused_by_its_field(wrong, field, match):
+    with pytest.raises(TaskInvalid, match=match) as caught:
+        GymEnvironment({"s": "http://127.0.0.1:9"}).check(task("gym", wrong))
+    assert caught.value.data["field"] == field
+    assert field in caught.value.detail or field.startswith("data.row.responses_create_params.")
+
+
+# --- the importer ---------------------------------------------------------------------------------------
+
+
+def test_a_row_becomes_a_task_with_its_sampling():
+    given = row(3, 1, 2)
+    given["responses_create_params"] |= {"temperature": 0.7, "top_p": 0.9, "max_output_tokens": 512}
+    body = GymEnvironment().from_row({**given, "_rowidx": 4}, {"server": "counter", "oracle": "solution"})
+    made = to_task(body, {})
+    assert (made.environment, made.data["server"], made.data["oracle"]) == ("gym", "counter", given["solution"])
+    assert made.data["row"] == {**{name: given[name] for name in given if name != "solution"}, "_rowidx": 4}
+    assert (made.sampling.temperature, made.sampling.top_p, made.sampling.max_tokens) == (0.7, 0.9, 512)
+    assert "sampling" not in GymEnvironment().from_row(row(), {"server": "counter"})
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "match"),
+    [
+        (row(), {}, "--set server=NAME"),
+        (row(), {"server": "s", "url": "x"}, "unknown option 'url' of its importer; there are oracle, server"),
+        ({"question": "?"}, {"server": "s"}, "no row of a Gym dataset"),
+        ({"responses_create_params": {"input": 3}}, {"server": "s"}, "input must be a text or a list"),
+        (row(), {"server": "s", "oracle": "steps"}, "the row has no field 'steps'"),
+        (
+            {"responses_create_params": {"input": "x", "temperature": "hot"}},
+            {"server": "s"},
+            "responses_create_params.temperature: a number was expected",
+        ),
+    ],
+)
+def test_what_is_no_row_is_refused(given, options, match):
+    with pytest.raises(TaskInvalid, match=match):
+        GymEnvironment().from_row(given, options)
+
+
+# --- what a verifier is told ----------------------------------------------------------------------------
+
+
+def told(*messages: Message, params: Any = None, ended_by: str = "stop", **info: Any) -> dict[str, Any]:
+    params = params or {"input": "hello", "tools": TOOLS}
+    given = GymData.read(Task("gym", data(params)))
+    return response_of(given, Trajectory("r1", 1, messages=messages, ended_by=ended_by, info=info))
+
+
+def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> Message:
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+        **more,
+    }
+
+
+USER: Message = {"role": "user", "content": "hello"}
+
+
+def test_items_are_in_order_and_of_the_apis_shape():
+    response = told(
+        USER,
+        call("get_counter_value", "{}", content="Let me look.", reasoning_content="hm"),
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    )
+    kinds = (
+        ResponseReasoningItem,
+        ResponseOutputMessage,
+        ResponseFunctionToolCall,
+        FunctionCallOutput,
+        ResponseOutputMessage,
+    )
+    items: list[Any] = [kind.model_validate(item) for kind, item in zip(kinds, response["output"], strict=True)]
+    assert (items[0].content[0].text, items[1].content[0].text) == ("hm", "Let me look.")
+    assert (items[2].name, items[2].arguments, items[2].call_id) == ("get_counter_value", "{}", "c1")
+    assert (items[3].call_id, items[3].output, items[4].content[0].text) == ("c1", "3", "It is 3.")
+    assert len({item["id"] for item in response["output"] if "id" in item}) == 4
+    sampled = [item for item in response["output"] if item["type"] != "function_call_output"]
+    whole = Response.model_validate({**response, "output": sampled})  # Gym's own allows outputs among them
+    assert (whole.status, whole.model, len(whole.tools)) == ("completed", "policy", 2)
+
+
+def texts(response: dict[str, Any]) -> list[str]:
+    return [item["content"][0]["text"] for item in response["output"] if item.get("role") == "assistant"]
+
+
+def test_only_what_came_after_the_input_is_told():
+    items = [USER, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
+    system: Message = {"role": "system", "content": "of the agent's own"}
+    response = told(system, *items, {"role": "assistant", "content": "well"}, params={"input": items})
+    assert texts(response) == ["well"]
+
+
+def test_an_agent_that_did_nothing_has_an_empty_message():
+    assert texts(told(USER)) == [""]
+    assert texts(told()) == [""]
+
+
+def test_the_answer_given_to_finish_is_the_last_message_once():
+    finished = call("finish", '{"answer": "6"}')
+    assert texts(told(USER, finished, answer="6")) == ["6"]
+    assert texts(told(USER, {"role": "assistant", "content": "6"}, answer="6")) == ["6"]
+
+
+def test_a_call_that_cannot_be_read_is_told_as_text():
+    error: Message = {"role": "tool", "tool_call_id": "c1", "content": "Error: no JSON"}
+    for arguments in ("{nope", "[1]", "[" * 100_000):
+        output = told(USER, call("increment_counter", arguments), error)["output"]
+        assert [item["type"] for item in output] == ["message", "message"]
+        assert output[0]["content"][0]["text"] == f"increment_counter: {arguments}"
+        assert (output[1]["role"], output[1]["content"]) == ("user", "Error: no JSON")
+
+
+def test_a_reply_that_was_cut_off_is_incomplete():
+    response = told(USER, {"role": "assistant", "content": "It i"}, ended_by="token_limit")
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+
+def test_a_programs_name_of_a_tool_is_told_as_the_rows_own():
+    named = call("mcp__environment__get_counter_value", "{}")
+    assert told(USER, named, gateway={})["output"][0]["name"] == "get_counter_value"
+    assert told(USER, named)["output"][0]["name"] == "mcp__environment__get_counter_value"  # nobody has answered that
