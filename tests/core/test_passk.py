@@ -1,0 +1,170 @@
+"""pass@k and its intervals, against brute force."""
+
+import math
+from fractions import Fraction
+from itertools import combinations
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.core.passk import is_correct, mean_interval, pass_at_k, pass_over_tasks, reward_over_tasks
+
+
+@st.composite
+def counts(draw: st.DrawFn, most: int = 9) -> tuple[int, int, int]:
+    samples = draw(st.integers(1, most))
+    return samples, draw(st.integers(0, samples)), draw(st.integers(1, samples))
+
+
+@given(counts())
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_correct_one(given_counts):
+    samples, correct, k = given_counts
+    choices = list(combinations([True] * correct + [False] * (samples - correct), k))
+    assert pass_at_k(samples, correct, k) == sum(map(any, choices)) / len(choices)
+
+
+@given(counts(most=400))
+def test_it_is_a_chance_that_grows_with_what_is_correct_and_with_k(given_counts):
+    samples, correct, k = given_counts
+    here = pass_at_k(samples, correct, k)
+    assert 0.0 <= here <= 1.0
+    assert pass_at_k(samples, correct, 1) == correct / samples
+    if correct:
+        assert pass_at_k(samples, correct - 1, k) <= here
+    if k > 1:
+        assert pass_at_k(samples, correct, k - 1) <= here
+
+
+@given(samples=st.integers(1, 6), k=st.integers(1, 6), solved=st.fractions(0, 1))
+def test_it_is_unbiased(samples, k, solved):
+    """Weighed by how likely each number of correct samples is, it gives the true 1 - (1 - p)^k."""
+    if k > samples:
+        return
+    expected = sum(
+        math.comb(samples, c) * solved**c * (1 - solved) ** (samples - c) * Fraction(pass_at_k(samples, c, k))
+        for c in range(samples + 1)
+    )
+    assert float(expected) == pytest.approx(float(1 - (1 - solved) ** k), abs=1e-12)
+
+
+def test_large_counts_neither_overflow_nor_lose_digits():
+    assert pass_at_k(100_000, 1, 50_000) == 0.5
+    assert pass_at_k(10_000, 1, 1) == 1e-4
+    assert pass_at_k(2_000, 1_001, 1_000) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "correct", "k", "wrong"),
+    [
+        (3, 4, 1, "4 correct of 3 samples"),
+        (3, -1, 1, "-1 correct of 3 samples"),
+        (3, 1, 4, "pass@4 needs k from 1 to the number of samples, which is 3"),
+        (3, 1, 0, "pass@0 needs k from 1"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(samples, correct, k, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        pass_at_k(samples, correct, k)
+
+
+def test_a_reward_at_the_threshold_is_correct_and_rounding_does_not_decide():
+    assert sum([0.1] * 10) < 1.0
+    assert is_correct(sum([0.1] * 10))
+    assert not is_correct(0.999)
+    assert is_correct(0.5, threshold=0.5)
+    assert not is_correct(0.5, threshold=0.6)
+
+
+def test_each_task_weighs_the_same_however_many_samples_it_has():
+    estimate = pass_over_tasks([[1.0], [0.0] * 9], 1)
+    assert estimate is not None
+    assert (estimate.mean, estimate.tasks, estimate.missing) == (0.5, 2, 0)
+    rewards = reward_over_tasks([[1.0], [0.0] * 9, []])
+    assert rewards is not None
+    assert (rewards.mean, rewards.tasks, rewards.missing) == (0.5, 2, 1)
+
+
+def test_a_task_with_too_few_samples_is_missing_and_not_wrong():
+    estimate = pass_over_tasks([[1.0, 0.0], [1.0], []], 2)
+    assert estimate is not None
+    assert (estimate.mean, estimate.tasks, estimate.missing) == (1.0, 1, 2)
+    assert pass_over_tasks([[1.0]], 2) is None
+    assert pass_over_tasks([], 1) is None
+    assert reward_over_tasks([[]]) is None
+    with pytest.raises(ValueError, match="pass@0: k is 1 or more"):
+        pass_over_tasks([[]], 0)
+
+
+def test_the_threshold_says_what_is_correct():
+    samples = [[0.4, 0.6]]
+    assert [pass_over_tasks(samples, 1, threshold=t).mean for t in (0.3, 0.5, 0.7)] == [1.0, 0.5, 0.0]  # type: ignore[union-attr]
+
+
+def test_the_bootstrap_is_that_of_drawing_tasks():
+    """All 3^3 draws of three tasks, instead of a sample of them."""
+    values = [0.0, 0.25, 1.0]
+    means = sorted(sum(draw) / 3 for draw in [(a, b, c) for a in values for b in values for c in values])
+    low, high = mean_interval(values, level=0.8) or (0.0, 0.0)
+    assert low == pytest.approx(means[2])  # 10 % of 27
+    assert high == pytest.approx(means[-3])
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(0, 2**32), st.randoms())
+def test_an_interval_depends_on_values_and_seed_only_and_lies_within_the_values(values, seed, shuffle: Random):
+    interval = mean_interval(values, seed=seed)
+    shuffled = list(values)
+    shuffle.shuffle(shuffled)
+    assert mean_interval(shuffled, seed=seed) == interval
+    if min(values) == max(values):
+        assert (interval is not None) == (0 <= values[0] <= 1)
+    else:
+        assert interval is not None
+        slack = 1e-9
+        assert min(values) - slack <= interval[0] <= interval[1] <= max(values) + slack
+
+
+@given(st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, 500))
+def test_equal_values_do_not_claim_certainty(value, tasks):
+    low, high = mean_interval([value] * tasks) or (value, value)
+    assert 0.0 <= low <= value <= high <= 1.0
+    assert high - low > 1 / (2 * tasks)
+
+
+def test_wilsons_interval_is_the_known_one():
+    assert mean_interval([0.0] * 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
+    assert mean_interval([1.0] * 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+
+
+def test_about_as_many_intervals_hold_the_truth_as_they_say():
+    """Tasks of all difficulties, four samples each: of 100 evaluations, about 95 intervals hold the true 0.5."""
+    random = Random(7)
+    held = 0
+    for seed in range(100):
+        tasks = [[float(random.random() < easy) for _ in range(4)] for easy in (random.random() for _ in range(40))]
+        estimate = pass_over_tasks(tasks, 1, seed=seed)
+        assert estimate is not None
+        assert estimate.interval is not None
+        held += estimate.interval[0] <= 0.5 <= estimate.interval[1]
+    assert 88 <= held <= 99
+
+
+def test_a_higher_level_is_a_wider_interval():
+    values = [0.0, 0.0, 0.5, 1.0] * 5
+    low, high = mean_interval(values) or (0.0, 0.0)
+    wide_low, wide_high = mean_interval(values, level=0.999) or (0.0, 0.0)
+    assert wide_low < low < high < wide_high
+
+
+@pytest.mark.parametrize(
+    ("values", "level", "wrong"),
+    [
+        ([], 0.95, "no mean of nothing"),
+        ([1.0], 95, "between 0 and 1, not 95"),
+        ([1.0, math.nan], 0.95, "finite"),
+    ],
+)
+def test_what_has_no_interval_is_refused(values, level, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        mean_interval(values, level=level)
