@@ -1,0 +1,5 @@
+"""The `reasoning_gym` environment: reasoning-gym's families of puzzles, and their scorers. See `environment`."""
+
+from rollyard.envs.reasoning.environment import ReasoningEnvironment
+
+__all__ = ["ReasoningEnvironment"]

@@ -1,0 +1,154 @@
+"""The process that makes and scores items of reasoning-gym: one JSON value in, one out (`envs.children`).
+
+In:  {"do": "make" | "solve" | "score", "family", "seed", "index", "size", "config", "answer" (to score, or null)}
+Out: {"question", "sha256"} · {"answer"} or null · {"score", "why" (it could not be scored, or null), "sha256"}
+     {"invalid": "…"}: there is no such item; {"error": "…"}: the family's scorer is broken
+
+Invariants. The same data make the same item in any such process: it must run with PYTHONHASHSEED=0, as some families
+iterate over sets. An answer is scored in a fork of its own, bounded in memory and processor time, so that
+none can change what the next one meets. A scorer that raises, dies or runs out of time at an answer but not at the
+known one was broken by the answer: that is 0. If it fails at the known one, too, it is the family's fault and no score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+from rollyard.core import Json
+from rollyard.envs.children import answer_lines
+from rollyard.envs.reasoning import guard
+from rollyard.envs.reasoning.environment import near
+from rollyard.envs.reasoning.known import known_answers
+
+SCORE_CPU_S = 10
+"""No known answer of any family needs half a second. Processor time, as a busy machine is not the answer's fault."""
+MEMORY_BYTES = 2 << 30
+"""With everything imported it is 0.4 GiB."""
+
+
+class NoSuchItem(Exception):
+    """The data are wrong, and always will be."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    dataset: Any
+    entry: Mapping[str, Any]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.entry["question"].encode()).hexdigest()
+
+
+def answer(question: Json) -> Json:
+    asked = cast("dict[str, Any]", question)
+    try:
+        # one key for equal data, whatever the order of their fields
+        config = json.dumps(asked["config"], sort_keys=True)
+        item = _item(asked["family"], asked["seed"], asked["size"], config, asked["index"])
+    except NoSuchItem as error:
+        return {"invalid": str(error)[:2000]}
+    if asked["do"] == "make":
+        return {"question": item.entry["question"], "sha256": item.sha256}
+    if asked["do"] == "solve":
+        return {"answer": _known(item)}
+    return {**_judged(item, asked["answer"]), "sha256": item.sha256}
+
+
+@lru_cache(maxsize=256)
+def _item(family: str, seed: int, size: int, config: str, index: int) -> Item:
+    try:
+        dataset = _dataset(family, seed, size, config)
+        return Item(dataset, dataset[index])
+    except NoSuchItem:
+        raise
+    except Exception as error:  # the same data raise the same each time
+        raise NoSuchItem(f"{family} cannot make item {index}: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _dataset(family: str, seed: int, size: int, config: str) -> Any:
+    from reasoning_gym.composite import DatasetSpec
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if family not in DATASETS:
+        raise NoSuchItem(f"there is no family {family!r}{near(family, DATASETS)}")
+    options = json.loads(config)
+    known = {field.name for field in dataclasses.fields(DATASETS[family][1])} - {"seed", "size"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise NoSuchItem(f"config.{unknown[0]}: {family} has no such option; it has {', '.join(sorted(known))}")
+    try:
+        if family == "composite" and isinstance(options.get("datasets"), list):
+            options["datasets"] = [DatasetSpec(**{"config": {}, **part}) for part in options["datasets"]]
+        return create_dataset(family, seed=seed, size=size, **options)
+    except Exception as error:
+        raise NoSuchItem(f"config: {family} refuses it: {type(error).__name__}: {error}") from error
+
+
+def _known(item: Item) -> str | None:
+    """The best that is known."""
+    return max(known_answers(item.entry), key=lambda text: guard.score(item.dataset, item.entry, text), default=None)
+
+
+def _judged(item: Item, given: str | None) -> dict[str, Json]:
+    score, why = _scored(item, given)
+    if why is None:
+        return {"score": score, "why": None}
+    _, broken = _scored(item, next(known_answers(item.entry), None))
+    if broken is not None:
+        raise RuntimeError(f"the scorer fails at the known answer, too: {broken}")
+    return {"score": 0.0, "why": why}
+
+
+def _scored(item: Item, given: str | None) -> tuple[float, str | None]:
+    """The score, or why there is none."""
+    receiver, sender = os.pipe()
+    process = os.fork()
+    if process == 0:
+        _score_and_end(item, given, sender)
+    os.close(sender)
+    with os.fdopen(receiver, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(process, 0)
+    if status != 0 or not said:
+        number = os.waitstatus_to_exitcode(status)
+        return 0.0, f"the scorer ended with {number}" if number >= 0 else f"the scorer was ended by signal {-number}"
+    score, why = json.loads(said)
+    return score, why
+
+
+def _score_and_end(item: Item, given: str | None, sender: int) -> None:
+    try:
+        os.close(0)  # what comes from our parent, and goes there, is not for scorers
+        resource.setrlimit(resource.RLIMIT_CPU, (SCORE_CPU_S, SCORE_CPU_S))
+        guard.fence()
+        score = float(guard.score(item.dataset, item.entry, given))
+        verdict = [min(max(score, 0.0), 1.0), None] if math.isfinite(score) else [0.0, f"the scorer says {score}"]
+    except BaseException as error:
+        verdict = [0.0, f"{type(error).__name__}: {error}"[:500]]
+    try:
+        os.write(sender, json.dumps(verdict).encode())
+    finally:
+        os._exit(0)
+
+
+def main() -> None:
+    import reasoning_gym  # noqa: F401  # all families register themselves
+
+    sys.dont_write_bytecode = True  # for what is imported behind the fence
+    guard.close_evals()
+    answer_lines(answer, memory_bytes=MEMORY_BYTES)
+
+
+if __name__ == "__main__":
+    main()

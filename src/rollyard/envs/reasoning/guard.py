@@ -1,0 +1,94 @@
+"""What stands between the text that a model wrote and reasoning-gym's scorers. Only for the process that scores.
+
+Four scorers hand an answer to `eval`, five to sympy's parser, which is `eval` by another name: an answer could run any
+code as the service's user, or call `integrate` and have itself computed. Here the first read literals only, and the
+second know numbers, one-letter variables and elementary functions. `fence` is for what was overlooked: a process
+behind it starts no other, opens no connection and writes no file.
+
+Two scorers are wrong and have ours in their place: `game_of_life_halting` takes any text for the right one, and
+`puzzle24` any four numbers that make 24.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_EVALUATING = (
+    "algorithmic.binary_matrix",
+    "algorithmic.spiral_matrix",
+    "algorithmic.string_insertion",
+    "games.n_queens",
+)
+_PARSING = ("games.countdown", "games.puzzle24")  # and three that take it from sympy itself
+_FUNCTIONS = re.compile(r"a?(sin|cos|tan|sinh|cosh|tanh)|cot|sec|csc|exp|log|ln|sqrt|Abs|pi")
+_TOKEN = re.compile(r"\s+|(?P<name>[A-Za-z]\w*)|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w)|[-+*/^(),!]", flags=re.ASCII)
+"""A dot is only part of a number: there are no attributes. There are no texts, no lists and no assignments."""
+
+_READING = ("os.listdir", "os.scandir")  # Python's own imports, late ones of sympy's among them
+_FENCED = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "signal.", "resource.")
+
+
+class Fenced(BaseException):
+    """No `except Exception` of a scorer's catches it."""
+
+
+def close_evals() -> None:
+    """Takes `eval` away from all scorers. Once, before any answer is scored."""
+    import sympy
+
+    for name in _EVALUATING:
+        importlib.import_module(f"reasoning_gym.{name}").__dict__["eval"] = ast.literal_eval
+    parse = _plain_math_only(sympy.parse_expr)
+    sympy.__dict__["parse_expr"] = parse
+    for name in _PARSING:
+        importlib.import_module(f"reasoning_gym.{name}").__dict__["parse_expr"] = parse
+
+
+def fence() -> None:
+    """For the rest of this process's life."""
+    sys.addaudithook(_refuse)
+
+
+def score(dataset: Any, entry: Mapping[str, Any], answer: str | None) -> float:
+    """The family's score of the answer, or ours where the family's is wrong."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    family = entry["metadata"].get("source_dataset")
+    if family == "game_of_life_halting":
+        return ProceduralDataset.score_answer(dataset, answer, dict(entry))
+    found = dataset.score_answer(answer=answer, entry=entry)
+    if family == "puzzle24" and found == 1.0:
+        used = [int(number) for number in re.findall(r"\d+", answer or "")]
+        return 1.0 if sorted(used) == sorted(entry["metadata"]["numbers"]) else 0.01
+    return found
+
+
+def _plain_math_only(parse: Callable[..., Any]) -> Callable[..., Any]:
+    def parse_expr(text: str, *args: Any, **kwargs: Any) -> Any:
+        at = 0
+        while at < len(text):
+            token = _TOKEN.match(text, at)
+            if token is None:
+                raise ValueError(f"{text[at]!r} has no place in an expression")
+            name = token["name"]
+            if name is not None and len(name) > 1 and not _FUNCTIONS.fullmatch(name):
+                raise ValueError(f"{name!r} is no function of ours")
+            at = token.end()
+        return parse(text, *args, **kwargs)
+
+    return parse_expr
+
+
+def _refuse(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open":
+        flags = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
+            raise Fenced("a scorer would write a file")
+    elif event.startswith(_FENCED) and event not in _READING:
+        raise Fenced(f"a scorer would call {event}")

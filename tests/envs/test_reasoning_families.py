@@ -1,0 +1,140 @@
+"""All families of reasoning-gym: the same question everywhere, an oracle that wins, and no way to cheat."""
+
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+import pytest_asyncio
+
+from rollyard.core import Json
+from rollyard.envs.children import Children
+from rollyard.envs.reasoning.environment import COMMAND, ReasoningEnvironment
+
+SEED = 600  # of those tried, the one whose items are made fastest
+INDEX = 1
+FAMILIES = [str(body["data"]["family"]) for body in ReasoningEnvironment().generate({"family": "all", "count": "1"})]  # type: ignore[index,call-overload]
+
+FOR_NOTHING = {"countdown": 0.01, "fraction_simplification": 0.01, "puzzle24": 0.01}
+"""What these give for no answer; all others give 0. As in docs/how-to/reasoning-gym.md."""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@asynccontextmanager
+async def one_process():
+    children = Children("reasoning-gym", command=COMMAND, workers=1)
+
+    async def ask(do: str, family: str, answer: str | None = None, **more: Json):
+        item = {"family": family, "seed": SEED, "index": INDEX, "size": 500, "config": {}, **more}
+        return await children.ask({"do": do, **item, "answer": answer}, answer_s=50)
+
+    try:
+        yield ask
+    finally:
+        await children.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ask():
+    async with one_process() as asking:
+        yield asking
+
+
+async def test_the_same_data_are_the_same_question_in_another_process_after_others(ask):
+    asked = {family: (await ask("make", family))["sha256"] for family in FAMILIES}
+    async with one_process() as other:
+        again = {family: (await other("make", family))["sha256"] for family in reversed(FAMILIES)}
+    assert again == asked
+    assert len(set(asked.values())) == len(FAMILIES)
+
+
+async def test_every_oracle_gets_1_and_every_no_op_what_the_family_gives_for_nothing(ask):
+    got: dict[str, tuple[Json, Json]] = {}
+    for family in FAMILIES:
+        known = (await ask("solve", family))["answer"]
+        assert isinstance(known, str), family
+        best, least = await ask("score", family, known), await ask("score", family, None)
+        assert (best["why"], least["why"]) == (None, None), family
+        got[family] = best["score"], least["score"]
+    assert got == {family: (1.0, FOR_NOTHING.get(family, 0.0)) for family in FAMILIES}
+
+
+async def test_no_family_runs_an_answer_as_code_or_takes_it_for_right(ask, tmp_path):
+    mark = tmp_path / "mark"
+    code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
+    for family in FAMILIES:
+        found = await ask("score", family, code)
+        assert isinstance(found["score"], float), family
+        assert found["score"] <= 0.25, family
+        assert "Fenced" not in str(found["why"]), family  # the first line of defence held
+    spelt = "exec(" + "+".join(f"chr({ord(letter)})" for letter in code) + ")"
+    for family in ("countdown", "intermediate_integration", "polynomial_multiplication", "n_queens"):
+        assert (await ask("score", family, spelt))["score"] <= 0.01, family
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "cheat"),
+    [
+        ("game_of_life_halting", "it does or it does not"),
+        ("puzzle24", "1*2*3*4"),
+        ("puzzle24", "4!*1+5-5"),
+        ("simple_integration", "Integral({integrand}, {variable})"),
+        ("simple_integration", "integrate({integrand}, {variable})"),
+        ("intermediate_integration", "Integral({integrand}, {variable})"),
+        ("string_insertion", "list({answer!r})"),
+    ],
+)
+async def test_an_answer_that_has_itself_computed_is_wrong(ask, family, cheat):
+    from reasoning_gym import create_dataset
+
+    entry = create_dataset(family, seed=SEED, size=500)[INDEX]
+    found = await ask("score", family, cheat.format(answer=entry["answer"], **entry["metadata"]))
+    assert found["score"] in (0.0, 0.01)
+
+
+async def test_a_product_that_has_itself_expanded_is_wrong(ask):
+    """Its item is from the child: in this process, whose hashes are random, it may be another one."""
+    question = str((await ask("make", "polynomial_multiplication"))["question"])
+    product = next(line for line in question.splitlines() if ")*(" in line)
+    product = product[product.index("(") :]
+    assert (await ask("score", "polynomial_multiplication", f"expand({product})"))["score"] == 0.0
+
+
+async def test_expressions_that_people_write_are_still_read(ask):
+    known = (await ask("solve", "simple_integration"))["answer"]
+    for text in (f"{known}", f"({known}) * 1 + log(2) - sqrt(pi)", f"1e0*({known}) + .5"):
+        assert (await ask("score", "simple_integration", text))["score"] == 1.0, text
+
+
+ATTEMPTS = {
+    "os.system('true')": True,
+    "subprocess.run(['true'])": True,
+    "socket.socket()": True,
+    "open('/dev/null', 'w')": True,
+    "os.open('/dev/null', os.O_RDWR)": True,
+    "os.remove('/nowhere/at/all')": True,
+    "os.kill(os.getpid(), 0)": True,
+    "open('/dev/null').read()": False,
+    "__import__('wave')": False,
+}
+
+TRY = """
+import os, socket, subprocess, sys
+from rollyard.envs.reasoning import guard
+guard.fence()
+for attempt in sys.argv[1:]:
+    try:
+        eval(attempt)
+        print(attempt, False, sep="\\t")
+    except guard.Fenced:
+        print(attempt, True, sep="\\t")
+"""
+
+
+async def test_behind_the_fence_nothing_is_started_sent_or_written():
+    done = subprocess.run([sys.executable, "-B", "-c", TRY, *ATTEMPTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = [line.split("\t") for line in done.stdout.splitlines()]
+    assert {attempt: is_fenced == "True" for attempt, is_fenced in told} == ATTEMPTS
