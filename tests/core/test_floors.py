@@ -17,7 +17,7 @@ BELOW: dict[str, set[str]] = {
     "tools": {"sandbox", "core"},
     "gateway": {"tokens", "engines", "core"},
     "agents": {"tools", "gateway", "engines", "tokens", "sandbox", "core"},
-    "envs": {"tools", "engines", "sandbox", "core"},
+    "envs": {"tools", "gateway", "engines", "sandbox", "core"},  # gateway: a dialect, to read Gym's rows
     "pipeline": {"envs", "agents", "gateway", "tools", "sandbox", "engines", "tokens", "store", "core"},
     "client": {"core"},
     "service": {"pipeline", "store", "engines", "sandbox", "envs", "agents", "gateway", "tools", "tokens", "core"},
