@@ -29,7 +29,7 @@ COMMANDS = leaves(get_command(app))
 def test_the_commands_are_those_that_are_promised():
     names = {path[0] for path in COMMANDS}
     assert names == {
-        *("serve", "submit", "rollouts", "agents", "engines", "images", "runs", "tokens", "top"),
+        *("serve", "submit", "eval", "tasks", "rollouts", "agents", "engines", "images", "runs", "tokens", "top"),
         *("shell", "doctor", "bench", "config", "demo"),
     }
     assert {path[1] for path in COMMANDS if path[0] == "rollouts"} == {"list", "show", "cancel", "traces", "rescore"}

@@ -33,19 +33,24 @@ class TaskLine:
 def read_tasks(files: Iterable[str], limit: int | None = None) -> list[TaskLine]:
     """All tasks of the files, in order ("-" is stdin), at most `limit`. Raises Trouble at the first mistake."""
     tasks: list[TaskLine] = []
-    for file in files:
-        for found in _read_file(file):
-            if limit is not None and len(tasks) >= limit:
-                return tasks
-            tasks.append(found)
+    for found in scan_tasks(files):
+        if limit is not None and len(tasks) >= limit:
+            return tasks
+        tasks.append(_good(found))
     return tasks
+
+
+def scan_tasks(files: Iterable[str]) -> Iterator[TaskLine | Trouble]:
+    """The same, with each mistake in its place among the tasks, for whoever wants to know them all."""
+    for file in files:
+        yield from _scan_file(file)
 
 
 def read_task(place: str) -> TaskLine:
     """`FILE`, which then holds one task, or `FILE:LINE`."""
     file, colon, line = place.rpartition(":")
     if colon and line.isdigit() and not Path(place).exists():
-        for found in _read_file(file):
+        for found in map(_good, _scan_file(file)):
             if found.line == int(line):
                 return found
         raise Trouble(f"{place}: there is no task in that line")
@@ -57,16 +62,22 @@ def read_task(place: str) -> TaskLine:
     return tasks[0]
 
 
-def _read_file(file: str) -> Iterator[TaskLine]:
+def _good(found: TaskLine | Trouble) -> TaskLine:
+    if isinstance(found, Trouble):
+        raise found
+    return found
+
+
+def _scan_file(file: str) -> Iterator[TaskLine | Trouble]:
     name = "stdin" if file == "-" else file
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
     except OSError as error:
-        raise Trouble(
-            f"{file} cannot be read: {error.strerror}", "name a file of JSON lines, or - for stdin"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise Trouble(f"{name} is not UTF-8 text") from error
+        yield Trouble(f"{file} cannot be read: {error.strerror}", "name a file of JSON lines, or - for stdin")
+        return
+    except UnicodeDecodeError:
+        yield Trouble(f"{name} is not UTF-8 text")
+        return
     whole = _whole(text)
     if whole is not None:
         yield _checked(whole, name, 1)
@@ -78,7 +89,8 @@ def _read_file(file: str) -> Iterator[TaskLine]:
             task = json.loads(line, parse_constant=_no_constant)
         except ValueError as error:
             what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise Trouble(f"{name}:{number}: this is not JSON ({what})", "write one task per line") from error
+            yield Trouble(f"{name}:{number}: this is not JSON ({what})", "write one task per line")
+            continue
         yield _checked(task, name, number)
 
 
@@ -96,10 +108,10 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _checked(task: object, file: str, line: int) -> TaskLine:
+def _checked(task: object, file: str, line: int) -> TaskLine | Trouble:
     problem = _problem(task)
     if problem:
-        raise Trouble(f"{file}:{line}: {problem}", "nothing was submitted; docs/reference has the fields of a task")
+        return Trouble(f"{file}:{line}: {problem}", "nothing was submitted; docs/reference has the fields of a task")
     assert isinstance(task, dict)
     return TaskLine(task, file, line)
 

@@ -166,7 +166,7 @@ def show_trial(trial: Trial) -> None:
     console.print(f"[bold]{plain(trial.agent)}[/] {plain(trial.version)}\n")
     for message in trial.trajectory.messages:
         if message.get("role") in ("assistant", "tool"):
-            console.print(f"[bold]{message['role']}[/]: {plain(_short(message))}")
+            console.print(f"[bold]{message['role']}[/]: {plain(shortened(message))}")
     ending, info = trial.rollout.ending, trial.trajectory.info
     assert ending is not None
     failure = ending.failure
@@ -187,7 +187,7 @@ def show_trial(trial: Trial) -> None:
         console.print("\nthe last that the program said:\n" + plain("\n".join(lines)))
 
 
-def _short(message: Message) -> str:
+def shortened(message: Message) -> str:
     text = str(message.get("content") or "").strip()
     calls = message.get("tool_calls")
     if isinstance(calls, (list, tuple)):

@@ -12,12 +12,14 @@ from rollyard.cli.bench import command as bench
 from rollyard.cli.config import config
 from rollyard.cli.doctor import doctor
 from rollyard.cli.engines import engines
+from rollyard.cli.evaluate import evaluate
 from rollyard.cli.images import images
 from rollyard.cli.rollouts import rollouts
 from rollyard.cli.runs import runs
 from rollyard.cli.serve import serve
 from rollyard.cli.shell import shell
 from rollyard.cli.submit import submit
+from rollyard.cli.tasks import tasks
 from rollyard.cli.tokens import tokens
 from rollyard.cli.top import top
 
@@ -64,6 +66,8 @@ app.command(epilog=_example("rollyard serve --engine http://gpu1:8000 --engine h
     serve
 )
 app.command(epilog=_example("rollyard submit tasks.jsonl --group-size 8 --out trajectories.jsonl"))(submit)
+app.command("eval", epilog=_example("rollyard eval tasks.jsonl --k 8 --engine http://gpu1:8000"))(evaluate)
+app.add_typer(tasks, name="tasks", epilog=_example("rollyard tasks validate tasks.jsonl --run"))
 app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list --state ended --limit 20"))
 app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))
 app.add_typer(agents, name="agents", epilog=_example("rollyard agents try mini-swe-agent"))

@@ -99,10 +99,10 @@ async def _submit(
                 [line.task for line in tasks], run=where, ids=ids, group_size=group_size, priority=priority
             )
         except RollyardError as error:
-            raise _with_place(error, tasks, group_size or 1) from error
+            raise with_place(error, tasks, group_size or 1) from error
         if wait:
             began = time.monotonic()
-            records = await _watch(client, records)
+            records = await watch(client, records)
             note(f"{summary_line(records)}; {time.monotonic() - began:.1f} s")
         if out is not None:
             await write_trajectories(client, records, out)
@@ -130,7 +130,7 @@ async def _have_run(client: AsyncClient, run_id: str, policy: str | None) -> Non
             raise Trouble(f"run {run_id} has policy {found.get('policy')}, not {policy}", "name another run with --run")
 
 
-def _with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:
+def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:
     """The service names the rollout by its number in the call; a person wants the file and the line."""
     submitted = int(str(error.data.get("submitted", 0)))
     found = re.search(r"rollouts\[(\d+)\](?:\.task\.?)?", f"{error.data.get('path', '')} {error.detail}")
@@ -142,7 +142,7 @@ def _with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int
     return Trouble(f"{tasks[index].place}: {detail}", f"{error.remedy} ({told})".strip())
 
 
-async def _watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:
+async def watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:
     """Waits for all, with a bar and the states on a terminal's stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

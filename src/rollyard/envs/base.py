@@ -175,6 +175,10 @@ class Environment:
         """A folder that is no dataset of rows, as tasks' bodies. May read files."""
         raise TaskInvalid(f"{self.name}: there is no importer for folders; rows are files of .jsonl, .json or .parquet")
 
+    def generate(self, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
+        """Tasks' bodies out of nothing but the options, for an environment that makes its own."""
+        raise TaskInvalid(f"{self.name} makes no tasks of its own: name a file or a folder of them")
+
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         raise TypeError(f"{type(self).__name__} does not define eval")
 

@@ -1,0 +1,185 @@
+"""From the data that people have to a file of tasks: what `rollyard tasks import` does.
+
+Invariants: what is written would be taken by a service that has the environment (schema, and its `check`); a file
+appears whole or not at all; without `skip_bad`, one bad row means that nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from rollyard.cli._console import Trouble, note
+from rollyard.core import Json
+
+if TYPE_CHECKING:
+    from rollyard.envs.base import Environment
+
+TOLD = 20  # bad rows that are told one by one
+TOLD_ALIKE = 3  # of those with one mistake
+
+Place = str
+Body = Mapping[str, Json]
+
+
+@dataclass(slots=True)
+class Imported:
+    """How it went."""
+
+    tasks: int = 0
+    bad: int = 0
+    told: Counter[str] = field(default_factory=Counter[str])
+    noted: Counter[str] = field(default_factory=Counter[str])
+
+    def tell_bad(self, place: str, what: str) -> None:
+        self.bad += 1
+        if self.told[what] < TOLD_ALIKE and self.told.total() < TOLD:
+            self.told[what] += 1
+            note(f"{place}: {what}")
+
+    def tell_notes(self, place: str, body: Body) -> None:
+        """What a person should know of a task that can be imported: its `data.notes`."""
+        data = body.get("data")
+        notes = data.get("notes") if isinstance(data, Mapping) else None
+        for text in notes if isinstance(notes, Sequence) and not isinstance(notes, str) else ():
+            if self.noted[str(text)] < TOLD_ALIKE:
+                note(f"{place}: {text}")
+            self.noted[str(text)] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the command line says. `skip_bad` and `limit` are of tasks, not of files."""
+
+    environment: Environment
+    paths: Sequence[Path]
+    options: Mapping[str, str]
+    split: str | None = None
+    limit: int | None = None
+    skip_bad: bool = False
+
+
+def read_options(given: Iterable[str]) -> dict[str, str]:
+    """`NAME=VALUE` each."""
+    options: dict[str, str] = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise Trouble(f"--set {word}: NAME=VALUE was expected", status=2)
+        if name in options:
+            raise Trouble(f"--set {name} was given twice", status=2)
+        options[name] = value
+    return options
+
+
+def import_tasks(wanted: Wanted, out: Path | None) -> Imported:
+    """Writes the tasks to `out`, else to stdout."""
+    done = Imported()
+    if out is None:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as draft:
+            _write(wanted, draft, done)
+            draft.seek(0)
+            shutil.copyfileobj(draft, sys.stdout)
+        return done
+    partial = out.with_name(f".{out.name}.part")
+    try:
+        with partial.open("w", encoding="utf-8") as draft:
+            _write(wanted, draft, done)
+        partial.replace(out)
+    except OSError as error:
+        raise Trouble(f"{out} cannot be written: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return done
+
+
+def _write(wanted: Wanted, draft: IO[str], done: Imported) -> None:
+    with closing(_tasks(wanted, done)) as found:
+        for line in found:
+            draft.write(line + "\n")
+            done.tasks += 1
+            if done.tasks == wanted.limit:
+                break
+    if done.bad and not wanted.skip_bad:
+        count = f"{done.bad} of {done.bad + done.tasks} rows"
+        raise Trouble(f"{count} cannot be imported", "nothing was written; --skip-bad leaves them out")
+    if not done.tasks:
+        raise Trouble("there is no task to import", "nothing was written")
+
+
+def _tasks(wanted: Wanted, done: Imported) -> Generator[str, None, None]:
+    if not wanted.paths:
+        yield from _checked(wanted, done, _generated(wanted))
+    for path in wanted.paths:
+        if not path.exists():
+            raise Trouble(f"{path} is not there")
+        is_folder = path.is_dir() and _is_for_from_folder(wanted.environment, path)
+        yield from _checked(wanted, done, _from_folder(wanted, path) if is_folder else _from_rows(wanted, path, done))
+
+
+def _is_for_from_folder(environment: Environment, path: Path) -> bool:
+    """A folder of rows is for `from_row`, unless the environment only knows folders."""
+    from rollyard.envs.base import Environment
+    from rollyard.envs.rows import is_dataset
+
+    kind = type(environment)
+    takes_rows, takes_folders = (
+        getattr(kind, name) is not getattr(Environment, name) for name in ("from_row", "from_folder")
+    )
+    return not is_dataset(path) or (takes_folders and not takes_rows)
+
+
+Made = Generator[tuple[Place, Callable[[], Body]], None, None]
+"""Where each comes from, and what makes it: a mistake there is of that one only."""
+
+
+def _from_rows(wanted: Wanted, path: Path, done: Imported) -> Made:
+    from functools import partial
+
+    from rollyard.envs.rows import RowsUnreadable, read_rows
+
+    try:
+        for place, row in read_rows(path, split=wanted.split, on_bad=done.tell_bad):
+            yield place, partial(wanted.environment.from_row, row, wanted.options)
+    except RowsUnreadable as error:
+        raise Trouble(str(error)) from error
+
+
+def _from_folder(wanted: Wanted, path: Path) -> Made:
+    if wanted.split is not None:
+        raise Trouble(f"{path} is no dataset of rows", "leave --split away", 2)
+    for body in wanted.environment.from_folder(path, wanted.options):
+        yield str(path), lambda body=body: body
+
+
+def _generated(wanted: Wanted) -> Made:
+    for number, body in enumerate(wanted.environment.generate(wanted.options), 1):
+        yield f"{wanted.environment.name}:{number}", lambda body=body: body
+
+
+def _checked(wanted: Wanted, done: Imported, made: Made) -> Generator[str, None, None]:
+    """Those that a service would take, as JSON; the others are told."""
+    from rollyard.core import RollyardError
+    from rollyard.service.models import to_task
+
+    with closing(made):
+        for place, make in made:
+            try:
+                body = {"environment": wanted.environment.name, **make()}
+                wanted.environment.check(to_task(body, {}, ()))
+                line = json.dumps(body, ensure_ascii=False, allow_nan=False)
+            except RollyardError as error:
+                done.tell_bad(place, error.detail)
+            except (LookupError, TypeError, ValueError) as error:  # an importer's own slip is of its row, too
+                done.tell_bad(place, f"{type(error).__name__}: {error}")
+            else:
+                done.tell_notes(place, body)
+                yield line

@@ -1,0 +1,118 @@
+"""Tasks played on this machine without a service: what `rollyard tasks` needs around `pipeline.playing`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollyard.cli._console import Trouble, err, out, plain, seconds
+from rollyard.cli._solo import default_runtime, solo_workshop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollyard.core import Task
+    from rollyard.engines.router import Router
+    from rollyard.pipeline import Workshop
+    from rollyard.pipeline.playing import Played
+
+
+class Workshops:
+    """A workshop for each runtime that the tasks ask for, opened with the first of them."""
+
+    def __init__(self, stack: AsyncExitStack, folder: Path, runtime: str | None) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._runtime = runtime
+        self._open: dict[str, Workshop] = {}
+
+    def placed(self, task: Task) -> Task:
+        """For the runtime that was asked for, else its own, else the settings'."""
+        name = self._runtime or task.sandbox.runtime or default_runtime()
+        return replace(task, sandbox=replace(task.sandbox, runtime=name))
+
+    async def of(self, task: Task) -> Workshop:
+        """Of a task that is `placed`. Trouble: there is no such runtime."""
+        name = task.sandbox.runtime or default_runtime()
+        if name not in self._open:
+            self._open[name] = await self._stack.enter_async_context(solo_workshop(self._folder / name, name))
+        return self._open[name]
+
+
+@asynccontextmanager
+async def workshops(runtime: str | None) -> AsyncGenerator[Workshops, None]:
+    """In a folder of their own, which is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="rollyard-tasks-") as folder:
+        async with AsyncExitStack() as stack:
+            yield Workshops(stack, Path(folder), runtime)
+
+
+async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "default") -> None:
+    """The one that the command line names; if it cannot be used, that is told at once."""
+    from rollyard.core import RollyardError
+    from rollyard.service.models import EngineBody, check_body
+
+    body = {"id": "engine", "url": url, "tokenizer": tokenizer, "policy": policy}
+    try:
+        await router.add(check_body(body, EngineBody).to_spec())
+    except RollyardError as error:
+        raise Trouble(f"--engine {url}: {error.detail}") from error
+
+
+@contextmanager
+def progress(what: str, total: int) -> Generator[Callable[[], None], None, None]:
+    """A bar on a terminal's stderr, nothing elsewhere. What it yields is called for each one that is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = err()
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
+
+
+def played_body(played: Played) -> dict[str, Any]:
+    """What came of a play, without its messages."""
+    import msgspec
+
+    score = played.score
+    return {
+        "reward": None if score is None else score.reward,
+        "components": {} if score is None else dict(score.components),
+        "metrics": {} if score is None else dict(score.metrics),
+        "failure": msgspec.to_builtins(played.failure),
+        "init_s": played.init_s,
+        "run_s": played.run_s,
+        "eval_s": played.eval_s,
+    }
+
+
+def show_played(played: Played) -> None:
+    """For a person: what was said, the score and what it is made of, what went wrong, how long it took."""
+    from rollyard.cli._try import shortened
+
+    console = out()
+    for message in played.trajectory.messages if played.trajectory is not None else ():
+        console.print(f"[bold]{plain(message.get('role'))}[/]: {plain(shortened(message))}")
+    console.print()
+    score, failure = played.score, played.failure
+    console.print(f"reward     {'none' if score is None else f'{score.reward:g}'}")
+    if score is not None:
+        _show_numbers("", score.components)
+        _show_numbers("metric ", score.metrics)
+    if played.trajectory is not None and played.trajectory.turns:
+        console.print(f"turns      {played.trajectory.turns}, {played.trajectory.sampled_tokens} tokens sampled")
+    times = (("INIT", played.init_s), ("RUN", played.run_s), ("EVAL", played.eval_s))
+    console.print("took       " + ", ".join(f"{name} {seconds(spent)}" for name, spent in times))
+    if failure is not None:
+        console.print(f"failure    {failure.code} (blame: {failure.blame}, in {failure.stage})")
+        console.print(f"\n{plain(failure.detail)}")
+
+
+def _show_numbers(prefix: str, numbers: Mapping[str, float]) -> None:
+    for name, value in numbers.items():
+        out().print(f"  {prefix}{plain(name)}: {value:g}")

@@ -1,0 +1,225 @@
+"""What is wrong with tasks, all of it: as far as their text tells, and with plays of them by oracle and no-op.
+
+A *problem* keeps a task from being of use: it cannot be submitted, its own solution does not get the highest reward, or
+doing nothing gets it. A *warning* is likely a slip. What failed for a reason outside of the task (blame infra) says
+nothing about it: it is told apart, as not tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rollyard.cli._console import Trouble
+from rollyard.cli._playing import Workshops, played_body, progress
+from rollyard.cli._tasks import TaskLine
+
+if TYPE_CHECKING:
+    from rollyard.core import Task
+    from rollyard.pipeline import Workshop
+    from rollyard.pipeline.playing import Played
+
+LITTLE_BYTES = 16 << 20
+"""Less memory or disk than that starts no program of use: who asks for it meant MiB."""
+
+_TOLERANCE = 1e-9
+
+_OF_LINE = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)
+_OF_FILE = re.compile(r"(.+?) ((?:cannot be read|is not UTF-8).*)", re.DOTALL)
+
+
+@dataclass(slots=True)
+class Finding:
+    """What is known of one line. `not_tried`: why its plays say nothing."""
+
+    place: str
+    environment: str = ""
+    problems: list[str] = field(default_factory=list[str])
+    warnings: list[str] = field(default_factory=list[str])
+    not_tried: str = ""
+    oracle: Played | None = None
+    noop: Played | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems and not self.not_tried
+
+    def as_body(self) -> dict[str, Any]:
+        return {
+            "place": self.place,
+            "environment": self.environment,
+            "ok": self.is_good,
+            "problems": self.problems,
+            "warnings": self.warnings,
+            "not_tried": self.not_tried or None,
+            "oracle": self.oracle and played_body(self.oracle),
+            "noop": self.noop and played_body(self.noop),
+        }
+
+
+async def validate(
+    lines: Sequence[TaskLine | Trouble], shops: Workshops, *, plays: bool, jobs: int, max_reward: float
+) -> list[Finding]:
+    """One finding per line, in their order."""
+    findings: list[Finding] = []
+    seen: dict[str, str] = {}
+    to_play: list[tuple[Finding, Workshop, Task]] = []
+    for line in lines:
+        if isinstance(line, Trouble):
+            findings.append(_unreadable(line))
+            continue
+        finding = Finding(line.place, str(line.task.get("environment", "")))
+        findings.append(finding)
+        found = await _checked(line, shops, finding)
+        _warn(line, seen, finding)
+        if plays and found is not None and not finding.problems:
+            to_play.append((finding, *found))
+    if to_play:
+        await _play_all(to_play, jobs, max_reward)
+    return findings
+
+
+def _unreadable(trouble: Trouble) -> Finding:
+    """Its text begins with the place: a line, or a whole file."""
+    found = _OF_LINE.fullmatch(trouble.what) or _OF_FILE.fullmatch(trouble.what)
+    return Finding(found[1], problems=[found[2]]) if found else Finding("", problems=[trouble.what])
+
+
+# --- as far as the text tells -------------------------------------------------------------------------
+
+
+async def _checked(line: TaskLine, shops: Workshops, finding: Finding) -> tuple[Workshop, Task] | None:
+    """Everything that a service refuses at submit. None: too little is right to look further."""
+    from rollyard.core import RollyardError
+    from rollyard.core.failure import InvalidRequest
+    from rollyard.service.models import to_task
+
+    try:
+        task = shops.placed(to_task(line.task, {}, ()))
+        shop = await shops.of(task)
+        shop.environment_of(task)
+    except InvalidRequest as error:
+        finding.problems += _each_field(error)
+        return None
+    except RollyardError as error:
+        finding.problems.append(error.detail)
+        return None
+    except Trouble as error:
+        finding.problems.append(f"sandbox.runtime: {error.what}; {error.remedy}")
+        return None
+    parts = (
+        lambda: shop.environment_of(task).check(task),
+        lambda: shop.agent_of(task).check(task),
+        lambda: shop.tools_of(task),
+        lambda: shop.image_of(task),
+    )
+    for part in parts:
+        try:
+            part()
+        except RollyardError as error:
+            finding.problems.append(error.detail)
+    finding.problems[:] = dict.fromkeys(finding.problems)  # an unknown agent is told by its check and by its tools
+    return shop, task
+
+
+def _each_field(error: Any) -> list[str]:
+    fields = error.data.get("fields")
+    if not isinstance(fields, list) or not fields:
+        return [error.detail]
+    return [f"{item['path']}: {item['problem']}" if item["path"] else str(item["problem"]) for item in fields]
+
+
+def _warn(line: TaskLine, seen: dict[str, str], finding: Finding) -> None:
+    """Only of what the task itself says: a default that does not fit a short task is nobody's slip."""
+    from rollyard.core.json import digest
+
+    first = seen.setdefault(digest(line.task), line.place)
+    if first != line.place:
+        finding.warnings.append(f"the same task as {first}")
+    limits, sampling, sandbox = (_object(line.task, name) for name in ("limits", "sampling", "sandbox"))
+    run_s = limits.get("run_s")
+    for name in ("tool_s", "model_s", "stall_s"):
+        if _is_above(limits.get(name), run_s):
+            finding.warnings.append(f"limits.{name} {limits[name]:g} is more than limits.run_s {run_s:g}")
+    wanted = sampling.get("max_tokens")
+    for name in ("max_tokens", "max_context"):
+        if _is_above(wanted, limits.get(name)):
+            finding.warnings.append(f"sampling.max_tokens {wanted} is more than limits.{name} {limits[name]}")
+    for name in ("memory_bytes", "disk_bytes"):
+        if _is_above(LITTLE_BYTES, sandbox.get(name)):
+            finding.warnings.append(f"sandbox.{name} {sandbox[name]} is very little: it counts bytes")
+
+
+def _object(task: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = task.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_above(value: object, bound: object) -> bool:
+    return isinstance(value, int | float) and isinstance(bound, int | float) and value > bound
+
+
+# --- played -------------------------------------------------------------------------------------------
+
+
+async def _play_all(to_play: Sequence[tuple[Finding, Workshop, Task]], jobs: int, max_reward: float) -> None:
+    free = asyncio.Semaphore(jobs)
+    with progress("plays", 2 * len(to_play)) as advance:
+
+        async def one(number: int, finding: Finding, shop: Workshop, task: Task) -> None:
+            async with free:
+                finding.oracle = await _played(shop, task, "oracle", number)
+                advance()
+                finding.noop = await _played(shop, task, "noop", number)
+                advance()
+            _judge(finding, max_reward)
+
+        async with asyncio.TaskGroup() as group:
+            for number, (finding, shop, task) in enumerate(to_play):
+                group.create_task(one(number, finding, shop, task))
+
+
+async def _played(shop: Workshop, task: Task, agent: str, number: int) -> Played:
+    from rollyard.core import AgentSpec, RollyardError
+    from rollyard.pipeline.playing import Played, play
+
+    try:
+        # Its own agent's options are not this one's.
+        return await play(shop, replace(task, agent=AgentSpec(agent)), rollout_id=f"{agent}-{number}")
+    except RollyardError as error:  # what the oracle's own check refuses
+        return Played(None, error.failure("submit"), None)
+
+
+def _judge(finding: Finding, max_reward: float) -> None:
+    oracle, noop = finding.oracle, finding.noop
+    assert oracle is not None and noop is not None
+    has_oracle = not _is_without_solution(oracle)
+    if not has_oracle:
+        finding.warnings.append("no oracle: the task does not hold its own solution")
+    for name, played in (("oracle", oracle), ("no-op", noop)):
+        failure = played.failure
+        if failure is None or played.score is not None or (played is oracle and not has_oracle):
+            continue
+        told = f"{name}: {failure.code} in {failure.stage}: {failure.detail}"
+        if failure.blame == "infra":
+            finding.not_tried = finding.not_tried or told
+        elif told not in finding.problems:
+            finding.problems.append(told)
+    highest = max_reward
+    if oracle.score is not None:
+        highest = oracle.score.reward
+        if highest < max_reward - _TOLERANCE:
+            why = f" ({oracle.failure.code}: {oracle.failure.detail})" if oracle.failure is not None else ""
+            finding.problems.append(f"the oracle gets {highest:g}, not {max_reward:g}{why}")
+    if noop.score is not None and noop.score.reward >= highest - _TOLERANCE:
+        than = "" if oracle.score is None else f", and the oracle {highest:g}"
+        finding.problems.append(f"doing nothing gets {noop.score.reward:g}{than}")
+
+
+def _is_without_solution(oracle: Played) -> bool:
+    """`Environment.solve` says so with TaskInvalid; what is wrong with the task otherwise was found before."""
+    failure = oracle.failure
+    return oracle.score is None and failure is not None and (failure.code, failure.stage) == ("task_invalid", "run")

@@ -1,0 +1,210 @@
+"""`rollyard tasks`: tasks before a model sees them: made from the data that people have, checked, played once.
+
+Everything happens in this process, with the settings' images and installed agents; no service is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, print_lines, run, seconds, show, table
+from rollyard.cli._tasks import TaskLine, read_task, scan_tasks
+
+if TYPE_CHECKING:
+    from rollyard.cli._import import Imported
+    from rollyard.cli._validate import Finding
+    from rollyard.pipeline.playing import Played
+
+tasks = typer.Typer(help="Tasks on this machine: import, validate, try.", no_args_is_help=True)
+
+ROWS = 60  # of a table that a person still reads; --json has all
+
+Runtime = Annotated[str | None, typer.Option(help="The sandbox runtime; else the task's, else the settings'.")]
+
+
+@tasks.command("import", epilog="Example: rollyard tasks import math gsm8k/main --split test --out tasks.jsonl")
+def import_(
+    environment: Annotated[str, typer.Argument(metavar="ENV", help="The environment that the tasks are for.")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH]…", help="Files of rows or folders; none: the environment makes the tasks."),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="An option of the importer; may be repeated."),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Of a dataset with several, this split.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the tasks there; else to stdout.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out rows that cannot be imported.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make tasks of the data that you have, one JSON object per line.
+
+    Rows are .jsonl, .json, .parquet and folders of Hugging Face datasets; what an environment wants of a row, and the
+    options it knows, its page in docs/how-to says. A row that makes no task is told with its place, and nothing is
+    written.
+    """
+    from rollyard.cli._import import Wanted, import_tasks, read_options
+    from rollyard.service.build import all_environments
+    from rollyard.service.settings import load_settings
+
+    if as_json and out is None:
+        raise Trouble("--json tells how it went, on the stdout that the tasks go to", "give --out", 2)
+    given = read_options(options or ())
+
+    async def work() -> Imported:  # a loop, since environments may begin something when they are made
+        async with all_environments(load_settings({}, os.environ).settings) as known:
+            return import_tasks(Wanted(known.get(environment), paths or (), given, split, limit, skip_bad), out)
+
+    done = run(work())
+    if as_json:
+        print_json({"environment": environment, "tasks": done.tasks, "skipped": done.bad, "out": str(out)})
+        return
+    left_out = f"; {done.bad} bad ones were left out" if done.bad else ""
+    note(f"{done.tasks} tasks{f' are in {out}' if out is not None else ''}{left_out}")
+
+
+@tasks.command("validate", epilog="Example: rollyard tasks validate tasks.jsonl --run --jobs 4")
+def validate(
+    files: Annotated[list[str], typer.Argument(metavar="FILE…", help="JSON lines, one task each; - reads stdin.")],
+    plays: Annotated[bool, typer.Option("--run", help="Play each task with the agents oracle and noop.")] = False,
+    runtime: Runtime = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many lines.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="With --run: tasks played at once.")] = 2,
+    max_reward: Annotated[float, typer.Option(help="With --run: what the oracle has to get.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Tell everything that is wrong with tasks, by file and line.
+
+    Checked are the fields, the environment's data, the agent, the tools and the image, as a service would at submit.
+    With --run each task is played twice in real sandboxes: by its own solution, which has to get the highest reward,
+    and by an agent that does nothing, which has to get less. Ends with 1 if a task has a problem or was not played.
+    """
+    from rollyard.cli._playing import workshops
+    from rollyard.cli._validate import validate as look
+
+    lines: list[TaskLine | Trouble] = list(islice(scan_tasks(files), limit))
+    if not lines:
+        raise Trouble(f"there is no task in {', '.join(files)}", "write one JSON object per line")
+
+    async def work() -> list[Finding]:
+        async with workshops(runtime) as shops:
+            return await look(lines, shops, plays=plays, jobs=jobs, max_reward=max_reward)
+
+    findings = run(work())
+    if as_json:
+        print_lines(finding.as_body() for finding in findings)
+    else:
+        _show(findings, plays)
+    _summarize(findings, plays)
+    if not all(finding.is_good for finding in findings):
+        raise typer.Exit(1)
+
+
+def _show(findings: Sequence[Finding], plays: bool) -> None:
+    """What is wrong, one line each; with plays, a table of all."""
+    if plays:
+        made = table("task", "environment", "oracle", "no-op", "took", "", right=("oracle", "no-op", "took"))
+        for finding in findings[:ROWS]:
+            both = (finding.oracle, finding.noop)
+            spent = sum(it.init_s + it.run_s + it.eval_s for it in both if it is not None)
+            made.add_row(
+                plain(finding.place), plain(finding.environment), *map(_reward, both), seconds(spent), _word(finding)
+            )
+        if len(findings) > ROWS:
+            made.caption = f"… and {len(findings) - ROWS} more; --json has them all"
+        show(made)
+    for finding in findings:
+        for problem in (*finding.problems, *((finding.not_tried,) if finding.not_tried else ())):
+            typer.echo(f"{finding.place}: {problem}")
+        for warning in finding.warnings:
+            typer.echo(f"{finding.place}: warning: {warning}")
+
+
+def _reward(played: Played | None) -> str:
+    return "–" if played is None or played.score is None else f"{played.score.reward:.3g}"
+
+
+def _word(finding: Finding) -> str:
+    if finding.problems:
+        return "[red]problem[/]"
+    if finding.not_tried:
+        return "[yellow]not tried[/]"
+    return "[yellow]warning[/]" if finding.warnings else "[green]ok[/]"
+
+
+def _summarize(findings: Sequence[Finding], plays: bool) -> None:
+    bad = sum(bool(finding.problems) for finding in findings)
+    not_tried = sum(bool(finding.not_tried) and not finding.problems for finding in findings)
+    warned = sum(bool(finding.warnings) for finding in findings)
+    parts = [f"{len(findings)} tasks", f"{bad} with problems"]
+    if plays:
+        parts.append(f"{not_tried} not tried for reasons outside of them")
+    note(", ".join([*parts, f"{warned} with warnings"]))
+
+
+@tasks.command("try", epilog="Example: rollyard tasks try tasks.jsonl:3 --agent oracle")
+def try_task(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A file with one task, or FILE:LINE of JSON lines.")],
+    agent: Annotated[
+        str | None, typer.Option(help="oracle, noop, or one that needs a model; else the task's own.")
+    ] = None,
+    runtime: Runtime = None,
+    engine: Annotated[str | None, typer.Option(metavar="URL", help="The model, for agents that need one.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="The engine's tokenizer, if it does not say where it is.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Play one task in real sandboxes, and show what was said and how it was scored.
+
+    oracle does what the task itself knows to be right, noop does nothing: neither needs a model. The exit status is 1
+    if there is no score.
+    """
+    from rollyard.cli._playing import played_body, show_played
+
+    line = read_task(task)
+    played = run(_try(line, agent, runtime, engine, tokenizer))
+    if as_json:
+        trajectory = played.trajectory
+        said = {
+            "messages": trajectory.messages if trajectory else (),
+            "turns": trajectory.turns if trajectory else 0,
+            "sampled_tokens": trajectory.sampled_tokens if trajectory else 0,
+        }
+        print_json({**played_body(played), **said})
+    else:
+        show_played(played)
+    if played.score is None:
+        raise typer.Exit(1)
+
+
+async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: str | None, tokenizer: str) -> Played:
+    from dataclasses import replace
+
+    from rollyard.agents.base import needs_model
+    from rollyard.cli._playing import add_engine, workshops
+    from rollyard.core import AgentSpec, RollyardError
+    from rollyard.pipeline.playing import play
+    from rollyard.service.models import to_task
+
+    try:
+        wanted = to_task(line.task, {}, ())
+        if agent is not None and agent != wanted.agent.name:
+            wanted = replace(wanted, agent=AgentSpec(agent))
+        async with workshops(runtime) as shops:
+            wanted = shops.placed(wanted)
+            shop = await shops.of(wanted)
+            doer = shop.agent_of(wanted)
+            if needs_model(doer):
+                if engine is None:
+                    raise Trouble(f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2)
+                await add_engine(shop.router, engine, tokenizer)
+            return await play(shop, wanted)
+    except RollyardError as error:
+        raise Trouble(f"{line.place}: {error.detail}", error.remedy) from error

@@ -1,0 +1,340 @@
+"""`rollyard tasks`, as typed: real files, real sandboxes; what is wrong with a task is told with its place."""
+
+import gzip
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollyard.core import Json, Score, Task
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs import EnvContext, Environment, Evidence, Plan, Start
+from rollyard.envs.base import Solution, check_options
+from rollyard.envs.registry import GROUP
+from rollyard.testing.script import FolderTokenizer
+from rollyard.testing.scripted_engine import ScriptedEngine
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.agents.harness_parts import CACHE, PROGRAM
+from tests.agents.test_install import wheel
+from tests.cli.conftest import Cli
+from tests.cli.test_agents import TINY
+from tests.cli.test_submit import lines
+from tests.client.served import SCRIPT, task
+
+MATH = {"environment": "math", "data": {"question": "2+2?", "answer": "4"}}
+SHELL = task()
+
+
+class Echo(Environment):
+    """Says what its data tells it to: what an oracle gets, and what doing nothing gets."""
+
+    name = "echo"
+
+    def check(self, task: Task) -> None:
+        if not isinstance(task.data.get("word"), str):
+            raise TaskInvalid("echo: data.word: a text was expected")
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=bool(task.data.get("setup")), eval_needs_sandbox=False)
+
+    async def prepare(self, context: EnvContext) -> None:
+        if context.task.data.get("setup") == "task":
+            raise TaskInvalid("echo: it cannot be set up")
+
+    async def init(self, context: EnvContext) -> Start:
+        return Start(({"role": "user", "content": "Say it."},))
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Any]) -> Solution:
+        if context.task.data.get("solution") is None:
+            raise TaskInvalid("echo: this task holds no solution")
+        return Solution(str(context.task.data["solution"]))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        if context.task.data["word"] == "crash":
+            raise RuntimeError("the verifier fell over")
+        right = float(evidence.answer == context.task.data["word"])
+        return Score(max(right, float(str(context.task.data.get("least", 0)))), components={"right": right})
+
+    def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
+        check_options(self.name, options, ("prefix",))
+        word = options.get("prefix", "") + str(row["word"])
+        return {"data": {"word": word, **({"least": float("nan")} if word == "NaN" else {})}}
+
+    def from_folder(self, folder: Path, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
+        for path in sorted(folder.glob("*.txt")):
+            yield {"data": {"word": path.read_text()}}
+
+    def generate(self, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
+        check_options(self.name, options, ("count",))
+        for number in range(int(options.get("count", "0"))):
+            yield {"environment": "echo", "data": {"word": f"w{number}"}}
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a package with this environment were installed."""
+    points = importlib.metadata.entry_points(group=GROUP)
+    mine = importlib.metadata.EntryPoint("echo", f"{__name__}:Echo", GROUP)
+    monkeypatch.setattr("rollyard.envs.registry.entry_points", lambda group: [*points, mine])
+
+
+# --- validate -----------------------------------------------------------------------------------------
+
+
+async def test_everything_that_is_wrong_is_told_by_its_line(cli: Cli, tmp_path: Path):
+    data = {"instruction": 3}
+    broken = {"environment": "shell", "data": data, "agent": {"name": "no"}, "sandbox": {"image": "nix"}}
+    file = lines(tmp_path / "t.jsonl", MATH, "{x", {"environment": "nowhere"}, broken, {**MATH, "limit": {}},
+                 {**MATH, "limits": {"run_s": -1, "init_s": 0}}, {**SHELL, "agent": {"options": {"tools": ["no"]}}},
+                 {**SHELL, "sandbox": {"runtime": "docker"}}, {"data": {}})  # fmt: skip
+    said = await cli("tasks", "validate", file, tmp_path / "none.jsonl")
+    assert said.status == 1
+    told = [re.sub(r"^.*/(?=t\.jsonl|none)", "", line) for line in said.out.splitlines()]
+    expected = (
+        "t.jsonl:2: this is not JSON",
+        "t.jsonl:3: there is no environment 'nowhere'",
+        "t.jsonl:4: shell: data.instruction: a text was expected",
+        "t.jsonl:4: there is no agent 'no'",
+        "t.jsonl:4: image 'nix' is not on this machine",
+        "t.jsonl:5: there is no field limit in a task",
+        "t.jsonl:6: limits.init_s: input should be greater than 0",
+        "t.jsonl:6: limits.run_s: input should be greater than 0",
+        "t.jsonl:7: there is no tool 'no'",
+        "t.jsonl:8: sandbox.runtime: there is no runtime 'docker'",
+        "t.jsonl:9: environment: this field is needed",
+        "none.jsonl: cannot be read: No such file",
+    )
+    assert len(told) == len(expected), told
+    for line, start in zip(told, expected, strict=True):
+        assert start in line
+    assert "10 tasks, 9 with problems, 0 with warnings" in said.err
+
+
+async def test_what_is_likely_a_slip_is_a_warning(cli: Cli, tmp_path: Path):
+    odd = {
+        "limits": {"run_s": 10, "tool_s": 20, "max_context": 100},
+        "sampling": {"max_tokens": 200},
+        "sandbox": {"memory_bytes": 2048},
+    }
+    said = await cli("tasks", "validate", lines(tmp_path / "t.jsonl", {**MATH, **odd}, MATH, MATH), "--json")
+    assert said.status == 0
+    first, second, third = said.json
+    assert first["warnings"] == [
+        "limits.tool_s 20 is more than limits.run_s 10",
+        "sampling.max_tokens 200 is more than limits.max_context 100",
+        "sandbox.memory_bytes 2048 is very little: it counts bytes",
+    ]
+    assert second["warnings"] == [] and second["ok"] is True and second["oracle"] is None
+    assert third["warnings"] == [f"the same task as {tmp_path}/t.jsonl:2"]
+    short = {**MATH, "limits": {"run_s": 10}}  # the default of tool_s is longer, which is nobody's slip
+    assert (await cli("tasks", "validate", lines(tmp_path / "s.jsonl", short), "--json")).json[0]["warnings"] == []
+    assert "there is no task in" in (await cli("tasks", "validate", lines(tmp_path / "e.jsonl", "// nothing"))).err
+
+
+async def test_plays_tell_which_tasks_are_of_use(cli: Cli, echo: None, tmp_path: Path):
+    def said_by(word: str, **data: object) -> dict[str, object]:
+        return {"environment": "echo", "data": {"word": word, **data}}
+
+    file = lines(
+        tmp_path / "t.jsonl",
+        said_by("good", solution="good"),
+        said_by("low", solution="wrong"),
+        said_by("given", solution="given", least=1),
+        said_by("unsolved"),
+        said_by("unsolved and given", least=1),
+        said_by("crash", solution="crash"),
+        said_by("broken", solution="broken", setup="task"),
+        said_by("half", solution="half", least=0.5),
+    )
+    said = await cli("tasks", "validate", file, "--run", "--jobs", 3, "--runtime", "local", "--json")
+    assert said.status == 1
+    good, low, given, unsolved, unsolved_given, crash, broken, half = said.json
+    assert good["ok"] and (good["oracle"]["reward"], good["noop"]["reward"]) == (1.0, 0.0)
+    assert low["problems"] == ["the oracle gets 0, not 1", "doing nothing gets 0, and the oracle 0"]
+    assert given["problems"] == ["doing nothing gets 1, and the oracle 1"]
+    assert unsolved["ok"] and unsolved["warnings"] == ["no oracle: the task does not hold its own solution"]
+    assert unsolved_given["problems"] == ["doing nothing gets 1"]
+    assert crash["problems"] == [] and not crash["ok"] and "oracle: verifier_crashed in eval" in crash["not_tried"]
+    assert [problem[:30] for problem in broken["problems"]] == [
+        "oracle: task_invalid in init: ",
+        "no-op: task_invalid in init: e",
+    ]
+    assert half["ok"] and half["noop"]["components"] == {"right": 0.0}
+    assert "8 tasks, 4 with problems, 1 not tried for reasons outside of them, 2 with warnings" in said.err
+
+    words = ("--run", "--runtime", "local", "--limit", 2, "--max-reward", 0)
+    shown = await cli("tasks", "validate", file, *words)
+    rows = [line.split()[1:] for line in shown.out.splitlines() if " echo " in line]
+    assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
+        ("echo", "1", "0", "ok"),
+        ("echo", "0", "0", "problem"),
+    ]
+
+
+@pytest.mark.parametrize("runtime", ["bubblewrap", "local"])
+async def test_plays_happen_in_real_sandboxes(cli: Cli, tmp_path: Path, runtime: str):
+    given = task(check="true")
+    said = await cli("tasks", "validate", lines(tmp_path / "t.jsonl", SHELL, given), "--run", "--json",
+                     "--runtime", runtime)  # fmt: skip
+    first, second = said.json
+    assert said.status == 1 and first["ok"] and first["noop"]["reward"] == 0.0
+    assert second["problems"] == ["doing nothing gets 1"]
+
+
+# --- try ----------------------------------------------------------------------------------------------
+
+
+async def test_a_try_shows_what_was_said_and_how_it_was_scored(cli: Cli, tmp_path: Path):
+    file = lines(tmp_path / "t.jsonl", MATH, SHELL)
+    said = await cli("tasks", "try", f"{file}:1", "--agent", "oracle", "--runtime", "local")
+    assert said.status == 0, said.err
+    for text in ("user: 2+2?", "assistant: The answer is", "reward     1", "  correct: 1", "EVAL"):
+        assert text in said.out, said.out
+    (body,) = (await cli("tasks", "try", f"{file}:2", "--agent", "noop", "--json")).json
+    assert (body["reward"], body["components"], body["turns"]) == (0.0, {"check_0": 0.0}, 0)
+    assert [message["role"] for message in body["messages"]] == ["user"] and body["failure"] is None
+
+
+async def test_a_try_without_a_score_says_why(cli: Cli, echo: None, tmp_path: Path):
+    file = lines(tmp_path / "t.jsonl", {"environment": "echo", "data": {"word": "[bold]crash"}},
+                 {"environment": "echo", "data": {"word": "crash"}})  # fmt: skip
+    said = await cli("tasks", "try", f"{file}:2", "--agent", "noop", "--runtime", "local")
+    assert said.status == 1 and "reward     none" in said.out
+    assert "verifier_crashed (blame: infra, in eval)" in said.out and "the verifier fell over" in said.out
+
+
+async def test_agents_with_a_model_want_an_engine(cli: Cli, tmp_path: Path):
+    file = lines(tmp_path / "t.jsonl", SHELL)
+    async with ScriptedEngine(SCRIPT, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
+        words = ("--engine", engine.url, "--tokenizer", tokenizer_dir(), "--runtime", "local")
+        (body,) = (await cli("tasks", "try", file, *words, "--json")).json
+        shown = await cli("tasks", "try", file, "--agent", "native", *words)
+    assert body["reward"] == 1.0 and body["turns"] == 2 and body["sampled_tokens"] > 0
+    assert "turns      2" in shown.out and "→ shell(" in shown.out
+    for words, status, says in (
+        ((), 2, "the agent native needs a model — give --engine URL, or --agent oracle"),
+        (("--engine", "http://127.0.0.1:1"), 1, "--engine http://127.0.0.1:1: "),
+        (("--agent", "nobody"), 1, "t.jsonl:1: there is no agent 'nobody'"),
+        (("--runtime", "docker"), 1, "there is no runtime 'docker'"),
+    ):
+        said = await cli("tasks", "try", file, *words)
+        assert (said.status, said.out) == (status, "") and says in said.err, said
+        assert said.err.splitlines()[-1].startswith("rollyard: ")
+
+
+async def test_agent_programs_can_be_tried_on_a_task(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "data"
+    (folder / "agents").mkdir(parents=True)
+    (folder / "agents/tiny.toml").write_text(TINY)
+    (CACHE / "python").mkdir(parents=True, exist_ok=True)
+    (folder / "python").symlink_to(CACHE / "python")  # building one takes seconds
+    monkeypatch.setenv("ROLLYARD_DATA_DIR", str(folder))
+    wheel(tmp_path / "wheels", code=PROGRAM)
+    file = lines(tmp_path / "t.jsonl", SHELL)
+    missing = await cli("tasks", "validate", lines(tmp_path / "m.jsonl", {**SHELL, "agent": {"name": "tiny"}}))
+    assert missing.status == 1 and "the agent tiny 1.0 is not installed" in missing.out
+    assert (await cli("agents", "install", "tiny", "--from", tmp_path / "wheels")).status == 0
+    async with ScriptedEngine(lambda _: "Done.", tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
+        words = ("--agent", "tiny", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
+        (body,) = (await cli("tasks", "try", file, *words)).json
+    assert (body["reward"], body["turns"], body["failure"]) == (0.0, 1, None)
+    assert [message["content"] for message in body["messages"]] == ["Write done.", "Done."]
+
+
+# --- import -------------------------------------------------------------------------------------------
+
+
+def bodies(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_rows_of_every_kind_become_tasks(cli: Cli, echo: None, tmp_path: Path):
+    lines(tmp_path / "a.jsonl", {"word": "a"})
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"word": "b"}\n'))
+    (tmp_path / "c.json").write_text('[{"word": "c"}, {"word": "ç"}]')
+    (tmp_path / "d/data").mkdir(parents=True)
+    for split in ("train", "test"):
+        pq.write_table(pa.table({"word": [split]}), tmp_path / f"d/data/{split}-00000-of-00001.parquet")
+    out = tmp_path / "out.jsonl"
+    said = await cli("tasks", "import", "echo", "a.jsonl", "b.jsonl.gz", "c.json", "--set", "prefix=x", "--out", out)
+    assert (said.status, said.out) == (0, "") and "4 tasks are in " in said.err
+    assert [body["data"]["word"] for body in bodies(out)] == ["xa", "xb", "xc", "xç"]
+    assert {body["environment"] for body in bodies(out)} == {"echo"}
+    said = await cli("tasks", "import", "echo", "d", "--split", "test")
+    assert said.json == [{"environment": "echo", "data": {"word": "test"}}] and said.err == "1 tasks\n"
+    assert (await cli("tasks", "validate", out)).status == 0
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+async def test_a_folder_that_is_no_dataset_and_tasks_that_are_made(cli: Cli, echo: None, tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    for word in ("b", "a"):
+        (tmp_path / f"folder/{word}.txt").write_text(word)
+    said = await cli("tasks", "import", "echo", "folder")
+    assert [body["data"]["word"] for body in said.json] == ["a", "b"]
+    words = ("--set", "count=9", "--limit", 2, "--out", "o.jsonl", "--json")
+    (told,) = (await cli("tasks", "import", "echo", *words)).json
+    assert told == {"environment": "echo", "tasks": 2, "skipped": 0, "out": "o.jsonl"}
+    assert [body["data"]["word"] for body in bodies(tmp_path / "o.jsonl")] == ["w0", "w1"]
+
+
+async def test_one_bad_row_means_that_nothing_is_written(cli: Cli, echo: None, tmp_path: Path):
+    file = lines(tmp_path / "rows.jsonl", {"word": "a"}, "{", {"wort": "b"}, "7", {"word": "NaN"}, {"word": "c"})
+    out = lines(tmp_path / "out.jsonl", "before")
+    for words in (("--out", out), ()):
+        said = await cli("tasks", "import", "echo", file, *words)
+        assert (said.status, said.out) == (1, "")
+        told = [line.rpartition("/")[2] for line in said.err.splitlines()]
+        assert told[0].startswith("rows.jsonl:2: this is not JSON")
+        assert told[1] == "rows.jsonl:3: KeyError: 'word'"
+        assert told[2] == "rows.jsonl:4: a row is an object, not a number"
+        assert told[3].startswith("rows.jsonl:5: ValueError: Out of range float")
+        assert "4 of 6 rows cannot be imported — nothing was written; --skip-bad leaves them out" in told[4]
+    assert out.read_text() == "before\n" and [path.name for path in tmp_path.glob(".*")] == []
+    said = await cli("tasks", "import", "echo", file, "--out", out, "--skip-bad")
+    assert said.status == 0 and "2 tasks are in " in said.err and "; 4 bad ones were left out" in said.err
+    assert [body["data"]["word"] for body in bodies(out)] == ["a", "c"]
+
+
+async def test_the_same_mistake_in_all_rows_is_told_three_times(cli: Cli, echo: None, tmp_path: Path):
+    file = lines(tmp_path / "rows.jsonl", *[{"word": "a"}] * 30)
+    said = await cli("tasks", "import", "echo", file, "--set", "postfix=x", "--skip-bad")
+    assert said.status == 1 and said.err.count("unknown option 'postfix' of its importer; there are prefix") == 3
+    assert "there is no task to import" in said.err
+    many = lines(tmp_path / "many.jsonl", *[f"{{{number}" for number in range(10, 60)])
+    said = await cli("tasks", "import", "echo", many)
+    assert "50 of 50 rows cannot be imported" in said.err and len(said.err.splitlines()) <= 21
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (("nowhere", "a.jsonl"), 1, "there is no environment 'nowhere'"),
+        (("echo", "none.jsonl"), 1, "none.jsonl is not there"),
+        (("echo", "a.csv"), 1, "a.csv is no file of rows"),
+        (("echo", "a.jsonl", "--set", "x"), 2, "--set x: NAME=VALUE was expected"),
+        (("echo", "a.jsonl", "--set", "x=1", "--set", "x=2"), 2, "--set x was given twice"),
+        (("echo", "a.jsonl", "--json"), 2, "give --out"),
+        (("echo", "a.jsonl", "--out", "no/where.jsonl"), 1, "no/where.jsonl cannot be written"),
+        (("echo", "a.jsonl", "--split", "train"), 1, "is a file: splits are of folders"),
+        (("echo", "folder", "--split", "train"), 2, "folder is no dataset of rows"),
+        (("echo", "--set", "size=3"), 1, "unknown option 'size' of its importer; there are count"),
+        (("math",), 1, "math makes no tasks of its own"),
+        (("shell", "a.jsonl"), 1, "shell: there is no importer for rows"),
+    ],
+)
+async def test_mistakes_of_an_import_are_told(
+    cli: Cli, echo: None, tmp_path: Path, words: tuple[str, ...], status: int, says: str
+):
+    lines(tmp_path / "a.jsonl", {"word": "a"})
+    (tmp_path / "a.csv").write_text("word\na\n")
+    (tmp_path / "folder").mkdir()
+    said = await cli("tasks", "import", *words)
+    assert (said.status, said.out) == (status, ""), said
+    assert says in said.err and said.err.splitlines()[-1].startswith("rollyard: ")
