@@ -1,0 +1,92 @@
+"""The process that runs swebench: its log parsers, its report and its rule of what is resolved.
+
+In:  {"log": "…", "status": 1, "log_parser": "…", "fail_to_pass": […], "pass_to_pass": […], "expected": null, …}
+Out: {"resolved": true, "shares": {"fail_to_pass": 1.0, "pass_to_pass": 1.0}, "tests": 12}
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from swebench.harness import grading
+from swebench.harness.constants import (
+    END_TEST_OUTPUT,
+    FAIL_ONLY_REPOS,
+    START_TEST_OUTPUT,
+    TEST_EXIT_CODE,
+    EvalType,
+    ResolvedStatus,
+)
+from swebench.harness.log_parsers import PARSER_REGISTRY
+from swebench.types import TestSpec
+from swebench.utils import ansi_escape
+
+from rollyard.envs.children import answer_lines
+
+SUMMARY = "short test summary info"
+
+
+def answer(question: Any) -> Any:
+    if question["log_parser"] not in PARSER_REGISTRY:
+        return {"unknown_parser": question["log_parser"]}
+    kind = question["eval_type"]
+    if not kind:
+        kind = (EvalType.FAIL_ONLY if question["repo"] in FAIL_ONLY_REPOS else EvalType.PASS_AND_FAIL).value
+    spec = TestSpec(
+        instance_id=question["instance_id"],
+        image="",
+        eval_script_list=[],
+        repo=question["repo"],
+        version=question["version"],
+        FAIL_TO_PASS=question["fail_to_pass"],
+        PASS_TO_PASS=question["pass_to_pass"],
+        log_parser=question["log_parser"],
+        eval_type=kind,
+    )
+    if question["expected"] is not None:
+        return _as_expected(question["log"], question["expected"], spec)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="") as file:
+        file.write(_as_swebench_logs(question["log"], question["status"]))
+        file.flush()
+        outcomes, is_found = grading.get_logs_eval(spec, file.name)
+    if not is_found:
+        return {"resolved": False, "shares": {"fail_to_pass": 0.0, "pass_to_pass": 0.0}, "tests": 0}
+    gold: Any = {"FAIL_TO_PASS": spec.FAIL_TO_PASS, "PASS_TO_PASS": spec.PASS_TO_PASS}
+    report = grading.get_eval_tests_report(outcomes, gold, eval_type=EvalType(kind))
+    return {
+        "resolved": grading.get_resolution_status(report) == ResolvedStatus.FULL.value,
+        "shares": {
+            "fail_to_pass": grading.compute_fail_to_pass(report),
+            "pass_to_pass": grading.compute_pass_to_pass(report),
+        },
+        "tests": len(outcomes),
+    }
+
+
+def _as_swebench_logs(log: str, status: int) -> str:
+    """The tests' output as swebench's own scripts would have left it, without marks that the tests printed."""
+    log = log.replace(">>>>>", ">>>>")
+    return f"{START_TEST_OUTPUT}\n{log}\n{END_TEST_OUTPUT}\n{TEST_EXIT_CODE}: {status}\n"
+
+
+def _as_expected(log: str, expected: dict[str, str], spec: TestSpec) -> Any:
+    """R2E-Gym's rule: the same tests with the same outcomes, no more and no fewer. Its names are without the file."""
+    _, _, summary = ansi_escape(log).partition(SUMMARY)
+    outcomes = PARSER_REGISTRY[spec.log_parser](summary, spec)
+    found = {_name(test.partition("::")[2]): outcome for test, outcome in outcomes.items() if "::" in test}
+    wanted = {_name(test): outcome for test, outcome in expected.items() if test}
+    matched = sum(found.get(test) == outcome for test, outcome in wanted.items())
+    return {
+        "resolved": found == wanted,
+        "shares": {"expected": matched / len(wanted) if wanted else 0.0},
+        "tests": len(found),
+    }
+
+
+def _name(test: str) -> str:
+    return ansi_escape(test).split(" - ")[0].replace("::", ".").strip()
+
+
+if __name__ == "__main__":
+    answer_lines(answer)

@@ -1,0 +1,234 @@
+"""A task's data, read: a row of SWE-bench, SWE-Gym or R2E-Gym as it is, and our options beside its fields.
+
+Datasets have more fields than anybody reads, so unknown ones are kept and ignored. Of a row's own fields only those
+that the score depends on are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from posixpath import basename, normpath
+
+from rollyard.core import Json, Task
+from rollyard.envs.fields import Fields
+from rollyard.envs.swe.suites import SUITES, Suite
+
+WORKDIR = "/testbed"
+"""Where the images of all three datasets have the repository."""
+
+INSTRUCTION = """The repository in {workdir} has the following issue.
+
+<issue>
+{problem_statement}
+</issue>
+
+Change the source files in {workdir} so that the issue is resolved. Hidden tests decide whether it is: changes to \
+existing tests and new tests are not counted. Leave your changes in the files; you need not commit them."""
+
+START = ">>>>> Start Test Output"
+END = ">>>>> End Test Output"
+"""What swebench's eval scripts print around the tests."""
+
+RUNNER_FILES = frozenset(
+    {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"}
+    | {"sitecustomize.py", "usercustomize.py"}
+)
+"""Files that decide how tests are run, whatever the code does. Packages are not installed again, so a change of these
+mends nothing; it is no part of a solution unless the row's own patch has a file of that name."""
+
+R2E_TESTS = ("r2e_tests", "run_tests.sh")
+"""Of an R2E-Gym image: its hidden tests and what runs them, in the repository; the first also at the root."""
+
+R2E_COMMAND = "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests; bash run_tests.sh"
+
+_FILES = re.compile(r"^(?:diff --git a/(.+) b/(.+)|(?:rename|copy) (?:from|to) (.+))$", re.MULTILINE)
+_ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
+_NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
+"""Files of a test patch that hold data: what swebench does not give to the test command either."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweData:
+    """A row, read. `expected` is R2E-Gym's: where it is there, it is the whole verdict."""
+
+    instance_id: str
+    repo: str
+    version: str
+    problem_statement: str
+    hints_text: str
+    patch: str
+    fixed_files: tuple[str, ...]  # by the patch, or those that the row names
+    test_patch: str
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    expected: Mapping[str, str] | None
+    eval_script: str
+    test_command: str
+    log_parser: str
+    eval_type: str
+    workdir: str
+    system_prompt: str | None
+    instruction: str
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def read(cls, task: Task) -> SweData:
+        """The data, or TaskInvalid with the field that is wrong."""
+        fields = Fields(task)
+        is_r2e = fields.get("expected_output_json") is not None
+        repo = fields.text("repo_name" if is_r2e else "repo")
+        known = SUITES.get(repo, Suite("", "")) if not is_r2e else Suite(R2E_COMMAND, "parse_log_pytest_v2")
+        statement = fields.text("problem_statement")
+        issue = _ISSUE.search(statement) if is_r2e else None
+        data = cls(
+            instance_id=fields.optional_text("instance_id") or fields.optional_text("commit_hash") or repo,
+            repo=repo,
+            version=str(fields.get("version") or ""),
+            problem_statement=issue[1].strip() if issue else statement,
+            hints_text=fields.optional_text("hints_text") or "",
+            patch=fields.optional_text("patch") or "",
+            fixed_files=touched(fields.optional_text("patch") or "") or _modified(fields),
+            test_patch=fields.optional_text("test_patch") or "",
+            fail_to_pass=() if is_r2e else _tests(fields, "FAIL_TO_PASS"),
+            pass_to_pass=() if is_r2e else _tests(fields, "PASS_TO_PASS"),
+            expected=_expected(fields) if is_r2e else None,
+            eval_script=_eval_script(fields),
+            test_command=fields.optional_text("test_command") or "",
+            log_parser=fields.optional_text("log_parser") or known.log_parser,
+            eval_type=_eval_type(fields),
+            workdir=_workdir(fields),
+            system_prompt=fields.optional_text("system_prompt"),
+            instruction=_instruction(fields),
+            env=fields.text_map("env"),
+        )
+        if not is_r2e and not data.fail_to_pass:
+            raise fields.wrong("FAIL_TO_PASS", "at least one test")
+        if data.test_command or data.eval_script:
+            if not data.log_parser:
+                raise fields.wrong("log_parser", "the name of a parser of swebench's, as parse_log_pytest,")
+            return data
+        if not known.test_command:
+            raise fields.wrong("test_command", f"how to run the tests of {repo}, which is not a known repository,")
+        return replace(data, test_command=known.test_command)
+
+    @property
+    def is_r2e(self) -> bool:
+        return self.expected is not None
+
+    @property
+    def has_own_script(self) -> bool:
+        """The row's `eval_script` decides: it applies the test patch itself."""
+        return bool(self.eval_script) and not self.test_command
+
+    @property
+    def test_files(self) -> tuple[str, ...]:
+        """What the test patch touches."""
+        return touched(self.test_patch)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Patterns of files that are no part of a solution: they belong to the tests, or decide how they run."""
+        fixed = {basename(path) for path in self.fixed_files}
+        runners = sorted(RUNNER_FILES - fixed)
+        if not any(name.endswith(".pth") for name in fixed):
+            runners.append("*.pth")
+        patterns = [re.sub(r"([\\*?\[])", r"\\\1", path) for path in self.test_files]
+        patterns += [pattern for name in runners for pattern in (name, f"*/{name}")]
+        if self.is_r2e:
+            patterns += [pattern for name in R2E_TESTS for pattern in (name, f"{name}/*")]
+        return tuple(patterns)
+
+    def told(self) -> str:
+        """The first message. Not by `format`: issues are full of braces."""
+        places = {
+            "problem_statement": self.problem_statement,
+            "hints_text": self.hints_text,
+            "workdir": self.workdir,
+            "repo": self.repo,
+        }
+        return re.sub(r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), self.instruction)
+
+    def tests_to_run(self) -> str:
+        """The command, with the test patch's files in the place of {test_files}."""
+        files = [path for path in _left_by(self.test_patch) if not path.endswith(_NO_TESTS)]
+        if self.repo == "django/django":  # its runner takes modules below tests/
+            files = [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in files]
+        return self.test_command.replace("{test_files}", shlex.join(files))
+
+
+def touched(patch: str) -> tuple[str, ...]:
+    """The files that a patch names, old and new."""
+    found = (name for match in _FILES.finditer(patch) for name in match.groups() if name)
+    return tuple(dict.fromkeys(name.rstrip("\r") for name in found))
+
+
+def _left_by(patch: str) -> list[str]:
+    """The files that are there after it: a runner that is given another one runs nothing."""
+    parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
+    names = [(_FILES.match(part), part) for part in parts]
+    is_deleted = re.compile(r"^deleted file mode", re.MULTILINE)
+    return [name[2].rstrip("\r") for name, part in names if name and name[2] and not is_deleted.search(part)]
+
+
+def _tests(fields: Fields, name: str) -> tuple[str, ...]:
+    """SWE-bench has JSON in a string here, SWE-Gym a list."""
+    value = _from_json(fields, name)
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise fields.wrong(name, "a list of tests, or one in JSON,")
+    return tuple(str(item) for item in value)
+
+
+def _modified(fields: Fields) -> tuple[str, ...]:
+    """R2E-Gym's list of what the fix touched; whoever has none need not say so."""
+    value = _from_json(fields, "modified_files")
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list | tuple) else ()
+
+
+def _expected(fields: Fields) -> dict[str, str]:
+    value = _from_json(fields, "expected_output_json")
+    if not isinstance(value, Mapping) or not value or not all(isinstance(item, str) for item in value.values()):
+        raise fields.wrong("expected_output_json", "an object of tests and their outcomes, or one in JSON,")
+    return {str(key): str(item) for key, item in value.items()}
+
+
+def _from_json(fields: Fields, name: str) -> Json:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None
+
+
+def _eval_script(fields: Fields) -> str:
+    script = fields.optional_text("eval_script") or ""
+    marks = [mark for line in script.splitlines() for mark in (START, END) if mark in line]
+    if script and marks != [START, END]:
+        raise fields.wrong("eval_script", f"a script of swebench's, with {START!r} and {END!r} in it,")
+    return script
+
+
+def _eval_type(fields: Fields) -> str:
+    kind = fields.optional_text("eval_type") or ""
+    if kind not in ("", "pass_and_fail", "fail_only"):
+        raise fields.wrong("eval_type", '"pass_and_fail" or "fail_only"')
+    return kind
+
+
+def _workdir(fields: Fields) -> str:
+    workdir = fields.optional_text("workdir") or WORKDIR
+    if not workdir.startswith("/") or normpath(workdir) == "/":
+        raise fields.wrong("workdir", "the absolute path of a repository in the image")
+    return normpath(workdir)
+
+
+def _instruction(fields: Fields) -> str:
+    text = fields.optional_text("instruction") or INSTRUCTION
+    if "{problem_statement}" not in text:
+        raise fields.wrong("instruction", "a text with {problem_statement} in it")
+    return text

@@ -1,0 +1,155 @@
+"""The `swe` environment: a repository in an image, an issue, and hidden tests.
+
+The data is a row of SWE-bench, SWE-Gym or R2E-Gym, with options of ours beside its fields (`data`). The agent works in
+the repository; what it changed is one artifact, a patch (`repository`). EVAL is fresh: it applies the patch to the
+image's files, then the test patch, runs the tests, and swebench reads their output (`grading`). The reward is 1 if all
+of FAIL_TO_PASS and PASS_TO_PASS pass (R2E-Gym: if all outcomes are the expected ones), else 0.
+
+Invariants. Neither the test patch nor the gold patch is ever in RUN's sandbox, nor R2E-Gym's hidden tests. Changes to
+files of the tests, or that decide how they are run, do not reach EVAL. A patch that is empty, or not there, or does not
+apply, is 0.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rollyard.core import Json, Message, Score, Task
+from rollyard.core.failure import SetupFailed, TaskInvalid
+from rollyard.envs.base import COLLECT_S, ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start
+from rollyard.envs.swe import repository
+from rollyard.envs.swe.data import R2E_TESTS, SweData
+from rollyard.envs.swe.grading import Grader, tested
+from rollyard.envs.swe.rows import task_of
+from rollyard.sandbox.base import Sandbox
+from rollyard.tools.base import Tool
+
+SOLUTION = "patch"
+"""The one artifact."""
+
+TEST_GRACE_S = 60.0
+"""Tests that never end are for the EVAL deadline to end; their own bound lies behind that."""
+
+SAFE = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+"""The image may have given the repository to another user than the sandbox's; git would refuse it."""
+
+
+class SweEnvironment(Environment):
+    """See the module."""
+
+    name: ClassVar[str] = "swe"
+    tools: ClassVar[tuple[str, ...]] = ("shell", "editor", "finish")
+
+    def __init__(self) -> None:
+        self._grader = Grader()
+
+    def check(self, task: Task) -> None:
+        SweData.read(task)
+        if task.sandbox.image is None:
+            raise TaskInvalid("swe: sandbox.image: the image that holds the repository was expected")
+        if importlib.util.find_spec("swebench") is None:
+            raise TaskInvalid("swe: swebench grades these tasks and is not installed: pip install 'rollyard[swe]'")
+
+    def plan(self, task: Task) -> Plan:
+        data = SweData.read(task)
+        return Plan(
+            workdir=data.workdir,
+            env={**SAFE, **data.env},
+            artifacts=(ArtifactRule(SOLUTION, repository.PATCH, repository.PATCH_BYTES),),
+        )
+
+    def layer_key(self, task: Task) -> str | None:
+        """All tasks of one image and folder share a set-up."""
+        data = SweData.read(task)
+        hidden = list(R2E_TESTS) if data.is_r2e else []
+        return self.key_of(inspect.getsource(repository), data.workdir, hidden, dict(self.plan(task).env))
+
+    async def prepare(self, context: EnvContext) -> None:
+        data, sandbox, limit_s = SweData.read(context.task), _sandbox(context), context.task.limits.init_s
+        if data.is_r2e:
+            paths = " ".join(R2E_TESTS)
+            result = await context.run(f"rm -rf {paths} /{R2E_TESTS[0]}", timeout_s=limit_s)
+            if result.status != 0:
+                raise SetupFailed(f"the hidden tests could not be removed: {result.stderr[-500:]!r}")
+        await repository.base(sandbox, data.workdir, timeout_s=limit_s)
+        await repository.hide_the_future(sandbox, data.workdir, timeout_s=limit_s)
+
+    async def init(self, context: EnvContext) -> Start:
+        data = SweData.read(context.task)
+        messages: list[Message] = []
+        if data.system_prompt is not None:
+            messages.append({"role": "system", "content": data.system_prompt})
+        messages.append({"role": "user", "content": data.told()})
+        return Start(tuple(messages))
+
+    async def collect(self, context: EnvContext) -> None:
+        data = SweData.read(context.task)
+        await repository.diff(_sandbox(context), data.workdir, timeout_s=COLLECT_S)
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        data, limits = SweData.read(context.task), context.task.limits
+        if not data.patch.strip():
+            raise TaskInvalid("swe: data.patch: this row brings no solution, so there is no oracle for it")
+        gold = data.patch.encode("utf-8", "surrogateescape")
+        refused = await repository.apply(_sandbox(context), data.workdir, gold, timeout_s=limits.run_s)
+        if refused is not None:
+            raise TaskInvalid(f"swe: data.patch does not apply to the image: {refused}")
+        return Solution(answer="The patch is applied.")
+
+    def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
+        return task_of(row, options)
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        data, sandbox = SweData.read(context.task), _sandbox(context)
+        eval_s = context.task.limits.eval_s
+        limit_s = eval_s + TEST_GRACE_S
+        zero = {"expected": 0.0} if data.is_r2e else {"fail_to_pass": 0.0, "pass_to_pass": 0.0}
+        patch = evidence.artifacts.get(SOLUTION)
+        if patch is None or patch.kind != "file":
+            return Score(0.0, zero, {"patch_kept": 0.0})
+        metrics = {"patch_kept": 1.0, "patch_bytes": float(patch.bytes), "patch_applied": 0.0}
+        if not patch.bytes or not await self._is_applied(sandbox, data, metrics, limit_s):
+            return Score(0.0, zero, metrics)
+        ran = await tested(sandbox, data, timeout_s=limit_s)
+        metrics["tests_ended"] = float(ran is not None)
+        if ran is None:
+            return Score(0.0, zero, metrics)
+        output, status = ran
+        # Half of EVAL's time for waiting, else other tasks' logs would run out the clock of this one.
+        verdict = await self._grader.verdict(data, output, status, wait_s=eval_s / 2)
+        metrics["tests"] = float(verdict.tests)
+        return Score(float(verdict.is_resolved), verdict.shares, metrics)
+
+    async def _is_applied(self, sandbox: Sandbox, data: SweData, metrics: dict[str, float], limit_s: float) -> bool:
+        """Puts the solution into the image's files, then the test patch. It says how that went in `metrics`."""
+        workdir = data.workdir
+        tests = b"" if data.has_own_script else data.test_patch.encode("utf-8", "surrogateescape")
+        await repository.make(sandbox, workdir, timeout_s=limit_s)
+        if tests:
+            refused = await repository.apply(sandbox, workdir, tests, is_only_tried=True, timeout_s=limit_s)
+            if refused is not None:
+                raise TaskInvalid(f"swe: data.test_patch does not apply to the image: {refused}")
+        without = data.left_out
+        changed = await repository.files(sandbox, workdir, timeout_s=limit_s)
+        counted = await repository.files(sandbox, workdir, without=without, timeout_s=limit_s)
+        metrics |= {"patch_files": float(counted), "patch_files_left_out": float(changed - counted)}
+        if not counted:
+            return False
+        refused = await repository.apply(sandbox, workdir, repository.PATCH, without=without, timeout_s=limit_s)
+        metrics["patch_applied"] = float(refused is None)
+        if refused is not None:
+            return False
+        # it did before: what the solution did to folders of the tests is in its way
+        return not tests or await repository.apply(sandbox, workdir, tests, timeout_s=limit_s) is None
+
+    async def close(self) -> None:
+        await self._grader.close()
+
+
+def _sandbox(context: EnvContext) -> Sandbox:
+    if context.sandbox is None:
+        raise RuntimeError("the plan asked for a sandbox")
+    return context.sandbox

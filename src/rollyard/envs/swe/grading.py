@@ -1,0 +1,115 @@
+"""Runs the tests of a task in EVAL's sandbox and has swebench read what they printed.
+
+The tests run in a process that we started: its status is the launcher's, its output is cut at two marks that are new
+each time and must each be there once. So a patch that prints marks, or swebench's own, gains nothing. The code under
+test still runs in the same process as its tests, as everywhere: one that is written to deceive its test runner can.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.core import Json
+from rollyard.core.failure import EvalDeadline, TaskInvalid
+from rollyard.envs.children import Children
+from rollyard.envs.swe.data import END, START, SweData
+from rollyard.envs.swe.repository import FOLDER
+from rollyard.sandbox.base import Sandbox
+
+OUTPUT_BYTES = 8 << 20
+"""Of the tests. More than any known suite prints; beyond it, the end of the output is missing, and so the verdict."""
+
+ANSWER_S = 120.0
+"""For swebench to read 8 MiB: its parsers are regular expressions over lines, some of them slow."""
+
+_SCRIPT = f"{FOLDER}/tests.sh"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`shares` are between 0 and 1, by what they are of."""
+
+    is_resolved: bool
+    shares: dict[str, float]
+    tests: int  # whose outcome was found in the output
+
+
+class Grader:
+    """swebench, in processes of its own: it imports half of PyPI, and reads what a model's code printed."""
+
+    def __init__(self) -> None:
+        child = str(Path(__file__).parent / "_swebench_child.py")  # by path: it needs nothing of ours but two names
+        self.children = Children("swebench", command=(sys.executable, "-P", child))
+
+    async def verdict(self, data: SweData, output: str, status: int, *, wait_s: float) -> Verdict:
+        question: dict[str, Json] = {
+            "log": output,
+            "status": status,
+            "instance_id": data.instance_id,
+            "repo": data.repo,
+            "version": data.version,
+            "log_parser": data.log_parser,
+            "eval_type": data.eval_type,
+            "fail_to_pass": list(data.fail_to_pass),
+            "pass_to_pass": list(data.pass_to_pass),
+            "expected": dict(data.expected) if data.expected is not None else None,
+        }
+        reply = await self.children.ask(question, answer_s=ANSWER_S, wait_s=wait_s)
+        unknown = reply.get("unknown_parser")
+        if unknown:
+            raise TaskInvalid(f"swe: data.log_parser: swebench has no parser {unknown!r}", field="data.log_parser")
+        shares = reply["shares"]
+        assert isinstance(shares, dict)
+        numbers = {name: float(str(share)) for name, share in shares.items()}
+        return Verdict(reply["resolved"] is True, numbers, int(str(reply["tests"])))
+
+    async def close(self) -> None:
+        await self.children.close()
+
+
+async def tested(sandbox: Sandbox, data: SweData, *, timeout_s: float) -> tuple[str, int] | None:
+    """What the tests printed, and their status. None: they never came to their end."""
+    nonce = secrets.token_hex(16)
+    await sandbox.write(_SCRIPT, script(data, nonce).encode())
+    result = await sandbox.exec(["bash", _SCRIPT], timeout_s=timeout_s, cwd=data.workdir, output_bytes=OUTPUT_BYTES)
+    if result.is_timed_out:
+        raise EvalDeadline(f"the tests did not end within {timeout_s:g} s")
+    output = cut(result.stdout.decode("utf-8", "replace"), nonce)
+    return None if output is None else (output, result.status)
+
+
+def script(data: SweData, nonce: str) -> str:
+    """The row's own script up to the end of its tests, or the test command, with our marks around the tests."""
+    before: list[str] = []
+    tests = [data.tests_to_run()]
+    if data.has_own_script:
+        lines = data.eval_script.splitlines()
+        start, end = (next(at for at, line in enumerate(lines) if mark in line) for mark in (START, END))
+        before, tests = lines[:start], lines[start + 1 : end]
+    # in two parts, so that a trace of the shell's commands (`set -x`) does not show the mark
+    mark = f"printf '\\n%s-%s\\n' {nonce}"
+    return "\n".join(
+        [
+            "exec 2>&1",
+            *before,
+            f"{mark} begins",
+            *tests,
+            "rollyard_status=$?",
+            f"{mark} ends",
+            "exit $rollyard_status",
+            "",
+        ]
+    )
+
+
+def cut(output: str, nonce: str) -> str | None:
+    """What lies between the marks. None unless each is there once, and nothing after the second."""
+    _, *rest = output.split(f"\n{nonce}-begins\n")
+    if len(rest) != 1:
+        return None
+    body, *rest = rest[0].split(f"\n{nonce}-ends\n")
+    # the shell may trace its own exit
+    return body if len(rest) == 1 and "\n" not in rest[0].strip() else None

@@ -1,0 +1,167 @@
+"""What changed in a repository, as a patch, whatever was done to the repository itself.
+
+Git does it, but not with the repository's own `.git`: the agent may commit, stage, rebase, configure filters, or remove
+it. `base` makes a second git directory, outside the work tree, that holds the tracked files as the image has them;
+`diff` compares the files with that, and `apply` puts the patch into another sandbox of the image. Attributes and
+configuration are ours in all three, so every byte passes as it is: binary files, CRLF, modes, links.
+
+What was untracked or ignored in the image is no part of the work, nor are repositories in it (submodules).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from rollyard.core.failure import SetupDeadline, SetupFailed
+from rollyard.sandbox.base import ExecResult, Sandbox
+
+FOLDER = "/var/tmp/rollyard-swe"  # on no tmpfs: a layer keeps it
+GIT_DIR = f"{FOLDER}/base.git"
+PATCH = f"{FOLDER}/solution.patch"
+
+PATCH_BYTES = 32 << 20
+"""A larger one is no solution of an issue; build results get that large."""
+
+LISTING_BYTES = 64 << 20
+"""All names of a repository: the largest public ones have some 100,000 files."""
+
+TAIL_BYTES = 2000
+
+_QUIET = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "HOME": "/nonexistent", "LC_ALL": "C"}
+"""No configuration but the git directory's: RUN may have written one to HOME."""
+
+_OWN = {**_QUIET, "GIT_DIR": GIT_DIR, "GIT_WORK_TREE": "."}
+
+_THEIRS = {**_QUIET, "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+"""For the repository's own `.git`: the image may have given it to another user."""
+
+_ATTRIBUTES = "* -text -ident -filter -working-tree-encoding !diff !merge !eol !whitespace\n"
+"""Of the git directory, so they win over any `.gitattributes`."""
+
+_LEFTOVERS = b"__pycache__/\n*.py[co]\n.pytest_cache/\n.mypy_cache/\n.ruff_cache/\n"
+"""Of running things: nobody's work, though not every repository ignores them."""
+
+_HIDE = """
+set -e
+git remote | while read -r name; do git remote remove "$name"; done
+git for-each-ref --format='delete %(refname)' --no-merged HEAD | git update-ref --no-deref --stdin
+git reflog expire --expire=now --expire-unreachable=now --all
+cd "$(git rev-parse --git-dir)" && rm -f FETCH_HEAD ORIG_HEAD
+"""
+"""What is not in HEAD's history has no name any more: a later commit has the fix."""
+
+
+async def hide_the_future(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
+    """Takes remotes, later branches and tags, and reflogs out of the repository. Objects stay, without a name."""
+    await _done(sandbox, _HIDE, workdir, _THEIRS, "hiding later commits", timeout_s)
+
+
+async def base(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
+    """The second git directory, with the tracked files as they are now. SetupFailed if there is no repository."""
+    files = await _done(
+        sandbox, ["git", "ls-files", "-z", "--stage"], workdir, _THEIRS, f"no git repository in {workdir}", timeout_s
+    )
+    others = await _done(
+        sandbox,
+        ["git", "ls-files", "-z", "--others", "--exclude-standard", "--directory"],
+        workdir,
+        _THEIRS,
+        "listing untracked files",
+        timeout_s,
+    )
+    tracked = [line.partition(b"\t")[2] for line in files.split(b"\0") if line and not line.startswith(b"160000 ")]
+    excluded = _LEFTOVERS + b"".join(_ignoring(name) + b"\n" for name in others.split(b"\0") if name)
+    await make(sandbox, workdir, timeout_s=timeout_s)
+    await sandbox.write(f"{GIT_DIR}/info/exclude", excluded)
+    command = (
+        "git update-index --add --remove -z --stdin && git update-ref refs/base $(git write-tree)"
+        " && cp $GIT_DIR/index $GIT_DIR/index.base"
+    )
+    listing = b"".join(name + b"\0" for name in tracked)
+    await _done(sandbox, command, workdir, _OWN, "keeping the base", timeout_s, listing)
+
+
+async def make(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
+    """An empty git directory of ours."""
+    command = f"rm -rf {GIT_DIR} && mkdir -p {FOLDER} && git init -q && git config core.compression 1"
+    for name, value in (("fileMode", "true"), ("autocrlf", "false"), ("safecrlf", "false"), ("hooksPath", "/dev/null")):
+        command += f" && git config core.{name} {value}"
+    command += " && git config apply.whitespace nowarn && mkdir -p $GIT_DIR/info"
+    await _done(sandbox, command, workdir, _OWN, "git init", timeout_s)
+    await sandbox.write(f"{GIT_DIR}/info/attributes", _ATTRIBUTES.encode())
+
+
+async def diff(sandbox: Sandbox, workdir: str, *, timeout_s: float) -> None:
+    """Writes PATCH: all changes since `base`. Fails silently: what is not there, nobody solved."""
+    command = (
+        f"rm -rf {PATCH}; export GIT_INDEX_FILE=$GIT_DIR/index.new; cp $GIT_DIR/index.base $GIT_INDEX_FILE;"
+        # it adds what it can: an empty repository somewhere in the tree is an error of its own
+        " git add --all --ignore-errors .;"
+        " git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color"
+        f" --ignore-submodules=all --src-prefix=a/ --dst-prefix=b/ --output={PATCH} refs/base"
+    )
+    await sandbox.exec(command, timeout_s=timeout_s, cwd=workdir, env=_OWN)
+
+
+async def files(sandbox: Sandbox, workdir: str, *, without: Iterable[str] = (), timeout_s: float) -> int:
+    """How many files PATCH changes, without those of some patterns; 0 if it is no patch."""
+    arguments = ["apply", "--numstat", "-z", *_excluding(without), PATCH]
+    result = await _git(sandbox, arguments, workdir, timeout_s)
+    return result.stdout.count(b"\0") if result.status == 0 and not result.dropped_bytes else 0
+
+
+async def apply(
+    sandbox: Sandbox,
+    workdir: str,
+    patch: str | bytes,
+    *,
+    without: Iterable[str] = (),
+    is_only_tried: bool = False,
+    timeout_s: float,
+) -> str | None:
+    """Applies a patch, its text or the path of a file, all of it or nothing; but for files of the patterns `without`,
+    whose * is any text, with slashes. None, or why it did not."""
+    stdin, source = (patch, "-") if isinstance(patch, bytes) else (b"", patch)
+    options = [*_excluding(without), *(["--check"] if is_only_tried else [])]
+    result = await _git(sandbox, ["apply", *options, source], workdir, timeout_s, stdin)
+    if result.status == 0:
+        return None
+    return result.stderr[-TAIL_BYTES:].decode("utf-8", "replace").strip() or f"git ended with {result.status}"
+
+
+async def _git(
+    sandbox: Sandbox, arguments: Sequence[str], workdir: str, timeout_s: float, stdin: bytes = b""
+) -> ExecResult:
+    return await sandbox.exec(
+        ["git", *arguments], timeout_s=timeout_s, cwd=workdir, env=_OWN, stdin=stdin, output_bytes=LISTING_BYTES
+    )
+
+
+async def _done(
+    sandbox: Sandbox,
+    command: str | Sequence[str],
+    workdir: str,
+    env: dict[str, str],
+    what: str,
+    timeout_s: float,
+    stdin: bytes = b"",
+) -> bytes:
+    result = await sandbox.exec(
+        command, timeout_s=timeout_s, cwd=workdir, env=env, stdin=stdin, output_bytes=LISTING_BYTES
+    )
+    if result.is_timed_out:
+        raise SetupDeadline(f"{what}: not done within {timeout_s:g} s")
+    if result.status != 0 or result.dropped_bytes:
+        tail = result.stderr[-TAIL_BYTES:].decode("utf-8", "replace").strip()
+        raise SetupFailed(f"{what}: {tail or f'status {result.status}'}", status=result.status)
+    return result.stdout
+
+
+def _ignoring(name: bytes) -> bytes:
+    """A line of `info/exclude` for just this name. One with a line break cannot be said: it is not ignored."""
+    return b"" if b"\n" in name else b"/" + re.sub(rb"([\\*?\[\] ])", rb"\\\1", name)
+
+
+def _excluding(patterns: Iterable[str]) -> list[str]:
+    return [f"--exclude={pattern}" for pattern in patterns]

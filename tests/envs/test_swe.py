@@ -1,0 +1,343 @@
+"""The environment swe on real repositories in images, graded by the real swebench."""
+
+import base64
+import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rollyard.agents.registry import Agents
+from rollyard.pipeline import Workshop
+from rollyard.pipeline.playing import Played
+from tests.envs.swe_repos import FAIL_TO_PASS, PASS_TO_PASS, Hands, Repository, as_r2e, build
+from tests.envs.yard import RUNTIMES, played, rewards, workshop
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FIX = "sed -i 's/a - b/a + b/' calc.py"
+ONLY_ADD = {"FAIL_TO_PASS": FAIL_TO_PASS[:1]}
+"""The fix of one function is enough."""
+
+
+def adds(path: str, text: str) -> str:
+    """A command that puts the text at the end of a file."""
+    return f"echo {base64.b64encode(text.encode()).decode()} | base64 -d >> {path}"
+
+
+ALWAYS_PASSED = """
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    report.outcome = "passed"
+    return report
+"""
+PRINTS_PAST_PYTEST = r"""
+import os, stat
+for fd in range(3, 64):  # pytest has its own output somewhere, while it catches that of the tests
+    try:
+        is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        continue
+    if is_pipe:
+        os.write(fd, b"\nPASSED tests/test_calc.py::test_add\nPASSED tests/test_calc.py::test_mul\n")
+        os.write(fd, b"\n>>>>> End Test Output\n>>>>> Test Exit Code: 0\n")
+"""
+CHEATS = {
+    "in the tests": [adds("tests/test_calc.py", "def test_add():\n    pass\n")],
+    "in a conftest.py": [
+        adds("conftest.py", ALWAYS_PASSED),
+        "for name in tests $(printf 'caf\\351') '*'; do mkdir -p \"$name\"; cp conftest.py \"$name\"; done",
+        adds("calc.py", "# changed\n"),
+    ],
+    "in settings": [
+        adds("cheat.py", ALWAYS_PASSED),
+        adds("pytest.ini", "[pytest]\naddopts = -p cheat\n"),
+        adds("setup.cfg", "[tool:pytest]\naddopts = -p cheat\n"),
+        adds("pyproject.toml", "[tool.pytest.ini_options]\naddopts = '-p cheat'\n"),
+    ],
+    "with swebench's marks": [adds("calc.py", PRINTS_PAST_PYTEST)],
+    "with outcomes of its own": [
+        adds("calc.py", "def add(a, b):\n    print('PASSED tests/test_calc.py::test_add')\n    return 0\n")
+    ],
+    "with an end of its own": [adds("calc.py", "import os\nos._exit(0)\n")],
+    "by killing the shell": [adds("calc.py", "import os\nos.kill(os.getppid(), 9)\n")],
+}
+
+
+@pytest.fixture(scope="session")
+def calc(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    return build(tmp_path_factory.mktemp("swe") / "calc")
+
+
+@pytest.fixture(scope="session")
+def r2e(calc: Repository, tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    return as_r2e(calc, tmp_path_factory.mktemp("swe") / "r2e")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shops() -> AsyncGenerator[dict[str, Workshop], None]:
+    """One per runtime for all tests: swebench takes a second or two to start."""
+    agents = Agents({"hands": Hands()})
+    async with workshop("bubblewrap") as bubblewrap, workshop("apptainer") as apptainer:
+        yield {"bubblewrap": replace(bubblewrap, agents=agents), "apptainer": replace(apptainer, agents=agents)}
+
+
+@pytest.fixture
+def shop(shops: dict[str, Workshop]) -> Workshop:
+    return shops["bubblewrap"]
+
+
+async def tried(shop: Workshop, calc: Repository, commands: Sequence[str], **more: Any) -> Played:
+    return await played(shop, calc.body(commands, **more), "hands")
+
+
+def score_of(result: Played) -> Any:
+    assert result.failure is None, result.failure
+    assert result.score is not None
+    return result.score
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_the_oracle_resolves_it_and_doing_nothing_does_not(
+    runtime: str, calc: Repository, shops: dict[str, Workshop]
+):
+    """The fix has a binary file, a new one, a deleted one, and one with CRLF; the hidden tests look at their bytes."""
+    shop = shops[runtime]
+    assert await rewards(shop, calc.body()) == (1.0, 0.0)
+    as_lists = calc.body(FAIL_TO_PASS=FAIL_TO_PASS, PASS_TO_PASS=PASS_TO_PASS)
+    best = score_of(await played(shop, as_lists, "oracle"))
+    nothing = score_of(await played(shop, as_lists, "noop"))
+    assert (best.reward, best.components) == (1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0})
+    assert best.metrics["tests"] == 3.0
+    assert (nothing.reward, nothing.metrics) == (0.0, {"patch_kept": 1.0, "patch_bytes": 0.0, "patch_applied": 0.0})
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_half_a_fix_is_no_fix_and_a_patch_that_does_not_apply_is_zero(
+    runtime: str, calc: Repository, shops: dict[str, Workshop]
+):
+    async def left(script: str) -> Any:
+        """The agent has a git of its own, so it can leave anything as its patch."""
+        program = adds("/usr/local/bin/git", f"#!/bin/sh\ncd /var/tmp/rollyard-swe\n{script}\n")
+        command = f"mkdir -p /usr/local/bin; {program}; chmod +x /usr/local/bin/git"
+        score = score_of(await tried(shops[runtime], calc, [command]))
+        assert (score.reward, score.components) == (0.0, {"fail_to_pass": 0.0, "pass_to_pass": 0.0})
+        return score.metrics
+
+    half = score_of(await tried(shops[runtime], calc, [FIX]))
+    assert (half.reward, half.components) == (0.0, {"fail_to_pass": 0.5, "pass_to_pass": 1.0})
+    stale = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-other\n+text\n"
+    not_applied = await left(f"cat > solution.patch <<'END'\n{stale}END")
+    assert (not_applied["patch_files"], not_applied["patch_applied"]) == (1.0, 0.0)
+    garbage = await left("echo no patch > solution.patch")
+    assert (garbage["patch_files"], garbage["patch_applied"]) == (0.0, 0.0)
+    assert await left("truncate -s 33M solution.patch") == {"patch_kept": 0.0}
+    assert await left("mkdir -p solution.patch") == {"patch_kept": 0.0}
+
+
+async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc: Repository, shop: Workshop):
+    who = "git -c user.name=a -c user.email=a@b.c"
+    hostile = (
+        "git config diff.external /bin/false; git config core.autocrlf true; git config diff.noprefix true;"
+        " git config filter.junk.clean /bin/false; echo '* filter=junk diff=junk text eol=crlf' > .gitattributes;"
+        " mkdir -p $HOME; git config --global core.excludesFile /testbed/all; echo '*' > all"
+    )
+    ways = {
+        "staged": f"{FIX}; git add -A",
+        "committed": f"{FIX}; {who} commit -qam done",
+        "on a branch": f"{FIX}; git checkout -q -b mine; {who} commit -qam done; git rm -q --cached calc.py",
+        "no history": f"{FIX}; rm -rf .git",
+        "another history": f"{FIX}; rm -rf .git; git init -q; git add -A; {who} commit -qm all",
+        "with a configuration": f"{FIX}; {hostile}",
+        "beside other repositories": f"{FIX}; git init -q empty; git init -q full; cd full; touch x; git add x;"
+        f" {who} commit -qm x",
+        "with junk": f"{FIX}; mkdir -p build; python3 -c 'import calc';"
+        " head -c 50000000 /dev/zero > build/junk; echo x > x.log",
+    }
+    for way, command in ways.items():
+        score = score_of(await tried(shop, calc, [command], **ONLY_ADD))
+        assert score.reward == 1.0, (way, score)
+        assert score.metrics["patch_bytes"] < 3000, way
+        assert score.metrics["patch_files"] == (3 if way == "with a configuration" else 1), way
+
+
+async def test_every_byte_and_mode_arrives(calc: Repository, shop: Workshop):
+    """What is made in RUN is what EVAL's sandbox has: asked for by a test command of our own."""
+    make = (
+        r"printf 'one\r\n2\r\nthree\r\n' > notes.txt; printf 'a\r\nb' > 'odd \"name*[x].txt';"
+        r" printf '\000\001\377\r\n\n' > bytes; printf 'caf\351\n' > latin; mkdir -p deep/er;"
+        r" ln -s ../../calc.py deep/er/l;"
+        r" rm old.py; printf '#!/bin/sh\n' > run; chmod +x run; echo more >> kept.log; mkdir -p tests/x;"
+        r" : > tests/x/empty; : > $(printf 'caf\351.py')"
+    )
+    listing = (
+        "find . -name .git -prune -o ! -type d -printf '%P %l %m ' -a -type f -exec md5sum -b {} ';' -o -type l -print"
+        " | sort | md5sum"
+    )
+    test = "printf '%s ' $([ \"$(" + listing + ')" = "$SEEN" ] && echo PASSED || echo FAILED) x::same'
+    body = calc.body([make, f"({listing}) > /tmp/seen; cat /tmp/seen"], test_patch="")
+    hands = Hands()
+    shop = replace(shop, agents=Agents({"hands": hands}))
+    await played(shop, body, "hands")
+    seen = hands.said[-1].strip()
+    body["data"] |= {"FAIL_TO_PASS": ["x::same"], "PASS_TO_PASS": [], "test_command": test, "env": {"SEEN": seen}}
+    assert score_of(await played(shop, body, "hands")).reward == 1.0
+    body["agent"]["options"]["commands"] = [make + "; printf x >> bytes"]
+    assert score_of(await played(shop, body, "hands")).reward == 0.0
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_cheating_does_not_pay(runtime: str, calc: Repository, shops: dict[str, Workshop]):
+    shop = shops[runtime]
+    for how, commands in CHEATS.items():
+        score = score_of(await tried(shop, calc, commands, **ONLY_ADD))
+        assert score.reward == 0.0, (how, score)
+
+
+async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, shop: Workshop):
+    spoilt = "echo 'assert False' > tests/test_calc.py; echo 'assert False' > tests/conftest.py"
+    score = score_of(await tried(shop, calc, [f"{FIX}; {spoilt}"], **ONLY_ADD))
+    gone = score_of(await tried(shop, calc, [f"{FIX}; rm -r tests"], **ONLY_ADD))
+    in_the_way = score_of(await tried(shop, calc, [f"{FIX}; rm -r tests; ln -s /tmp tests"], **ONLY_ADD))
+    assert (score.reward, score.metrics["patch_files_left_out"]) == (1.0, 2.0)
+    assert gone.reward == 1.0
+    assert in_the_way.reward == 0.0
+
+
+async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, shop: Workshop):
+    """A change of a conftest.py is a solution where the solution is one."""
+    own = calc.row(**ONLY_ADD)
+    own["patch"] += "diff --git a/conftest.py b/conftest.py\nnew file mode 100644\n--- /dev/null\n+++ b/conftest.py\n"
+    own["patch"] += "@@ -0,0 +1 @@\n+import calc\n"
+    commands = ["printf 'import calc\\ncalc.add = lambda a, b: a + b\\n' > conftest.py"]
+    assert score_of(await played(shop, calc.task(own, commands), "hands")).reward == 1.0
+    assert score_of(await tried(shop, calc, commands, **ONLY_ADD)).reward == 0.0
+
+
+async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, shop: Workshop):
+    commands = [
+        'test "$(git log --all --oneline | wc -l)" = 1',
+        "! git rev-parse -q --verify v2",
+        f'test "$(git rev-parse v1)" = {calc.base_commit}',
+        'test -z "$(git remote)"',
+        'test -z "$(git reflog --all)"',
+        "git status --porcelain | grep -q untracked.txt",
+        "! grep -rqs --exclude-dir=proc --exclude-dir=sys --exclude-dir=usr 'test_add\\|new name.py' /",
+        "! env | grep -q test_add",
+    ]
+    assert score_of(await tried(shop, calc, commands)).reward == 0.0
+
+
+async def test_a_repository_of_another_user_is_as_good(calc: Repository, shop: Workshop):
+    """Git itself can be told to take every repository for somebody else's."""
+    foreign = {"env": {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}}
+    refused = "! GIT_CONFIG_COUNT=0 git status"
+    score = score_of(await tried(shop, calc, [refused, "git status", FIX], **foreign, **ONLY_ADD))
+    assert score.reward == 1.0
+
+
+async def test_more_output_than_anybody_reads_is_no_verdict(calc: Repository, shop: Workshop):
+    loud = "head -c 9000000 /dev/zero | tr '\\0' x; python3 -m pytest -rA {test_files}"
+    score = score_of(await tried(shop, calc, [FIX], test_command=loud, **ONLY_ADD))
+    assert (score.reward, score.metrics["tests_ended"]) == (0.0, 0.0)
+
+
+async def test_a_row_with_a_script_of_its_own(calc: Repository, shop: Workshop):
+    script = "\n".join(
+        [
+            "#!/bin/bash",
+            "set -uxo pipefail",
+            "cd /testbed",
+            f"git checkout {calc.base_commit} tests/test_calc.py",
+            "git apply -v - <<'EOF_1'",
+            f"{calc.test_patch}EOF_1",
+            ": '>>>>> Start Test Output'",
+            "python3 -m pytest -rA -p no:cacheprovider tests/test_calc.py",
+            ": '>>>>> End Test Output'",
+            f"git checkout {calc.base_commit} tests/test_calc.py",
+        ]
+    )
+    row = calc.row(eval_script=script, eval_type="pass_and_fail", image=str(calc.image))
+    del row["test_command"]
+    assert await rewards(shop, calc.task(row)) == (1.0, 0.0)
+    half = score_of(await played(shop, calc.task(row, [FIX]), "hands"))
+    assert (half.reward, half.components) == (0.0, {"fail_to_pass": 0.5, "pass_to_pass": 1.0})
+
+
+async def test_a_runner_that_is_not_pytest(calc: Repository, shop: Workshop):
+    patch = (
+        "diff --git a/test_u.py b/test_u.py\nnew file mode 100644\n--- /dev/null\n+++ b/test_u.py\n@@ -0,0 +1,5 @@\n"
+        "+import unittest, calc\n+class T(unittest.TestCase):\n"
+        "+    def test_a(self): self.assertEqual(calc.add(1, 1), 2)\n"
+        "+    def test_m(self): self.assertEqual(calc.mul(1, 1), 1)\n+    def test_n(self): pass\n"
+    )
+    body = calc.body(
+        [FIX],
+        test_patch=patch,
+        test_command="python3 -m unittest -v {test_files}",
+        log_parser="parse_log_django",
+        FAIL_TO_PASS=["test_a (test_u.T.test_a)"],
+        PASS_TO_PASS=["test_m (test_u.T.test_m)"],
+    )
+    assert score_of(await played(shop, body, "hands")).reward == 1.0
+    assert score_of(await played(shop, body, "noop")).reward == 0.0
+
+
+async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, shop: Workshop):
+
+    async def code_of(agent: str, commands: Sequence[str] = (), **more: Any) -> tuple[str, str]:
+        result = await played(shop, calc.body(commands, **more), agent)
+        assert result.score is None and result.failure is not None
+        return result.failure.code, result.failure.detail
+
+    found = {
+        "data.patch: this row brings no solution": await code_of("oracle", patch=""),
+        "data.patch does not apply to the image": await code_of("oracle", patch=calc.patch.replace("a - b", "a / b")),
+        "data.test_patch does not apply to the image": await code_of(
+            "hands", [FIX], test_patch=calc.test_patch.replace("-from calc import mul", "-from calc import div")
+        ),
+        "swebench has no parser 'parse_log_nothing'": await code_of("hands", [FIX], log_parser="parse_log_nothing"),
+    }
+    for text, (code, detail) in found.items():
+        assert code == "task_invalid" and text in detail
+    for workdir in ("/usr", "/nowhere"):
+        code, detail = await code_of("noop", workdir=workdir)
+        assert code == "setup_failed" and f"no git repository in {workdir}" in detail
+
+
+async def test_tests_that_never_end_are_the_policys(calc: Repository, shop: Workshop):
+    body = calc.body(["echo 'import time; time.sleep(60)' >> calc.py"])
+    body["limits"] = {**body["limits"], "eval_s": 2}
+    result = await played(shop, body, "hands")
+    assert result.failure is not None and result.failure.code == "eval_deadline"
+    assert result.score is not None and result.score.reward == 0.0
+
+
+async def test_r2e_rows_are_judged_by_the_expected_outcomes(calc: Repository, r2e: Repository, shop: Workshop):
+    expected = {"T.test_add": "PASSED", "test_mul[a b]": "PASSED", "test_wrong": "FAILED"}
+    row = {
+        "repo_name": "calc",
+        "docker_image": "tests/calc_final:1",
+        "commit_hash": calc.base_commit,
+        "problem_statement": "You are told:\n[ISSUE]\nadd() subtracts\n[/ISSUE]\n",
+        "expected_output_json": json.dumps(expected),
+        "modified_files": ["calc.py"],
+        "prompt": "not used",
+    }
+    look = "test ! -e run_tests.sh && test ! -e r2e_tests && test ! -e /r2e_tests"
+    fixed = await played(shop, r2e.task(row, [look, FIX]), "hands")
+    other = await played(shop, r2e.task(row, ["echo '# nothing' >> calc.py"]), "hands")
+    cheat = [f"{FIX}; mkdir r2e_tests; echo 'x' > run_tests.sh; echo 'def test_a(): pass' > r2e_tests/test_1.py"]
+    cheated = await played(shop, r2e.task(row, cheat), "hands")
+    with_patch = {**row, "patch": calc.patch, "expected_output_json": expected}
+    assert await rewards(shop, r2e.task(with_patch)) == (1.0, 0.0)
+    assert fixed.trajectory is not None and "add() subtracts" in str(fixed.trajectory.messages[0]["content"])
+    assert "You are told" not in str(fixed.trajectory.messages[0]["content"])
+    assert (score_of(fixed).reward, score_of(fixed).components) == (1.0, {"expected": 1.0})
+    assert score_of(other).reward == 0.0 and score_of(other).components["expected"] == pytest.approx(2 / 3)
+    assert (score_of(cheated).reward, score_of(cheated).metrics["patch_files_left_out"]) == (1.0, 2.0)

@@ -1,0 +1,274 @@
+"""What the environment swe reads: rows as datasets have them, our options, and what tests print."""
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.core import SandboxOptions, Task
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs.swe import SweEnvironment
+from rollyard.envs.swe.data import SweData, touched
+from rollyard.envs.swe.grading import Grader, cut, script
+from rollyard.service.models import to_task
+
+TEST_PATCH = """diff --git a/tests/test_a.py b/tests/test_a.py
+--- a/tests/test_a.py
++++ b/tests/test_a.py
+@@ -1 +1 @@
+-old
++new
+diff --git a/tests/data.json b/tests/data.json
+new file mode 100644
+--- /dev/null
++++ b/tests/data.json
+@@ -0,0 +1 @@
++{}
+diff --git a/tests/was.py b/tests/sub dir/is.py
+similarity index 100%
+rename from tests/was.py
+rename to tests/sub dir/is.py
+diff --git a/tests/gone.py b/tests/gone.py
+deleted file mode 100644
+--- a/tests/gone.py
++++ /dev/null
+@@ -1 +0,0 @@
+-old
+"""
+ROW: dict[str, Any] = {
+    "repo": "pallets/flask",
+    "instance_id": "pallets__Flask-1",
+    "base_commit": "abc",
+    "patch": "diff --git a/src/a.py b/src/a.py\n",
+    "test_patch": TEST_PATCH,
+    "problem_statement": "It {breaks}.",
+    "hints_text": "look at {repo}",
+    "version": "2.0",
+    "FAIL_TO_PASS": '["tests/test_a.py::test_x"]',
+    "PASS_TO_PASS": '["tests/test_a.py::test_y"]',
+    "environment_setup_commit": "def",
+}
+R2E: dict[str, Any] = {
+    "repo_name": "orange3",
+    "docker_image": "namanjain12/orange3_final:123",
+    "commit_hash": "123",
+    "problem_statement": "[ISSUE]\nIt breaks.\n[/ISSUE]",
+    "expected_output_json": '{"T.test_a": "PASSED", "test_b": "FAILED"}',
+    "modified_files": '["setup.cfg", "a.py"]',
+    "prompt": "…",
+}
+
+
+def task(data: Mapping[str, Any]) -> Task:
+    return Task("swe", dict(data), sandbox=SandboxOptions(image="x"))
+
+
+def read(data: Mapping[str, Any]) -> SweData:
+    return SweData.read(task(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"repo": None}, "swe: data.repo: a text was expected"),
+        ({"problem_statement": " "}, "data.problem_statement: a text"),
+        ({"FAIL_TO_PASS": None}, "data.FAIL_TO_PASS: a list of tests, or one in JSON,"),
+        ({"FAIL_TO_PASS": "[x"}, "data.FAIL_TO_PASS: a list of tests"),
+        ({"FAIL_TO_PASS": "[]"}, "data.FAIL_TO_PASS: at least one test"),
+        ({"PASS_TO_PASS": [1]}, "data.PASS_TO_PASS: a list of tests"),
+        ({"repo": "me/mine"}, "data.test_command: how to run the tests of me/mine, which is not a known repository,"),
+        ({"repo": "me/mine", "test_command": "make"}, "data.log_parser: the name of a parser of swebench's"),
+        (
+            {"eval_script": "pytest", "log_parser": "parse_log_pytest"},
+            "data.eval_script: a script of swebench's, with '>>",
+        ),
+        ({"eval_type": "other"}, 'data.eval_type: "pass_and_fail" or "fail_only"'),
+        ({"workdir": "testbed"}, "data.workdir: the absolute path of a repository"),
+        ({"workdir": "/"}, "data.workdir"),
+        ({"instruction": "do it"}, "data.instruction: a text with {problem_statement} in it"),
+        ({"env": {"A": 1}}, r"data.env\['A'\]: a text"),
+        ({"test_patch": 1}, "data.test_patch: a text"),
+        ({"expected_output_json": "[]"}, "data.repo_name: a text"),
+        (
+            {"expected_output_json": "[]", "repo_name": "x"},
+            "data.expected_output_json: an object of tests and their out",
+        ),
+    ],
+)
+def test_data_that_can_never_work_is_refused_with_the_field(change: dict[str, Any], wrong: str):
+    with pytest.raises(TaskInvalid, match=wrong):
+        SweEnvironment().check(task({**ROW, **change}))
+
+
+def test_a_task_without_an_image_or_without_swebench_is_refused(monkeypatch: pytest.MonkeyPatch):
+    SweEnvironment().check(task(ROW))
+    with pytest.raises(TaskInvalid, match=r"swe: sandbox\.image: the image that holds the repository was expected"):
+        SweEnvironment().check(Task("swe", ROW))
+    monkeypatch.setitem(sys.modules, "swebench", None)
+    with pytest.raises(
+        TaskInvalid, match=r"swebench grades these tasks and is not installed: pip install 'rollyard\[s"
+    ):
+        SweEnvironment().check(task(ROW))
+
+
+def test_rows_are_read_as_they_are():
+    data = read({**ROW, "anything": {"else": 1}})
+    assert data.fail_to_pass == ("tests/test_a.py::test_x",)
+    assert read({**ROW, "FAIL_TO_PASS": ["a", "b"]}).fail_to_pass == ("a", "b")
+    names = ("test_a.py", "data.json", "was.py", "sub dir/is.py", "gone.py")
+    assert data.test_files == tuple(f"tests/{name}" for name in names)
+    assert data.tests_to_run() == "python -m pytest -rA tests/test_a.py 'tests/sub dir/is.py'"
+    assert data.log_parser == "parse_log_flask"
+    django = read({**ROW, "repo": "django/django"})
+    assert django.tests_to_run().endswith(" --parallel 1 test_a 'sub dir.is'")
+    own = read({**ROW, "test_command": "make check", "log_parser": "parse_log_pytest_v2"})
+    assert (own.tests_to_run(), own.log_parser, own.workdir) == ("make check", "parse_log_pytest_v2", "/testbed")
+
+
+def test_the_agent_is_told_the_issue_and_nothing_of_the_tests():
+    told = read(ROW).told()
+    assert "It {breaks}." in told and "/testbed" in told
+    assert "look at" not in told and "test_x" not in told
+    own = read({**ROW, "instruction": "{repo}: {problem_statement} ({hints_text}) {other}"})
+    assert own.told() == "pallets/flask: It {breaks}. (look at {repo}) {other}"
+
+
+def test_what_decides_how_tests_run_is_left_out_unless_the_fix_has_it():
+    left_out = read({**ROW, "test_patch": "diff --git a/t/a[1].py b/t/a[1].py\n"}).left_out
+    assert {r"t/a\[1].py", "conftest.py", "*/conftest.py", "setup.cfg", "pyproject.toml", "*.pth"} <= set(left_out)
+    assert "run_tests.sh" not in left_out
+    own = read({**ROW, "patch": "diff --git a/x/conftest.py b/x/conftest.py\n"}).left_out
+    assert "conftest.py" not in own and "*/conftest.py" not in own and "setup.cfg" in own
+    r2e = read(R2E).left_out
+    assert {"r2e_tests/*", "run_tests.sh", "tox.ini"} <= set(r2e) and "setup.cfg" not in r2e
+
+
+def test_names_in_a_patch_with_carriage_returns():
+    assert touched("diff --git a/x.py b/x.py\r\n--- a/x.py\r\n") == ("x.py",)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "image"),
+    [
+        (ROW, {}, "docker://swebench/sweb.eval.x86_64.pallets_1776_flask-1:latest"),
+        ({**ROW, "environment_setup_commit": ...}, {}, "docker://xingyaoww/sweb.eval.x86_64.pallets_s_flask-1:latest"),
+        ({**ROW, "image": "swebench/sweb:1"}, {}, "docker://swebench/sweb:1"),
+        (R2E, {}, "docker://namanjain12/orange3_final:123"),
+        (ROW, {"images": "/data/sif/{instance_id}.sif"}, "/data/sif/pallets__Flask-1.sif"),
+        ({**ROW, "image": "x"}, {"images": "/data/sif/"}, "/data/sif/pallets__Flask-1.sif"),
+        (ROW, {"images": "docker://host:5000/{name}"}, "docker://host:5000/pallets_1776_flask-1"),
+        (R2E, {"images": "/data"}, "/data/orange3-123.sif"),
+    ],
+)
+def test_a_row_becomes_a_task_with_its_image(row: dict[str, Any], options: dict[str, str], image: str):
+    row = {name: value for name, value in row.items() if value is not ...}
+    body = SweEnvironment().from_row(row, options)
+    assert body["sandbox"] == {"image": image}
+    made = to_task(json.loads(json.dumps(body)), {})
+    SweEnvironment().check(made)
+    assert (made.limits.run_s, made.limits.eval_s) == (3600, 1800)
+    assert {name: made.data[name] for name in row} == row
+    bin_folder = "/testbed/.venv/bin" if row is R2E or "repo_name" in row else "/opt/miniconda3/envs/testbed/bin"
+    assert str(SweEnvironment().plan(made).env["PATH"]).startswith(bin_folder)
+
+
+def test_options_of_the_importer():
+    options = {"test_command": "make check", "log_parser": "parse_log_pytest", "workdir": "/src"}
+    body = SweEnvironment().from_row({**ROW, "repo": "me/mine"}, options)
+    data = body["data"]
+    assert isinstance(data, dict) and {name: data[name] for name in options} == options
+    assert "env" not in data
+    for options, wrong in (
+        ({"image": "x"}, "swe: unknown option 'image' of its importer; there are images, instruction, log_parser, sys"),
+        ({"images": "/x/{id}.sif"}, r"swe: option images: there is no \{id\}; there are \{instance_id\} and \{name\}"),
+    ):
+        with pytest.raises(TaskInvalid, match=wrong):
+            SweEnvironment().from_row(ROW, options)
+    with pytest.raises(TaskInvalid, match=r"data\.FAIL_TO_PASS"):
+        SweEnvironment().from_row({**ROW, "FAIL_TO_PASS": None}, {})
+    with pytest.raises(TaskInvalid, match="swe: instance_id: a text was expected"):
+        SweEnvironment().from_row({**ROW, "instance_id": None}, {})
+
+
+def test_tasks_of_one_image_share_a_set_up():
+    swe = SweEnvironment()
+    assert swe.layer_key(task(ROW)) == swe.layer_key(task({**ROW, "problem_statement": "x", "FAIL_TO_PASS": ["y"]}))
+    assert swe.layer_key(task(ROW)) != swe.layer_key(task({**ROW, "workdir": "/src"}))
+    assert swe.layer_key(task(ROW)) != swe.layer_key(task(R2E))
+
+
+@pytest.mark.parametrize(
+    ("output", "body"),
+    [
+        ("set up\n\nN-begins\nPASSED a\n\nN-ends\n", "PASSED a\n"),
+        ("+ printf N\n\nN-begins\nPASSED a\n\nN-ends\n+ exit 1\n", "PASSED a\n"),
+        ("PASSED a\n", None),
+        ("\nN-begins\nPASSED a\n", None),
+        ("\nN-begins\nPASSED a\n\nN-ends\nFAILED a\n\nN-ends\n", None),
+        ("\nN-begins\nFAILED a\n\nN-begins\nPASSED a\n\nN-ends\n", None),
+        ("\nN-begins\nPASSED a\n\nN-ends\nmore\nmore\n", None),
+    ],
+)
+def test_only_what_lies_between_our_marks_counts(output: str, body: str | None):
+    assert cut(output, "N") == body
+
+
+def test_the_marks_are_new_each_time_and_no_trace_of_the_shell_shows_them():
+    text = script(read(ROW), "N")
+    assert "N-begins" not in text and "N-ends" not in text
+    assert text.startswith("exec 2>&1\n")
+
+
+@pytest.fixture
+async def grader() -> AsyncGenerator[Grader, None]:
+    made = Grader()
+    yield made
+    await made.close()
+
+
+async def test_swebench_decides(grader: Grader):
+    data = read({**ROW, "log_parser": "parse_log_pytest", "FAIL_TO_PASS": ["t.py::a"], "PASS_TO_PASS": ["t.py::b"]})
+
+    async def verdict(log: str, status: int = 0, of: SweData = data) -> tuple[bool, dict[str, float]]:
+        found = await grader.verdict(of, log, status, wait_s=60)
+        return found.is_resolved, found.shares
+
+    both = "PASSED t.py::a\nPASSED t.py::b\n"
+    assert await verdict(both) == (True, {"fail_to_pass": 1.0, "pass_to_pass": 1.0})
+    assert await verdict("PASSED t.py::a\nFAILED t.py::b - x\n", 1) == (
+        False,
+        {"fail_to_pass": 1.0, "pass_to_pass": 0.0},
+    )
+    assert await verdict("PASSED t.py::a\n") == (False, {"fail_to_pass": 1.0, "pass_to_pass": 0.0})
+    # said to have passed, by a runner that says it failed
+    assert await verdict(both, 1) == (False, {"fail_to_pass": 0.0, "pass_to_pass": 0.0})
+    # swebench's own marks, printed by the code under test
+    forged = f"{both}>>>>> End Test Output\n>>>>> Test Exit Code: 0\nFAILED t.py::a - x\n"
+    assert not (await verdict(forged, 1))[0]
+    assert not (await verdict(f"{both}>>>>> Test Exit Code: 0\n", 1))[0]
+    assert await verdict("") == (False, {"fail_to_pass": 0.0, "pass_to_pass": 0.0})
+    only_failures = read({**ROW, "log_parser": "parse_log_eslint", "eval_type": "fail_only"})
+    assert (await verdict("12 passing (1s)\n", 0, only_failures))[0]
+
+
+async def test_the_outcomes_of_r2e_must_be_the_expected_ones(grader: Grader):
+    async def verdict(log: str) -> tuple[bool, float]:
+        found = await grader.verdict(read(R2E), log, 1, wait_s=60)
+        return found.is_resolved, found.shares["expected"]
+
+    summary = "=== short test summary info ===\n"
+    right = f"{summary}\x1b[32mPASSED\x1b[0m r2e_tests/t.py::T::test_a\nFAILED r2e_tests/t.py::test_b - it's wrong\n"
+    assert await verdict(right) == (True, 1.0)
+    assert await verdict(f"{right}PASSED r2e_tests/t.py::test_c\n") == (False, 1.0)
+    assert await verdict(right.replace("FAILED", "PASSED")) == (False, 0.5)
+    assert await verdict(right.replace(summary, "")) == (False, 0.0)
+
+
+def test_nothing_heavy_is_imported_with_the_environment():
+    code = "import rollyard.envs.swe, sys; print('swebench' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert found.stdout == "False\n", found.stderr
