@@ -1,0 +1,193 @@
+"""What a task of the `code` environment holds, read and checked.
+
+{"question": "…", "tests": [{"input": "1 2\\n", "output": "3\\n"}]}                       a program
+{"question": "…", "entry_point": "add", "tests": [{"input": [1, 2], "output": 3}]}        a function, by its results
+{"question": "…", "asserts": ["assert add(1, 2) == 3"]}                                   a function, by asserts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rollyard.core import Json, Task
+from rollyard.envs.code.compare import TOLERANCE
+from rollyard.envs.fields import Fields
+from rollyard.sandbox.base import WORKDIR
+
+TIME_S = 10.0
+
+GIB = 1 << 30
+LEAST_MEMORY_BYTES = 32 << 20
+"""Below it Python itself does not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """How a program is named, made and run. `memory_bytes` bounds its address space where a task does not say."""
+
+    file: str
+    command: str
+    compile: str | None = None
+    tags: tuple[str, ...] = ()  # of code blocks
+    needs: tuple[str, ...] = ()  # programs of the image
+    memory_bytes: int | None = 4 * GIB
+
+
+LANGUAGES = {
+    "python": Language("solution.py", "python3 solution.py", None, ("python", "python3", "py"), ("python3",)),
+    "bash": Language("solution.sh", "bash solution.sh", None, ("bash", "sh", "shell"), ("bash",)),
+    "c": Language("solution.c", "./solution", "gcc -O2 -std=c17 -o solution solution.c -lm", ("c",), ("gcc",)),
+    "cpp": Language(
+        "solution.cpp", "./solution", "g++ -O2 -std=c++17 -o solution solution.cpp", ("cpp", "c++", "cc"), ("g++",)
+    ),
+    # V8 reserves far more addresses than it uses: only the sandbox's own limit bounds it.
+    "javascript": Language(
+        "solution.js", "node solution.js", None, ("javascript", "js", "node"), ("node",), memory_bytes=None
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An input (a text for standard input, or a call's arguments), and what is accepted for it."""
+
+    input: Json
+    accepted: tuple[Json, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeData:
+    """A task's data, read."""
+
+    question: str
+    language_name: str
+    language: Language
+    tests: tuple[Case, ...]
+    asserts: tuple[str, ...]
+    public_tests: tuple[Case | str, ...]
+    entry_point: str | None
+    prelude: str
+    starter_code: str | None
+    solution: str | None
+    system_prompt: str | None
+    time_s: float
+    memory_bytes: int | None
+    reward: Literal["all", "share"]
+    tolerance: float
+
+    @property
+    def path(self) -> str:
+        return f"{WORKDIR}/{self.language.file}"
+
+    @property
+    def is_called(self) -> bool:
+        """Its functions are called; else it is a program that reads and writes."""
+        return bool(self.asserts) or self.entry_point is not None
+
+    @property
+    def wall_s(self) -> float:
+        """Of one test. What is limited is CPU time, which other rollouts on the machine do not change; this is for who
+        waits for ever."""
+        return 2 * self.time_s + 2
+
+    @classmethod
+    def read(cls, task: Task) -> CodeData:
+        """The data, or TaskInvalid with the field that is wrong."""
+        fields = Fields(task)
+        entry_point = fields.optional_text("entry_point")
+        if entry_point is not None and not entry_point.isidentifier():
+            raise fields.wrong("entry_point", "the name of a function")
+        name, language = _language(fields)
+        data = cls(
+            question=fields.text("question"),
+            language_name=name,
+            language=language,
+            tests=tuple(_tests(task, fields, "tests", entry_point)),
+            asserts=fields.texts("asserts"),
+            public_tests=_public_tests(task, fields, entry_point),
+            entry_point=entry_point,
+            prelude=fields.optional_text("prelude") or "",
+            starter_code=fields.optional_text("starter_code"),
+            solution=fields.optional_text("solution"),
+            system_prompt=fields.optional_text("system_prompt"),
+            time_s=fields.positive("time_s", TIME_S),
+            memory_bytes=_memory_bytes(fields, language),
+            reward=_reward(fields),
+            tolerance=fields.positive("tolerance", TOLERANCE),
+        )
+        fields.done()
+        if bool(data.tests) == bool(data.asserts):
+            raise fields.wrong("tests", "either at least one test here, or at least one of data.asserts,")
+        if data.is_called and (name != "python" or language != LANGUAGES["python"]):
+            raise fields.wrong("language", "python, whose functions alone can be called by tests or asserts,")
+        return data
+
+
+def _language(fields: Fields) -> tuple[str, Language]:
+    name = fields.optional_text("language") or "python"
+    file, command, made_by = (fields.optional_text(field) for field in ("file", "command", "compile"))
+    if file is not None and (not file.strip() or "/" in file or file in (".", "..") or "\0" in file):
+        raise fields.wrong("file", f"the name of a file in {WORKDIR}")
+    known = LANGUAGES.get(name)
+    if known is None and not (file and command):
+        names = ", ".join(sorted(LANGUAGES))
+        raise fields.wrong("language", f"one of {names}, or another with data.file and data.command,")
+    if known is None or command:
+        if not (file and command):
+            raise fields.wrong("file", "the name of the file that data.command runs")
+        return name, Language(file, command, made_by, (known or Language("", "", tags=(name,))).tags, memory_bytes=None)
+    if made_by is not None or file is not None:
+        raise fields.wrong("command", "what runs the solution, beside data.file and data.compile,")
+    return name, known
+
+
+def _memory_bytes(fields: Fields, language: Language) -> int | None:
+    if fields.get("memory_bytes") is None:
+        return language.memory_bytes
+    found = int(fields.positive("memory_bytes", 0))
+    if found < LEAST_MEMORY_BYTES:
+        raise fields.wrong("memory_bytes", f"at least {LEAST_MEMORY_BYTES} (bytes)")
+    return found
+
+
+def _tests(task: Task, fields: Fields, name: str, entry_point: str | None) -> list[Case]:
+    return [_test(task, fields, item, f"{name}[{index}]", entry_point) for index, item in enumerate(fields.items(name))]
+
+
+def _test(task: Task, fields: Fields, item: Json, where: str, entry_point: str | None) -> Case:
+    if not isinstance(item, Mapping):
+        raise fields.wrong(where, "an object with input and output")
+    own = Fields(task, item, f"data.{where}")
+    given = own.get("input")
+    if "outputs" in item:
+        accepted = tuple(own.items("outputs"))
+    else:
+        accepted = (own.get("output"),) if "output" in item else ()
+    if not accepted:
+        raise own.wrong("output", "what is right, or in `outputs` a list of what is,")
+    if entry_point is None:
+        if not isinstance(given, str):
+            raise own.wrong("input", "a text for standard input (arguments of a call need data.entry_point)")
+        if not all(isinstance(output, str) for output in accepted):
+            raise own.wrong("output", "a text")
+    else:
+        given = own.items("input")
+    own.done()
+    return Case(given, accepted)
+
+
+def _public_tests(task: Task, fields: Fields, entry_point: str | None) -> tuple[Case | str, ...]:
+    found: list[Case | str] = []
+    for index, item in enumerate(fields.items("public_tests")):
+        is_text = isinstance(item, str)
+        found.append(item if is_text else _test(task, fields, item, f"public_tests[{index}]", entry_point))
+    return tuple(found)
+
+
+def _reward(fields: Fields) -> Literal["all", "share"]:
+    found = fields.optional_text("reward") or "all"
+    if found == "all" or found == "share":
+        return found
+    raise fields.wrong("reward", '"all" or "share"')

@@ -1,0 +1,99 @@
+"""The `code` environment: a question that is answered with a program, judged by hidden tests.
+
+The solution is the file that the agent leaves (`/workspace/solution.py`), else the last code block of its answer, so
+that a model without tools can do the task as well. It runs in a sandbox that holds nothing else of RUN's; the tests are
+never in RUN's. What a task holds is in `data`, how it is judged in `grading`, from which datasets it comes in `rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rollyard.core import Json, Message, Score, Task
+from rollyard.core.failure import SetupFailed, TaskInvalid
+from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start
+from rollyard.envs.code.answer import last_block
+from rollyard.envs.code.data import CodeData
+from rollyard.envs.code.grading import graded
+from rollyard.envs.code.prompt import prompt
+from rollyard.envs.code.rows import body_of
+from rollyard.sandbox.base import Sandbox
+from rollyard.tools.base import Tool
+
+SOLUTION = "solution"
+"""The one artifact."""
+
+SOLUTION_BYTES = 1 << 20
+PROBE_S = 60.0
+
+_IS_USABLE = "import sys, ctypes, resource, json; sys.exit(sys.version_info < (3, 7))"
+
+
+class CodeEnvironment(Environment):
+    """See the module."""
+
+    name: ClassVar[str] = "code"
+    tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
+
+    def check(self, task: Task) -> None:
+        CodeData.read(task)
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(artifacts=(ArtifactRule(SOLUTION, CodeData.read(task).path, SOLUTION_BYTES),))
+
+    async def init(self, context: EnvContext) -> Start:
+        data = CodeData.read(context.task)
+        await _probe(_sandbox(context), data)
+        user: Message = {"role": "user", "content": prompt(data)}
+        if data.system_prompt is None:
+            return Start((user,))
+        return Start(({"role": "system", "content": data.system_prompt}, user))
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        data = CodeData.read(context.task)
+        if data.solution is None:
+            raise TaskInvalid("code: data.solution: this task holds no solution, so there is no oracle for it")
+        await _sandbox(context).write(data.path, data.solution.encode("utf-8", "surrogateescape"))
+        return Solution()
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        data = CodeData.read(context.task)
+        sandbox = _sandbox(context)
+        total = len(data.tests) + len(data.asserts)
+        artifact = evidence.artifacts.get(SOLUTION)
+        block = last_block(evidence.answer, data.language.tags) if artifact is None else None
+        if block is not None:
+            await sandbox.write(data.path, block.encode("utf-8", "replace"))
+        has_solution = block is not None or (artifact is not None and artifact.kind == "file")
+        found = await graded(sandbox, data) if has_solution else {}
+        counts = {name: float(found.get(name, 0)) for name in ("passed", "failed", "timed_out")}
+        share = counts["passed"] / total
+        reward = share if data.reward == "share" else float(share == 1.0)
+        skipped = total - sum(counts.values())
+        metrics = {"tests": total, **counts, "skipped": skipped, "has_solution": float(has_solution)}
+        return Score(reward, components={"passed": share}, metrics=metrics)
+
+    def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
+        return body_of(row, options)
+
+
+def _sandbox(context: EnvContext) -> Sandbox:
+    if context.sandbox is None:
+        raise RuntimeError("the plan asked for a sandbox")
+    return context.sandbox
+
+
+async def _probe(sandbox: Sandbox, data: CodeData) -> None:
+    """The image must have what runs the solution; else every solution would fail, and look wrong."""
+    for program in data.language.needs:
+        found = await sandbox.exec(f"command -v {program}", timeout_s=PROBE_S)
+        if found.status != 0:
+            raise SetupFailed(
+                f"code: the image has no {program}, which {data.language_name} solutions need: choose another image",
+                program=program,
+            )
+    if data.is_called:
+        found = await sandbox.exec(["python3", "-I", "-c", _IS_USABLE], timeout_s=PROBE_S)
+        if found.status != 0:
+            raise SetupFailed("code: the image's python3 cannot run the tests: it must be 3.7 or newer, with ctypes")

@@ -1,0 +1,198 @@
+"""Runs a solution on a task's tests, in EVAL's sandbox, and says of each how it went.
+
+Programs run once for each test, in a command of their own, and only their input enters the sandbox. So do called
+functions (`_worker`). What they gave is compared here. Asserts hold what is expected, so they are kept apart from the
+solution inside (`_tester`).
+
+A test fails, and nothing worse happens, if the program ends early, ends with a status, floods its output, runs too
+long, takes too much memory, or ends the sandbox. After `MOST_LATE` tests that ran too long the rest are not run: a
+program that never ends would else hold EVAL for as long as there are tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+from typing import Literal, cast
+
+from rollyard.core import Json
+from rollyard.core.failure import EvalDeadline, PolicyFailure, VerifierCrashed
+from rollyard.envs.code import _worker
+from rollyard.envs.code.compare import is_same_output, is_same_result
+from rollyard.envs.code.data import Case, CodeData
+from rollyard.sandbox.base import WORKDIR, ExecResult, Sandbox
+
+Verdict = Literal["passed", "failed", "timed_out", "skipped"]
+
+MOST_LATE = 3
+PROCESSES = 256
+"""At once, of all the tests: the sandbox's own limit is above that, so that there is always room for the next test."""
+OUTPUT_BYTES = 1 << 20
+"""Beyond what is expected: for those who print more. What is longer is wrong, and never held."""
+COMPILE_S = 120.0
+START_S = 30.0
+"""For the tester itself, on a loaded machine."""
+
+ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
+"""A BLAS reserves addresses for each thread, and a test's are limited."""
+
+_HERE = Path(__file__).parent
+_TOO_LONG = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+
+
+async def graded(sandbox: Sandbox, data: CodeData) -> Counter[Verdict]:
+    """How many tests went which way. The solution is in its place."""
+    found: Counter[Verdict] = Counter()
+    try:
+        if data.asserts:
+            await _run_asserts(sandbox, data, found)
+        elif data.language.compile is None or await _is_compiled(sandbox, data.language.compile):
+            await _run_tests(sandbox, data, found)
+    except EvalDeadline:
+        raise
+    except PolicyFailure:  # the solution ended the sandbox: its memory, its disk, all of its processes
+        found["failed"] += 1
+    return found
+
+
+async def _is_compiled(sandbox: Sandbox, command: str) -> bool:
+    result = await sandbox.exec(command, timeout_s=COMPILE_S, cwd=WORKDIR)
+    return result.status == 0 and not result.is_timed_out
+
+
+async def _run_tests(sandbox: Sandbox, data: CodeData, found: Counter[Verdict]) -> None:
+    for test in data.tests:
+        if found["timed_out"] >= MOST_LATE:
+            return
+        found[await (_called if data.is_called else _ran)(sandbox, data, test)] += 1
+
+
+# --- programs -----------------------------------------------------------------------------------------
+
+
+async def _ran(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
+    cpu_s = max(1, -int(-data.time_s // 1))
+    memory = f"ulimit -v {data.memory_bytes >> 10}; " if data.memory_bytes is not None else ""
+    stack = "ulimit -S -s $(ulimit -H -s); "  # as contests have it: a search goes a million calls deep
+    limits = f"exec 2>/dev/null; {stack}ulimit -S -t {cpu_s}; ulimit -H -t {cpu_s + 1}; {memory}"
+    if (most := _processes(sandbox)) is not None:
+        limits += f"ulimit -u {most} || ulimit -p {most}; "  # as bash calls it, and as dash does
+    command = f"{limits}sh -c {quote(data.language.command)}"
+    longest = max(len(str(output).encode()) for output in test.accepted)
+    result = await sandbox.exec(
+        command,
+        timeout_s=data.wall_s,
+        cwd=WORKDIR,
+        env=ENV,
+        stdin=str(test.input).encode("utf-8", "surrogateescape"),
+        output_bytes=longest + OUTPUT_BYTES,
+    )
+    if (missed := _missed(result)) is not None:
+        return missed
+    given = result.stdout.decode("utf-8", "replace")
+    is_same = await asyncio.to_thread(
+        lambda: any(is_same_output(given, str(output), data.tolerance) for output in test.accepted)
+    )
+    return "passed" if is_same else "failed"
+
+
+def _missed(result: ExecResult) -> Verdict | None:
+    if result.is_timed_out or result.status in _TOO_LONG:
+        return "timed_out"
+    return "failed" if result.status != 0 or result.dropped_bytes else None
+
+
+# --- functions ----------------------------------------------------------------------------------------
+
+
+async def _called(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
+    call = {"op": "call", "on": None, "name": data.entry_point, "args": _encoded(test.input), "kwargs": {"dict": []}}
+    result = await sandbox.exec(
+        ["python3", "-c", _source("_worker.py")],
+        timeout_s=data.wall_s,
+        cwd=WORKDIR,
+        env=ENV,
+        stdin=b"".join(json.dumps(line).encode() + b"\n" for line in (_settings(sandbox, data), call)),
+        output_bytes=len(json.dumps(test.accepted)) + OUTPUT_BYTES,
+    )
+    if (missed := _missed(result)) is not None:
+        return missed
+    is_same = await asyncio.to_thread(_is_accepted, result.stdout, test, data.tolerance)
+    return "passed" if is_same else "failed"
+
+
+def _is_accepted(answer: bytes, test: Case, tolerance: float) -> bool:
+    """The solution shares the worker's process, so its answer may be anything at all."""
+    try:
+        told = json.loads(answer)
+        value = _worker.decode(told["value"], lambda _: object())
+        return any(is_same_result(value, output, tolerance) for output in test.accepted)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError):
+        return False
+
+
+def _encoded(value: Json) -> Json:
+    """JSON values as the worker reads them."""
+    return cast("Json", _worker.encode(_plain(value), None))
+
+
+def _plain(value: Json) -> Json:
+    """Task data may hold mappings and sequences that are no dict and no list."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, bool | int | float | str) else [_plain(item) for item in value]
+
+
+# --- asserts ------------------------------------------------------------------------------------------
+
+
+async def _run_asserts(sandbox: Sandbox, data: CodeData, found: Counter[Verdict]) -> None:
+    nonce = secrets.token_hex(16)
+    job = {
+        "nonce": nonce,
+        "worker": _source("_worker.py"),
+        "settings": _settings(sandbox, data),
+        "entry_point": data.entry_point,
+        "asserts": data.asserts,
+        "wall_s": data.wall_s,
+        "most_late": MOST_LATE,
+    }
+    result = await sandbox.exec(
+        ["python3", "-I", "-c", _source("_tester.py")],
+        timeout_s=START_S + len(data.asserts) * data.wall_s,
+        cwd=WORKDIR,
+        env=ENV,
+        stdin=json.dumps(job).encode(),
+    )
+    told = [line.split() for line in result.stdout.decode("utf-8", "replace").splitlines()]
+    verdicts = {words[1]: words[2] for words in told if len(words) == 3 and words[0] == nonce}
+    if "tester" not in verdicts:  # before there was any solution; however it ended later, that was the solution's doing
+        said = result.stderr[-500:].decode("utf-8", "replace").strip()
+        raise VerifierCrashed(f"code: the tester did not start (status {result.status}): {said}")
+    for index in range(len(data.asserts)):
+        found[cast("Verdict", verdicts.get(str(index), "failed"))] += 1
+
+
+def _settings(sandbox: Sandbox, data: CodeData) -> dict[str, Json]:
+    return {
+        "file": data.language.file,
+        "prelude": data.prelude,
+        "time_s": data.time_s,
+        "memory_bytes": data.memory_bytes,
+        "processes": _processes(sandbox),
+    }
+
+
+def _processes(sandbox: Sandbox) -> int | None:
+    """None where a sandbox's processes are not counted apart: the user's own on this machine would count as well."""
+    return PROCESSES if sandbox.limits_in_force.get("processes", "none") != "none" else None
+
+
+def _source(name: str) -> str:
+    return (_HERE / name).read_text()
