@@ -143,7 +143,7 @@ async def site(
             runtimes={kind.name: runtime},
             default_runtime=kind.name,
             router=router,
-            environments=environments or Environments(),
+            environments=environments or await stack.enter_async_context(Environments()),
             agents=agents or Agents(),
             renderers=Renderers(),
             artifacts=ArtifactFolder(folder / "artifacts"),

@@ -21,6 +21,7 @@ from rollyard.core import (
     Score,
     Task,
     Trajectory,
+    new_id,
 )
 from rollyard.core.failure import EvalDeadline
 from rollyard.pipeline import stages
@@ -44,13 +45,13 @@ class Played:
 
 
 async def play(
-    shop: Workshop, task: Task, *, agent: str = "", rollout_id: str = "try", run: Run | None = None
+    shop: Workshop, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None
 ) -> Played:
     """The task by `agent` (else its own). What a service refuses at submit raises here, too; all else is told."""
     if agent:
         task = replace(task, agent=task.agent if agent == task.agent.name else AgentSpec(agent))
     owner = run or Run("try")
-    rollout = Rollout(rollout_id, owner.id, task)
+    rollout = Rollout(rollout_id or new_id("try"), owner.id, task)  # artifacts lie under it
     shop.check(task, owner)
     marks = [time.monotonic()]
     trajectory: Trajectory | None = None
