@@ -117,11 +117,11 @@ def test_an_interval_depends_on_values_and_seed_only_and_lies_within_the_values(
     shuffled = list(values)
     shuffle.shuffle(shuffled)
     assert mean_interval(shuffled, seed=seed) == interval
-    if min(values) == max(values):
-        assert (interval is not None) == (0 <= values[0] <= 1)
+    slack = 1e-9
+    if max(values) - min(values) <= slack:
+        assert (interval is not None) == (min(values) >= 0 and max(values) <= 1)
     else:
         assert interval is not None
-        slack = 1e-9
         assert min(values) - slack <= interval[0] <= interval[1] <= max(values) + slack
 
 
@@ -130,6 +130,15 @@ def test_equal_values_do_not_claim_certainty(value, tasks):
     low, high = mean_interval([value] * tasks) or (value, value)
     assert 0.0 <= low <= value <= high <= 1.0
     assert high - low > 1 / (2 * tasks)
+
+
+def test_values_that_differ_by_rounding_do_not_claim_certainty():
+    three, two = reward_over_tasks([[0.7] * 3]), reward_over_tasks([[0.7] * 2])
+    assert three is not None and two is not None
+    assert three.mean != two.mean
+    both = reward_over_tasks([[0.7] * 3, [0.7] * 2])
+    assert both is not None and both.interval is not None
+    assert both.interval[1] - both.interval[0] > 0.5
 
 
 def test_wilsons_interval_is_the_known_one():

@@ -44,6 +44,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
         ("Paris", "\\boxed{Pairs}", 0.0),
         ("Monday Morning", "\\boxed{Morning Monday}", 0.0),
         ("abc", "\\boxed{cab}", 1.0),
+        ("\\text{Paris}", "\\boxed{Pairs}", 0.0),
+        ("\\text{June 20}", "\\boxed{June 20}", 1.0),
+        ("Yes", "\\boxed{Yes.}", 1.0),
+        (".5", "\\boxed{5}", 0.0),
+        ("18.90", "\\boxed{\\$18.90}", 1.0),
+        ("1800", "It costs \\boxed{\\$1,800}.", 1.0),
+        ("18", "\\boxed{\\$18 or \\$19}", 0.0),
         ("42", "\\boxed{" + "9" * 20_000 + "}", 0.0),
     ],
 )

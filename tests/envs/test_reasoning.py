@@ -196,6 +196,10 @@ async def test_a_row_is_a_tasks_data():
     row = {**LEGS, "size": None, "config": '{"min_animals": 4}', "split": "train"}
     body = ReasoningEnvironment().from_row(row, {})
     assert body == {"environment": "reasoning_gym", "data": {**LEGS, "config": {"min_animals": 4}}}
+    table = {**row, "config": {"min_animals": 4, "min_target": None}}
+    assert ReasoningEnvironment().from_row(table, {}) == body
+    with pytest.raises(TaskInvalid, match=r"data\.index: a whole number from 0 to 499"):
+        ReasoningEnvironment().from_row({**row, "index": 500}, {})
     for name in LEGS:
         with pytest.raises(TaskInvalid, match=f"this row has no '{name}'"):
             ReasoningEnvironment().from_row({**row, name: None}, {})

@@ -1,5 +1,6 @@
 """All families of reasoning-gym: the same question everywhere, an oracle that wins, and no way to cheat."""
 
+import re
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ import pytest_asyncio
 
 from rollyard.core import Json
 from rollyard.envs.children import Children
+from rollyard.envs.reasoning import guard
 from rollyard.envs.reasoning.environment import COMMAND, ReasoningEnvironment
 
 SEED = 600  # of those tried, the one whose items are made fastest
@@ -80,6 +82,10 @@ async def test_no_family_runs_an_answer_as_code_or_takes_it_for_right(ask, tmp_p
         ("game_of_life_halting", "it does or it does not"),
         ("puzzle24", "1*2*3*4"),
         ("puzzle24", "4!*1+5-5"),
+        ("puzzle24", "(x-x)*({numbers[0]}+{numbers[1]}+{numbers[2]}+{numbers[3]})+(x/x+x/x+x/x+x/x)!"),
+        ("coin_flip", "0"),
+        ("complex_arithmetic", "nan"),
+        ("complex_arithmetic", "nan+nanj"),
         ("simple_integration", "Integral({integrand}, {variable})"),
         ("simple_integration", "integrate({integrand}, {variable})"),
         ("intermediate_integration", "Integral({integrand}, {variable})"),
@@ -92,6 +98,30 @@ async def test_an_answer_that_has_itself_computed_is_wrong(ask, family, cheat):
     entry = create_dataset(family, seed=SEED, size=500)[INDEX]
     found = await ask("score", family, cheat.format(answer=entry["answer"], **entry["metadata"]))
     assert found["score"] in (0.0, 0.01)
+
+
+@pytest.mark.parametrize("made", ["{target}e0 + 0e0*({all})", "(x/x)*{target}e0 + (x-x)*({all})"])
+async def test_a_countdown_knows_no_numbers_but_those_given(ask, made):
+    question = str((await ask("make", "countdown"))["question"])
+    numbers, target = re.search(r"[^\d]*([\d, ]+\d)[^\d]+(\d+)", question).groups()  # type: ignore[union-attr]
+    answer = made.format(target=target, all=numbers.replace(", ", "+"))
+    assert (await ask("score", "countdown", answer))["score"] <= 0.05
+
+
+@pytest.mark.parametrize("nan", ["NaN", "'nan'", '"\\u006ean"'])
+async def test_a_list_of_no_numbers_is_not_sorted(ask, nan):
+    known = str((await ask("solve", "number_sorting"))["answer"])
+    found = await ask("score", "number_sorting", f"[{', '.join([nan] * (known.count(',') + 1))}]")
+    assert found["score"] == 0.0
+
+
+async def test_24_and_a_fraction_is_not_24():
+    from reasoning_gym import create_dataset
+
+    dataset, entry = create_dataset("puzzle24", seed=SEED), {"metadata": {"source_dataset": "puzzle24"}}
+    for numbers, answer, reward in (([7, 7, 2, 1], "7*7/2*1", 0.01), ([6, 4, 1, 1], "6*4*1*1", 1.0)):
+        entry["metadata"]["numbers"] = numbers  # type: ignore[assignment]
+        assert guard.score(dataset, entry, answer) == reward
 
 
 async def test_a_product_that_has_itself_expanded_is_wrong(ask):

@@ -59,6 +59,8 @@ async def test_only_the_tools_need_a_sandbox(stem):
     [
         ("Plants breathe it.\nAnswer: B", 1.0),
         ("**Final Answer:** (b).", 1.0),
+        ("Answer: **B**.", 1.0),
+        ("Answer: **B.**", 1.0),
         ("> The correct answer: B. Carbon Dioxide", 1.0),
         ("Answer: carbon dioxide", 1.0),
         ("so \\boxed{B}", 1.0),
@@ -228,6 +230,8 @@ async def test_the_agent_is_told_the_choices_and_how_to_answer(stem):
         ({"answer": 9.81, "tolerance": 0.01, "unit": "m/s^2"}, "9.8\\,\\mathrm{m/s^{2}}", 1.0),
         ({"answer": 9.81, "tolerance": 0.01, "unit": "m/s^2"}, "9.8", 1.0),
         ({"answer": 9.81, "tolerance": 0.01, "unit": "m/s^2"}, "9.8 km/s^2", 0.0),
+        ({"answer": 5, "unit": "%"}, "5\\%", 1.0),
+        ({"answer": 5, "unit": "\\%"}, "5 %", 1.0),
         ({"answer": 5, "unit": "m"}, "5 mm", 0.0),
         ({"answer": 5, "unit": "m"}, "5 km", 0.0),
         ({"answer": 5, "unit": "m"}, "\\frac{10}{2} m", 1.0),

@@ -47,6 +47,8 @@ def test_gpqa_is_shuffled_and_the_answer_follows():
         ({"question": "Q?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"}, "ab", 1),
         ({"question": "Q?", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"}, "ab", 1),
         ({"question_stem": "Q?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}, "ab", 0),
+        ({"question": "Q?", "choices": {"text": ["2", "1"], "label": ["1", "2"]}, "answerKey": "2"}, "21", 1),
+        ({"question": "Q?", "choices": {"text": ["a", "b"], "label": [1, 2]}, "answerKey": 1}, "ab", 0),
     ],
 )
 def test_rows_with_choices_keep_their_order(row, choices, right):
@@ -72,6 +74,12 @@ def test_free_answers_take_the_tolerance_or_the_judge_as_the_options_say():
     )
     assert read({"question": "Q?", "answer": "4.5"}, judge="true") == StemData("Q?", "4.5", is_judged=True)
     assert read({"question": "Q?", "answer": "ATP"}, judge="False") == StemData("Q?", "ATP")
+
+
+@pytest.mark.parametrize("none", [{"text": [], "label": []}, {"text": None, "label": None}, [], {}])
+def test_a_row_with_no_choices_in_its_column_has_a_free_answer(none):
+    """SciKnowEval holds both kinds of questions in one table."""
+    assert read({"question": "Q?", "choices": none, "answerKey": "", "answer": "ATP"}) == StemData("Q?", "ATP")
 
 
 def test_options_name_columns_and_give_a_system_prompt():

@@ -85,9 +85,9 @@ def mean_interval(values: Sequence[float], *, level: float = 0.95, seed: int = 0
         raise ValueError(f"a confidence level is between 0 and 1, not {level:g}")
     if not all(map(math.isfinite, values)):
         raise ValueError("values must be finite")
-    if min(values) != max(values):
+    if max(values) - min(values) > _TOLERANCE:  # the mean of three 0.7 is not quite that of two
         return _bootstrap(values, level, seed)
-    return _wilson(values[0], len(values), level) if 0 <= values[0] <= 1 else None
+    return _wilson(min(values), len(values), level) if min(values) >= 0 and max(values) <= 1 else None
 
 
 def _estimate(values: Sequence[float], missing: int, level: float, seed: int) -> Estimate | None:

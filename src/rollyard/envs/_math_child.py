@@ -19,6 +19,8 @@ MEMORY_BYTES = 4 << 30
 _WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")
 """Letters only, four of them in a row somewhere: a product of variables is shorter."""
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
+_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed")
+"""Of formulas. \\$18 has none: that is money."""
 
 
 def same(known: str, answer: str, tolerance: float | None = None) -> bool:
@@ -26,11 +28,11 @@ def same(known: str, answer: str, tolerance: float | None = None) -> bool:
     differ by at most that share of the known one."""
     from math_verify import parse, verify
 
-    known, answer = known.strip(), answer.strip()
-    if known == answer:
+    words, said = _words(known), _words(answer)
+    if known.strip() == answer.strip() or (words and words == said):
         return True
-    if _WORDS.fullmatch(known):  # math-verify takes words for products of letters: Paris = Pairs
-        return known.casefold() == _TEXT.sub(r"\1", answer).strip("$. ").casefold()
+    if _WORDS.fullmatch(words):  # math-verify takes words for products of letters: Paris = Pairs
+        return words.casefold() == said.casefold()
     read = cast("Callable[[str], Sequence[Any]]", parse)
     gold, given = read(_as_latex(known)), read(_as_latex(answer))
     if not gold or not given:
@@ -54,8 +56,12 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def _words(text: str) -> str:
+    return _TEXT.sub(r"\1", text).strip("$ ").removesuffix(".").strip("$ ")
+
+
 def _as_latex(text: str) -> str:
-    return text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
+    return text if _DELIMITER.search(text) else f"\\boxed{{{text}}}"
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     {"question": "What is 6 × 7?", "answer": "42"}
 
 The reward is 1 if the agent's answer means the same as the known one, else 0. Its answer is what it gave to the
-`finish` tool, or the last \\boxed{} of the last thing it said. No answer, or one that cannot be read, is 0; a
-verifier that crashes or hangs is not the policy's fault and is no score.
+`finish` tool, or the last \\boxed{} of the last thing it said. No answer, one that cannot be read, or one that takes
+the verifier for ever is 0; a verifier that crashes is not the policy's fault and is no score.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def free_answer_of(evidence: Evidence) -> str | None:
 def plain(text: str) -> str:
     """Without what only changes how it looks: $, \\text{…}, markdown, double spaces, a last full stop."""
     text = _WRAPPER.sub(r"\1", _SPACING.sub(" ", text.replace("$", "")))
-    return " ".join(text.split()).strip("*_`").removesuffix(".").strip()
+    return " ".join(text.split()).strip("*_`").removesuffix(".").strip("*_` ")
 
 
 def is_same_text(known: str, answer: str) -> bool:
@@ -91,7 +91,7 @@ def is_formula(known: str) -> bool:
 
 def without_unit(answer: str, unit: str) -> str | None:
     """The answer without that unit at its end, or as it is if it has none at all; None if it has another one."""
-    text, unit = for_math_verify(answer), for_math_verify(unit)
+    text, unit = (for_math_verify(it.replace("\\%", "%")) for it in (answer, unit))
     if (quantity := _QUANTITY.fullmatch(text)) is not None:
         return quantity[1] if quantity[2].translate(_POWERS) == unit.translate(_POWERS) else None
     rest = text.removesuffix(unit).strip()

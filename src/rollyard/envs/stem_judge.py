@@ -33,7 +33,8 @@ Reply with one word, yes or no."""
 
 _VERDICT = re.compile(r"[\W_]*(yes|no)\b(?![\W_]*(?:(?:or|and)[\W_]+)?(?:yes|no)\b)", re.IGNORECASE)
 """The first word, unless it is said both ways."""
-_THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+_THOUGHT = re.compile(r"\A\s*(<think>)?(.*?)</think>", re.DOTALL)
+"""Some chat templates open it in the prompt: then the reply has only its end."""
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
 _VERDICT_LINE = re.compile(
     r"\W*(?:(?:verdict|same|correct|judge|judgment|judgement|assistant|system|reply|score)\W+(?:(?:is|are)\W+)?)?"
@@ -67,7 +68,16 @@ def judge_messages(question: str, known: str, answer: str) -> tuple[Message, Mes
 
 def read_verdict(reply: str) -> bool | None:
     """Of "yes", "No, because …", {"same": true} or {"verdict": "no"}; None of anything else."""
-    text = _THOUGHT.sub("", reply, count=1).strip()
+    thought = _THOUGHT.match(reply)
+    if thought is None:
+        return _verdict(reply.strip())
+    verdict = _verdict(reply[thought.end() :].strip())
+    if thought[1] is None and _verdict(thought[2].strip()) not in (None, verdict):
+        return None  # perhaps no thought, but a verdict that quotes an answer with </think> in it
+    return verdict
+
+
+def _verdict(text: str) -> bool | None:
     if fenced := _FENCE.match(text):
         text = fenced[1]
     if text.startswith("{"):

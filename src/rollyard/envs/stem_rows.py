@@ -4,7 +4,7 @@
     question, correct_answer, distractor1…                SciQ
     question, choices | options, answer                   MMLU, MMLU-Pro: a list, and an index or a letter
     question, choices: {text, label}, answerKey           ARC, OpenBookQA
-    question, answer                                      a free answer: SciKnowEval, SciBench…
+    question, answer                                      a free answer: SciKnowEval
 
 Where the right choice has a column of its own the choices are shuffled; elsewhere only with the option `seed`, because
 "all of the above" has its place. Other columns are not looked at.
@@ -39,8 +39,9 @@ def stem_row(row: Mapping[str, Json], options: Mapping[str, str]) -> dict[str, J
     wrong = [text for name in sorted(row) if _WRONG.fullmatch(name.strip()) and (text := as_text(row[name]))]
     if wrong:
         data |= {"choices": [cells.text("answer", RIGHT), *wrong], "answer": 0, "seed": seed or 0}
-    elif (choices := cells.get("choices", CHOICES)) is not None:
-        data |= {"choices": _choices(cells, choices), "answer": _key(cells.get("answer", KEYS))}
+    elif _has_choices(choices := cells.get("choices", CHOICES)):
+        choices, key = _labelled(cells, choices, _key(cells.get("answer", KEYS)))
+        data |= {"choices": choices, "answer": key}
         if seed is not None:
             data["seed"] = seed
     else:
@@ -61,14 +62,21 @@ def _free(answer: str, options: Mapping[str, str]) -> dict[str, Json]:
     return {"answer": answer, "judge": True} if judge == "true" else {"answer": answer}
 
 
-def _choices(cells: Cells, value: Json) -> Json:
-    """As they are; columns of texts and labels as one object."""
-    if not isinstance(value, Mapping) or "text" not in value:
-        return value
-    texts, labels = value["text"], value.get("label")
+def _has_choices(value: Json) -> bool:
+    """Tables with both kinds of questions hold empty lists at those without."""
+    return bool(value["text"] if isinstance(value, Mapping) and "text" in value else value)
+
+
+def _labelled(cells: Cells, choices: Json, key: Json) -> tuple[Json, Json]:
+    """The choices and the key as they are; but of columns of texts and labels, the texts and the index. A key is a
+    label there, even if it is the text of another choice."""
+    if not isinstance(choices, Mapping) or "text" not in choices:
+        return choices, key
+    texts, labels = choices["text"], choices.get("label")
     if not isinstance(texts, Sequence) or not isinstance(labels, Sequence) or len(texts) != len(labels):
         raise cells.wrong("choices: as many labels as texts were expected")
-    return {str(label): text for label, text in zip(labels, texts, strict=True)}
+    names = [str(label) for label in labels]
+    return texts, names.index(str(key)) if str(key) in names else key
 
 
 def _key(value: Json) -> Json:

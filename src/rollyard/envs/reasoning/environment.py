@@ -101,8 +101,12 @@ class ReasoningEnvironment(Environment):
             if row.get(name) is None:
                 raise TaskInvalid(f"{self.name}: this row has no {name!r}, without which no item can be made again")
         data = {name: row[name] for name in ROW if row.get(name) is not None}
-        if isinstance(data.get("config"), str):
-            data["config"] = _config(str(data["config"]))
+        config = data.get("config")
+        if isinstance(config, str):
+            data["config"] = _config(config)
+        elif isinstance(config, Mapping):  # a table has every row's options in each, as nulls
+            data["config"] = {name: value for name, value in config.items() if value is not None}
+        self.check(Task(self.name, data))
         return {"environment": self.name, "data": data}
 
     def generate(self, options: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:

@@ -2,21 +2,25 @@
 
 Four scorers hand an answer to `eval`, five to sympy's parser, which is `eval` by another name: an answer could run any
 code as the service's user, or call `integrate` and have itself computed. Here the first read literals only, and the
-second know numbers, one-letter variables and elementary functions. `fence` is for what was overlooked: a process
+second know numbers, one-letter variables and elementary functions; those of games only whole numbers and + - * /, as
+with x/x or 24e0 an answer would make numbers that it was not given. `fence` is for what was overlooked: a process
 behind it starts no other, opens no connection and writes no file.
 
-Two scorers are wrong and have ours in their place: `game_of_life_halting` takes any text for the right one, and
-`puzzle24` any four numbers that make 24.
+Some scorers are wrong and have ours in their place, or beside them: `game_of_life_halting` takes any text for the right
+one, `coin_flip` the first digits of the right number, `puzzle24` any four numbers that make 24 and a fraction; to
+`complex_arithmetic` and `number_sorting` NaN is as near as can be.
 """
 
 from __future__ import annotations
 
 import ast
+import cmath
 import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 _EVALUATING = (
@@ -25,10 +29,13 @@ _EVALUATING = (
     "algorithmic.string_insertion",
     "games.n_queens",
 )
-_PARSING = ("games.countdown", "games.puzzle24")  # and three that take it from sympy itself
+_GAMES = ("games.countdown", "games.puzzle24")  # the other three take the parser from sympy itself
+_MEASURING = ("algebra.complex_arithmetic", "algorithmic.number_sorting")
 _FUNCTIONS = re.compile(r"a?(sin|cos|tan|sinh|cosh|tanh)|cot|sec|csc|exp|log|ln|sqrt|Abs|pi")
 _TOKEN = re.compile(r"\s+|(?P<name>[A-Za-z]\w*)|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w)|[-+*/^(),!]", flags=re.ASCII)
 """A dot is only part of a number: there are no attributes. There are no texts, no lists and no assignments."""
+_SUM = re.compile(r"(?:[\d\s+()-]|\*(?!\*)|/(?!/))*", flags=re.ASCII)
+_COIN_TOLERANCE = 1e-4  # coin_flip's own
 
 _READING = ("os.listdir", "os.scandir")  # Python's own imports, late ones of sympy's among them
 _FENCED = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "signal.", "resource.")
@@ -39,15 +46,17 @@ class Fenced(BaseException):
 
 
 def close_evals() -> None:
-    """Takes `eval` away from all scorers. Once, before any answer is scored."""
+    """Takes `eval` away from all scorers, and NaN from those that it fools. Once, before any answer is scored."""
     import sympy
 
     for name in _EVALUATING:
         importlib.import_module(f"reasoning_gym.{name}").__dict__["eval"] = ast.literal_eval
     parse = _plain_math_only(sympy.parse_expr)
     sympy.__dict__["parse_expr"] = parse
-    for name in _PARSING:
-        importlib.import_module(f"reasoning_gym.{name}").__dict__["parse_expr"] = parse
+    for name in _GAMES:
+        importlib.import_module(f"reasoning_gym.{name}").__dict__["parse_expr"] = _sums_only(parse)
+    for name in _MEASURING:
+        importlib.import_module(f"reasoning_gym.{name}").__dict__.update(float=_finite(float), complex=_finite(complex))
 
 
 def fence() -> None:
@@ -63,10 +72,38 @@ def score(dataset: Any, entry: Mapping[str, Any], answer: str | None) -> float:
     if family == "game_of_life_halting":
         return ProceduralDataset.score_answer(dataset, answer, dict(entry))
     found = dataset.score_answer(answer=answer, entry=entry)
-    if family == "puzzle24" and found == 1.0:
-        used = [int(number) for number in re.findall(r"\d+", answer or "")]
-        return 1.0 if sorted(used) == sorted(entry["metadata"]["numbers"]) else 0.01
+    if family == "coin_flip" and answer is not None and found > 0:
+        distance = Fraction(answer.replace(",", "")) - Fraction(entry["answer"].replace(",", ""))
+        return float(abs(distance) <= _COIN_TOLERANCE)
+    if family == "puzzle24" and answer is not None and found == 1.0:
+        return 1.0 if _is_24(answer, entry["metadata"]["numbers"]) else 0.01
     return found
+
+
+def _is_24(answer: str, numbers: Sequence[int]) -> bool:
+    import sympy
+
+    used = [int(number) for number in re.findall(r"\d+", answer)]
+    return sorted(used) == sorted(numbers) and bool(sympy.parse_expr(answer) == 24)
+
+
+def _finite(kind: type[float] | type[complex]) -> Callable[..., float | complex]:
+    def finite(*args: Any) -> float | complex:
+        number = kind(*args)
+        if not cmath.isfinite(number):
+            raise ValueError(f"{number} is no number to compare with")
+        return number
+
+    return finite
+
+
+def _sums_only(parse: Callable[..., Any]) -> Callable[..., Any]:
+    def parse_expr(text: str, *args: Any, **kwargs: Any) -> Any:
+        if not _SUM.fullmatch(text):
+            raise ValueError("only whole numbers, + - * / and brackets have a place here")
+        return parse(text, *args, **kwargs)
+
+    return parse_expr
 
 
 def _plain_math_only(parse: Callable[..., Any]) -> Callable[..., Any]:
