@@ -11,7 +11,7 @@ from openai.types.responses import (
 )
 from openai.types.responses.response_input_item import FunctionCallOutput
 
-from rollyard.core import Message, Task, Trajectory
+from rollyard.core import Json, Message, Task, Trajectory
 from rollyard.core.failure import TaskInvalid
 from rollyard.envs.gym import GymEnvironment
 from rollyard.envs.gym.response import response_of
@@ -206,3 +206,6 @@ def test_a_programs_name_of_a_tool_is_told_as_the_rows_own():
     named = call("mcp__environment__get_counter_value", "{}")
     assert told(USER, named, gateway={})["output"][0]["name"] == "get_counter_value"
     assert told(USER, named)["output"][0]["name"] == "mcp__environment__get_counter_value"  # nobody has answered that
+    tools: Json = [{"type": "function", "name": name} for name in ("count", "get__count")]
+    exact = told(USER, call("get__count", "{}"), params={"input": [USER], "tools": tools}, gateway={})
+    assert exact["output"][0]["name"] == "get__count"

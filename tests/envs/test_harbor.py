@@ -1,5 +1,6 @@
 """Harbor task folders, imported and played in real sandboxes; and agents that try to write their own verdict."""
 
+import errno
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,24 @@ PROGRAMS = {
 }
 
 
+ABOVE = """\
+#!/bin/bash
+for name in conftest.py pytest.ini pyproject.toml setup.cfg tox.ini node_modules; do
+  [ -e /$name ] && echo 1 > /logs/verifier/reward.txt
+done
+[ -e /setup.py ] && [ -e /kept.txt ] && echo 0.5 > /logs/verifier/reward.txt
+"""
+
+
+async def test_what_test_runners_read_above_the_tests_is_not_the_agents(shop: Workshop, tmp_path: Path):
+    plant = "for name in conftest.py pytest.ini pyproject.toml setup.cfg tox.ini kept.txt; do echo x > /$name; done\n"
+    body = ready(tmp_path, {"tests/test.sh": ABOVE, "solution/solve.sh": f"{plant}mkdir /node_modules; rm /setup.py"})
+    body["data"]["setup"] = [{"files": {"setup.py": "the image's own"}}]
+    assert (await score_of(shop, body)).reward == 0.5
+    body["data"]["workdir"] = "/"
+    assert (await score_of(shop, body)).reward == 1.0, "there, they are the work"
+
+
 async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(shop: Workshop, tmp_path: Path):
     for number, (name, program) in enumerate(PROGRAMS.items()):
         solve = f"cat > main.py <<'EOF'\n{program}EOF\n"
@@ -220,6 +239,26 @@ async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys
     solve = "mkdir -p /data/x; touch /data/x/y; chmod 555 /data/x /data"
     body = ready(tmp_path, {"solution/solve.sh": solve}, keep="/data/x")
     assert (await score_of(shop, body)).metrics == {"verifier_ran": 0.0, "reward_written": 0.0}
+
+
+async def test_what_is_kept_does_not_come_among_the_tests_over_a_link(shop: Workshop, tmp_path: Path):
+    solve = "mkdir -p /data; rm -rf /tests; ln -s / /data/x; mkdir /tests; touch /tests/planted"
+    test = "#!/bin/sh\ntest -e /tests/planted && echo 1 > /logs/verifier/reward.txt"
+    body = ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test}, keep="/data/x/tests")
+    assert (await score_of(shop, body)).metrics["reward_written"] == 0.0
+
+
+async def test_a_host_that_cannot_write_the_tests_is_not_the_policys_doing(
+    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    body = ready(tmp_path)
+    monkeypatch.setattr("rollyard.envs.harbor.environment.write_files", full)
+    result = await played(shop, body, "noop")
+    assert result.score is None
+    assert result.failure is not None and result.failure.code == "verifier_crashed"
 
 
 async def test_tests_that_are_not_done_in_time_are_the_policys_doing(shop: Workshop, tmp_path: Path):

@@ -60,11 +60,13 @@ def test_sizes_of_older_tasks_are_read(tmp_path: Path):
     assert (body["sandbox"]["memory_bytes"], body["sandbox"]["disk_bytes"]) == (4 << 30, 512 << 20)
 
 
-def test_unknown_keys_are_noted_and_dates_are_texts(tmp_path: Path):
-    toml = f'colour = "red"\n{TOML}skills_dir = "x"\n'.replace("[metadata]", "[metadata]\nmade = 2026-01-02")
+def test_unknown_keys_are_noted_and_what_json_has_not_is_text(tmp_path: Path):
+    toml = f'colour = "red"\n{TOML}skills_dir = "x"\n'.replace(
+        "[metadata]", "[metadata]\nmade = 2026-01-02\nscore = nan"
+    )
     data = imported(write(tmp_path, {"task.toml": toml}))["data"]
     assert data["notes"][:2] == ["task.toml: colour is not used", "task.toml: environment.skills_dir is not used"]
-    assert data["metadata"]["made"] == "2026-01-02"
+    assert (data["metadata"]["made"], data["metadata"]["score"]) == ("2026-01-02", "NaN")
 
 
 def test_files_keep_their_content_their_links_and_whether_they_are_executable(tmp_path: Path):
@@ -261,6 +263,8 @@ def test_variables_of_the_host_are_given_or_have_a_default(tmp_path: Path):
         ({"run": "now"}, "option run: 'prepare' or 'refuse' was expected"),
         ({"safe_path": ""}, "option safe_path: 'no' or 'yes' was expected"),
         ({"refused": "all"}, "option refused: 'skip' or 'stop' was expected"),
+        ({"keep": "/data:/tests/x"}, r"data\.keep: paths other than /, /tests, /logs, /solution was expected"),
+        ({"workdir": "here"}, r"data\.workdir: an absolute path was expected"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(tmp_path: Path, options: dict[str, str], wrong: str):
@@ -285,6 +289,7 @@ def dockered(tmp_path: Path, dockerfile: str, **options: str) -> dict[str, Any]:
         ("COPY *.txt Dockerfile /x", ["x/a.txt", "x/Dockerfile"]),
         ("COPY --chown=1:1 . /x", ["x/Dockerfile", "x/a.txt"]),
         ("COPY . /", ["Dockerfile", "a.txt"]),
+        ("COPY\ta.txt \\\n/z", ["z"]),
         ("add a.txt /y", ["y"]),
     ],
 )
@@ -325,11 +330,15 @@ def test_variables_of_a_dockerfile_are_the_tasks(tmp_path: Path):
         ("FROM x\nCOPY ../tests /b", "there is no '../tests' in environment/"),
         ("FROM x\nCOPY a.txt", "a source and a destination were expected"),
         ("FROM x\nCOPY [a /b", "a list of texts was expected"),
+        ('FROM x\nCOPY ["a.txt", 3]', "a list of texts was expected"),
+        ("FROM x\nCOPY **.txt /b", "is a pattern that only a build knows"),
+        ("FROM x\nENV =b", "NAME=VALUE was expected"),
         ("FROM x\nCOPY <<E /b\nE", "a heredoc needs a build"),
         ("FROM x\nADD https://a.b/c /d", "ADD of a URL or an archive needs a build"),
         ("FROM x\nADD a.tar.gz /d", "ADD of a URL or an archive needs a build"),
         ("FROM x\nSHELL [\"bash\"]", "this needs a build"),
         ("FROM x\nONBUILD RUN x", "this needs a build"),
+        ("FROM x\nFOUND y", "this needs a build"),
     ],
 )  # fmt: skip
 def test_a_dockerfile_that_needs_a_build_is_refused_with_its_line(tmp_path: Path, text: str, wrong: str):
@@ -345,8 +354,16 @@ def test_a_link_in_the_build_folder_that_leads_out_is_not_copied(tmp_path: Path)
         imported(tmp_path / "Task")
 
 
+@pytest.mark.parametrize("name", [".dockerignore", "Dockerfile.dockerignore"])
+def test_what_a_build_would_leave_out_is_not_copied(tmp_path: Path, name: str):
+    dockerfile = "FROM x\nCOPY . /app\n"
+    files = {"environment/Dockerfile": dockerfile, f"environment/{name}": "answers", "environment/answers": "42"}
+    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: .* a \.dockerignore says what .* needs a build"):
+        imported(write(tmp_path, {"task.toml": NO_IMAGE, **files}))
+
+
 def test_commands_of_a_dockerfile_run_at_set_up_if_that_is_wanted(tmp_path: Path):
-    text = 'FROM x\nARG N=1\nWORKDIR /w\nRUN make all\nRUN ["echo", "a b"]\n'
+    text = 'FROM x\nARG N=1 M="2"\nENV M=3\nWORKDIR /w\nRUN make all\nRUN ["echo", "a b"]\n'
     assert dockered(tmp_path, text, run="prepare")["data"]["setup"] == [
         {"run": "make all", "cwd": "/w", "env": {"N": "1"}},
         {"run": "echo 'a b'", "cwd": "/w", "env": {"N": "1"}},

@@ -1,16 +1,20 @@
 """The doorway of a task with an agent program: no model before RUN, and a sandbox whatever the plan says."""
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from mcp_types import CallToolRequestParams
 
 from rollyard.agents.base import AgentContext
-from rollyard.core import AgentSpec, Blame, Deadline, Outcome, Score, Task
+from rollyard.core import AgentSpec, Blame, Deadline, Json, Outcome, RollyardError, Score, Task
 from rollyard.core.failure import EnvironmentBroken
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
-from rollyard.tools.base import ToolKind
+from rollyard.tools import mcp_tools
+from rollyard.tools.base import ToolKind, ToolResult, ToolSpec
 from rollyard.tools.function import tool
 from rollyard.tools.mcp import OutsideServer
 from tests.agents.harness_parts import PROGRAM, plays, pythons, runs
@@ -114,6 +118,34 @@ async def test_a_tool_whose_world_is_gone_ends_the_programs_rollout_without_a_sc
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.score) == ("environment_broken", None)
     assert "server is down" in rollout.ending.failure.detail
+
+
+@dataclass
+class Odd:
+    """A tool that keeps no promise."""
+
+    spec: ToolSpec
+
+    async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
+        if self.spec.name == "hangs":
+            await asyncio.sleep(3600)
+        raise ZeroDivisionError("no scales")
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_tool_that_hangs_is_an_observation_and_one_with_a_bug_is_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mcp_tools, "GRACE_S", 0.05)
+    failures: list[RollyardError] = []
+    server = mcp_tools.ToolServer({name: Odd(ToolSpec(name, "", {})) for name in ("hangs", "breaks")}, tool_s=0.05)
+    server.on_failure = failures.append
+    hung = await server._call(None, CallToolRequestParams(name="hangs"))
+    assert (hung.content[0].text, hung.is_error) == ("Error: hangs did not answer within 0.05 s", True)
+    assert failures == []
+    broken = await server._call(None, CallToolRequestParams(name="breaks"))
+    assert broken.content[0].text == "this rollout has ended", "what it raised is not for the program"
+    assert [failure.code for failure in failures] == ["internal_error"]
 
 
 async def test_the_name_of_the_environments_tools_is_taken(tmp_path: Path):

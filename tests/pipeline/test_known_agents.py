@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from rollyard.core import AgentSpec, Blame, Json, Limits, Outcome, Score, Task
-from rollyard.core.failure import TaskInvalid
+from rollyard.core.failure import EvalDeadline, MemoryLimit, TaskInvalid
 from rollyard.envs import ArtifactRule, EnvContext, Environment, Environments, Evidence, Plan, Solution, Start
 from rollyard.pipeline import stages
+from rollyard.pipeline.playing import play
 from rollyard.tools.base import Tool
 from tests.pipeline.site import Site, finish, says, shell, shell_task, site
 
@@ -39,6 +40,10 @@ class Made(Environment):
         how = context.task.data.get("collect")
         if how == "hang":
             await asyncio.sleep(3600)
+        if how == "spend":
+            raise MemoryLimit("the sandbox's memory limit")
+        if how == "late":
+            raise TimeoutError("its own server did not answer")
         if how == "break":
             raise ValueError("no such thing")
         await context.run("pwd > /tmp/made; ls >> /tmp/made", timeout_s=10)
@@ -53,6 +58,8 @@ class Made(Environment):
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         assert context.sandbox is not None
         info = evidence.trajectory.info
+        if context.task.data.get("eval") == "hang":
+            raise EvalDeadline("the grader did not decide")
         if "made" not in evidence.artifacts:
             return Score(0.0, metrics={"made": 0.0})
         place, *names = (await context.sandbox.read("/tmp/made", limit_bytes=1000)).decode().split()
@@ -121,12 +128,28 @@ async def test_what_is_not_collected_in_time_is_missing(tmp_path: Path, monkeypa
         assert scored(await yard.rolled(made(collect="hang"))).metrics == {"made": 0.0}
 
 
-async def test_a_collect_that_breaks_is_the_environments_fault_and_no_score(tmp_path: Path):
+@pytest.mark.parametrize("how", ["break", "late"])
+async def test_a_collect_that_breaks_is_the_environments_fault_and_no_score(tmp_path: Path, how: str):
     async with yard_of(tmp_path, finish()) as yard:
-        ending = (await yard.rolled(made(collect="break"))).ending
+        ending = (await yard.rolled(made(collect=how))).ending
         assert ending.failure.code == "environment_broken"
         assert "made.collect" in ending.failure.detail
         assert ending.score is None
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "stage"),
+    [({"collect": "spend"}, "memory_limit", "run"), ({"eval": "hang"}, "eval_deadline", "eval")],
+)
+async def test_what_the_policy_spoils_is_told_without_a_service_as_with_one_and_scored(
+    tmp_path: Path, data: dict[str, Json], code: str, stage: str
+):
+    async with yard_of(tmp_path, engines=0) as yard:
+        served = (await yard.rolled(made("noop", **data))).ending
+        alone = await play(yard.yard.shop, made("noop", **data))
+    assert alone.failure is not None
+    assert (alone.failure.code, alone.failure.stage, alone.score) == (code, stage, Score(0.0))
+    assert (served.failure.code, served.failure.stage) == (code, stage)
 
 
 async def _shell(yard: Site, agent: str, **data: Any) -> Any:

@@ -23,7 +23,7 @@ from rollyard.core import (
     Trajectory,
     new_id,
 )
-from rollyard.core.failure import EvalDeadline
+from rollyard.core.failure import EvalDeadline, PolicyFailure
 from rollyard.pipeline import stages
 from rollyard.pipeline.starting import ended_by_policy, to_its_end
 from rollyard.pipeline.workshop import Workshop
@@ -44,9 +44,7 @@ class Played:
     eval_s: float = 0.0
 
 
-async def play(
-    shop: Workshop, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None
-) -> Played:
+async def play(shop: Workshop, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None) -> Played:
     """The task by `agent` (else its own). What a service refuses at submit raises here, too; all else is told."""
     if agent:
         task = replace(task, agent=task.agent if agent == task.agent.name else AgentSpec(agent))
@@ -66,12 +64,16 @@ async def play(
                 if ran.failure is not None and ran.failure.blame is not Blame.POLICY:
                     return _told(marks, None, ran.failure, trajectory)
                 failure = ran.failure
+                gone: PolicyFailure | None = None
                 if not ran.is_sandbox_gone:
-                    saved = await stages.collect(shop, rollout, kit)
-                    trajectory = replace(trajectory, artifacts=tuple(saved))
-                    if kit.plan.eval_mode == "same":
-                        await kit.freeze(shop.layers_of(task))
-                gone = ended_by_policy(kit.sandbox)
+                    try:
+                        saved = await stages.collect(shop, rollout, kit)
+                        trajectory = replace(trajectory, artifacts=tuple(saved))
+                        if kit.plan.eval_mode == "same":
+                            await kit.freeze(shop.layers_of(task))
+                    except PolicyFailure as error:
+                        gone = error
+                gone = gone or ended_by_policy(kit.sandbox)
                 if gone is not None:
                     return _told(marks, kit.plan.failing_score, failure or gone.failure("run"), trajectory)
             finally:
@@ -105,6 +107,8 @@ async def _scored(
     except DeadlineExpired:
         failure = EvalDeadline(f"EVAL was not done in {clock.budget_s:g} s").failure("eval")
         return kit.plan.failing_score, failure
+    except PolicyFailure as error:
+        return kit.plan.failing_score, error.failure("eval")
 
 
 def _told(marks: list[float], score: Score | None, failure: Failure | None, trajectory: Trajectory | None) -> Played:

@@ -349,9 +349,14 @@ async def collect(shop: Workshop, rollout: Rollout, kit: Kit) -> list[Artifact]:
     if kit.sandbox is None:
         return []
     environment = shop.environment_of(rollout.task)
-    with boundary(EnvironmentBroken, f"{rollout.task.environment}.collect"), suppress(TimeoutError):
-        async with asyncio.timeout(COLLECT_S):
-            await environment.collect(EnvContext(rollout.task, rollout.id, kit.sandbox))
+    guard = asyncio.timeout(COLLECT_S)
+    with boundary(EnvironmentBroken, f"{rollout.task.environment}.collect"):
+        try:
+            async with guard:
+                await environment.collect(EnvContext(rollout.task, rollout.id, kit.sandbox))
+        except TimeoutError:
+            if not guard.expired():  # its own, of something that it asked: that says nothing of what RUN left
+                raise
     return await shop.artifacts.save(kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt)
 
 

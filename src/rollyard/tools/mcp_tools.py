@@ -4,20 +4,27 @@ The native loop offers these tools to the model itself. A program brings its own
 told the address (`{{root_url}}/mcp/environment`) in its configuration.
 
 Invariants. The tools are the very objects that the native loop would call, opened once for the rollout. A call is
-bounded by the task's `tool_s`. Trouble that is no observation (the sandbox is gone, the environment's server is down)
-is not the program's to see: it ends the rollout, by `on_failure`.
+bounded by the task's `tool_s`, and ended `GRACE_S` after that. Trouble that is no observation (the sandbox is gone, the
+environment's server is down, a tool has a bug) is not the program's to see: it ends the rollout, by `on_failure`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from rollyard.core import RollyardError
+from rollyard.core import Json, RollyardError
+from rollyard.core.failure import InternalError
 from rollyard.tools.base import Tool
 
+log = logging.getLogger(__name__)
+
 NAME = "environment"
+
+GRACE_S = 15.0
+"""Beyond `tool_s`, which a tool keeps by itself: as in the native loop, only one that hangs is ended."""
 
 
 class ToolServer:
@@ -80,11 +87,22 @@ class ToolServer:
         if tool is None:
             text, is_error = f"there is no tool {params.name!r}; there are: {', '.join(self._tools)}", True
         else:
-            try:
-                result = await tool.call(params.arguments or {}, timeout_s=self._tool_s)
-            except RollyardError as error:
-                self.on_failure(error)
-                text, is_error = "this rollout has ended", True
-            else:
-                text, is_error = result.content, result.is_error
+            text, is_error = await self._called(tool, params.arguments or {})
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
+
+    async def _called(self, tool: Tool, arguments: Mapping[str, Json]) -> tuple[str, bool]:
+        """What it says, and whether that is an error."""
+        name, guard = tool.spec.name, asyncio.timeout(self._tool_s + GRACE_S)
+        try:
+            async with guard:
+                result = await tool.call(arguments, timeout_s=self._tool_s)
+            return result.content, result.is_error
+        except RollyardError as error:
+            failure = error
+        except Exception as error:
+            if isinstance(error, TimeoutError) and guard.expired():
+                return f"Error: {name} did not answer within {self._tool_s:g} s", True
+            log.exception("escaped", extra={"tool": name})
+            failure = InternalError(f"the tool {name} raised {type(error).__name__}: {error}")
+        self.on_failure(failure)
+        return "this rollout has ended", True

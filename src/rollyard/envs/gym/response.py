@@ -83,7 +83,7 @@ def _items(messages: Sequence[Message], name: str, tools: Sequence[str]) -> list
             items.append(_message(text, name, len(items)))
         for call in calls if isinstance(calls, Sequence) else ():
             call_id, called, arguments = _called(call)
-            tool = max((known for known in tools if called.endswith(f"__{known}")), key=len, default=called)
+            tool = max((known for known in tools if f"__{called}".endswith(f"__{known}")), key=len, default=called)
             if _is_object(arguments):
                 item: dict[str, Json] = {"type": "function_call", "id": f"fc_{name}_{len(items)}", "call_id": call_id}
                 items.append({**item, "name": tool, "arguments": arguments, "status": "completed"})

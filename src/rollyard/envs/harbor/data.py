@@ -23,6 +23,13 @@ APP = "/app"
 OURS = ("/tests", "/logs", "/solution")
 """What the verifier and the oracle find there is never RUN's."""
 
+ABOVE_TESTS = (
+    *("/conftest.py", "/pytest.ini", "/.pytest.ini", "/pytest.toml", "/.pytest.toml"),
+    *("/pyproject.toml", "/tox.ini", "/setup.cfg", "/setup.py", "/node_modules"),
+)
+"""What pytest and node read above /tests by themselves: a /conftest.py of the agent's would make every test pass. Where
+the task's own work is in /, they are part of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -6,13 +6,14 @@ cannot do as a build would (stages, archives, downloads, heredocs, variables of 
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from posixpath import basename, join, normpath
+
+from pydantic import TypeAdapter, ValidationError
 
 from rollyard.core import Json
 from rollyard.core.failure import TaskInvalid
@@ -25,6 +26,7 @@ _NOTED = {
     "ENTRYPOINT": "an image's entry point is not run",
     "HEALTHCHECK": "there is no health check",
 }
+_IGNORE_FILES = (".dockerignore", "Dockerfile.dockerignore")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz", ".tbz2")
 
 
@@ -60,6 +62,13 @@ class Line:
         except ValueError as error:
             raise self.refused(f"cannot be read: {error}") from error
 
+    def texts(self) -> list[str]:
+        """Of the form ["a", "b"]."""
+        try:
+            return TypeAdapter(list[str]).validate_json(self.rest)
+        except ValidationError as error:
+            raise self.refused("a list of texts was expected") from error
+
 
 def last_workdir(path: Path, place: str) -> str:
     """Where an image that was built from it begins; empty if it does not say. Nothing else of it is looked at."""
@@ -83,17 +92,18 @@ def read_lines(path: Path, place: str) -> Iterator[Line]:
     except (OSError, UnicodeDecodeError) as error:
         raise TaskInvalid(f"{place} cannot be read: {error}") from error
     joined, begun = "", 0
-    for number, raw in enumerate([*text.splitlines(), ""], 1):
-        if raw.lstrip().startswith("#") or (joined and not raw.strip() and number <= len(text.splitlines())):
+    lines = text.splitlines()
+    for number, raw in enumerate([*lines, ""], 1):
+        if raw.lstrip().startswith("#") or (joined and not raw.strip() and number <= len(lines)):
             continue
         begun = begun if joined else number
         if raw.rstrip().endswith("\\"):
-            joined += raw.rstrip()[:-1] + " "
+            joined += raw.rstrip()[:-1]
             continue
-        word, _, rest = (joined + raw).strip().partition(" ")
+        words = (joined + raw).split(maxsplit=1)
         joined = ""
-        if word:
-            yield Line(begun, word.upper(), rest.strip(), place)
+        if words:
+            yield Line(begun, words[0].upper(), "".join(words[1:]).strip(), place)
 
 
 class _Reader:
@@ -102,6 +112,15 @@ class _Reader:
         self._recipe = Recipe()
         self._args: dict[str, str] = {}
         self._folders = {"/"}  # known to be folders: a file copied there keeps its name
+        self._does: dict[str, Callable[[Line], None]] = {
+            "FROM": self._from,
+            "ARG": self._arg,
+            "ENV": self._env,
+            "WORKDIR": self._workdir,
+            "RUN": self._run,
+            "ADD": self._add,
+            "COPY": self._copy,
+        }
 
     def read(self, lines: Iterator[Line]) -> Recipe:
         for line in lines:
@@ -110,7 +129,7 @@ class _Reader:
             if line.word in _NOTED:
                 self._recipe.notes.append(f"Dockerfile: {line.word}: {_NOTED[line.word]}")
             elif line.word not in _IGNORED:
-                does = getattr(self, f"_{line.word.lower()}", None)
+                does = self._does.get(line.word)
                 if does is None:
                     raise line.refused("this needs a build")
                 does(line)
@@ -127,9 +146,10 @@ class _Reader:
         self._recipe.image = words[0]
 
     def _arg(self, line: Line) -> None:
-        name, equals, value = self._expanded(line).partition("=")
-        if equals:
-            self._args[name.strip()] = value.strip("\"'")
+        for word in Line(line.number, line.word, self._expanded(line), line.place).words():
+            name, equals, value = word.partition("=")
+            if equals:
+                self._args[name] = value
 
     def _env(self, line: Line) -> None:
         words = Line(line.number, line.word, self._expanded(line), line.place).words()
@@ -138,7 +158,7 @@ class _Reader:
             words = [f"{name}={value.strip()}"]
         for word in words:
             name, equals, value = word.partition("=")
-            if not equals:
+            if not name or not equals:
                 raise line.refused("NAME=VALUE was expected")
             self._recipe.env[name] = value
 
@@ -155,13 +175,10 @@ class _Reader:
         if command.startswith("--") or "<<" in command:
             raise line.refused("options and heredocs of RUN need a build")
         if command.startswith("["):
-            try:
-                command = shlex.join(json.loads(command))
-            except (ValueError, TypeError) as error:
-                raise line.refused("a list of texts was expected") from error
+            command = shlex.join(line.texts())
         step: dict[str, Json] = {"run": command, "cwd": self._recipe.workdir or "/"}
-        if self._args:
-            step["env"] = dict(self._args)
+        if args := {name: value for name, value in self._args.items() if name not in self._recipe.env}:
+            step["env"] = args
         self._recipe.setup.append(step)
         self._recipe.runs.append(f"{line.place}:{line.number}: RUN {line.rest}")
 
@@ -179,15 +196,14 @@ class _Reader:
             raise line.refused(f"{options[0]} needs a build")
         words = [word for word in words if not word.startswith("--")]
         if words and words[0].startswith("["):
-            try:
-                words = json.loads(line.rest)
-            except ValueError as error:
-                raise line.refused("a list of texts was expected") from error
+            words = line.texts()
         if len(words) < 2:
             raise line.refused("a source and a destination were expected")
         *sources, wanted = words
         if not wanted.startswith("/") and not self._recipe.workdir:
             raise line.refused("the working folder of the base image is not known here: set WORKDIR before it")
+        if any((self._context / name).exists() for name in _IGNORE_FILES):
+            raise line.refused("a .dockerignore says what of environment/ is left out, which needs a build")
         found = [path for source in sources for path in self._found(line, source)]
         target = normpath(join(self._recipe.workdir or "/", wanted))
         is_folder = wanted.endswith(("/", "/.")) or wanted == "." or len(found) > 1 or target in self._folders
@@ -207,7 +223,10 @@ class _Reader:
         """In the folder of the Dockerfile, which is all that a build would see."""
         inside = normpath("/" + source).strip("/")
         root = self._context.resolve()
-        named = sorted(root.glob(inside)) if inside else [root]
+        try:
+            named = sorted(root.glob(inside)) if inside else [root]
+        except ValueError as error:  # "**" in the middle of a name
+            raise line.refused(f"{source!r} is a pattern that only a build knows: {error}") from error
         found = [path for path in named if path.resolve().is_relative_to(root)]
         if not found:
             raise line.refused(f"there is no {source!r} in environment/")

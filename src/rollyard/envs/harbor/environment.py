@@ -17,7 +17,8 @@ import asyncio
 import logging
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from posixpath import dirname
 from typing import ClassVar
@@ -25,7 +26,7 @@ from typing import ClassVar
 from rollyard.core import Json, Message, Score, Task
 from rollyard.core.failure import EvalDeadline, SetupDeadline, SetupFailed, TaskInvalid
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start
-from rollyard.envs.harbor.data import OURS, HarborData
+from rollyard.envs.harbor.data import ABOVE_TESTS, OURS, HarborData
 from rollyard.envs.harbor.files import Files, text_of, write_files
 from rollyard.envs.harbor.folder import bodies
 from rollyard.envs.harbor.scripts import command_of, interpreter_of
@@ -63,7 +64,8 @@ class HarborEnvironment(Environment):
 
     def plan(self, task: Task) -> Plan:
         data = HarborData.read(task)
-        return Plan(workdir=data.workdir, env=data.env, eval_mode="same", protected=(*PROTECTED, *OURS))
+        protected = (*PROTECTED, *OURS, *(ABOVE_TESTS if data.workdir != "/" else ()))
+        return Plan(workdir=data.workdir, env=data.env, eval_mode="same", protected=protected)
 
     def layer_key(self, task: Task) -> str | None:
         """Not the tests: tasks that differ only in what is asked and judged share a set-up."""
@@ -140,18 +142,21 @@ class HarborEnvironment(Environment):
 async def _laid_out(sandbox: Sandbox, data: HarborData) -> bool:
     """The verifier's folders and what is kept, in EVAL's sandbox. False: RUN's files stand in the way; in the image
     alone, `prepare` did the same."""
-    lines = [f"rm -rf /tests {FOLDER} && mkdir -p /tests {FOLDER} || exit 1"]
+    lines: list[str] = []
     for number, path in enumerate(data.keep):
         to, kept = shlex.quote(path), f"{KEPT}/{number}"
         above = shlex.quote(dirname(path))
         lines.append(f"rm -rf {to} && mkdir -p {above} && {{ test ! -e {kept} || cp -a {kept} {to}; }} || exit 1")
+    # last: what is kept may have come here, over a link of the agent's
+    lines.append(f"rm -rf /tests {FOLDER} && mkdir -p /tests {FOLDER} || exit 1")
     done = await sandbox.exec("\n".join(lines), timeout_s=OWN_S, cwd="/")
     if done.status != 0:
         return False
-    try:
-        await _upload(sandbox, data.tests, "/tests", "test.sh")
-    except (OSError, ValueError):
-        return False
+    async with _on_host(data.tests, "test.sh") as folder:  # a host whose disk is full is not the policy's doing
+        try:
+            await sandbox.upload(folder, "/tests")
+        except (OSError, ValueError):
+            return False
     return True
 
 
@@ -165,9 +170,16 @@ async def _set_up(sandbox: Sandbox, command: str, cwd: str, env: Mapping[str, st
 
 
 async def _upload(sandbox: Sandbox, files: Files, path: str, script: str = "") -> None:
+    async with _on_host(files, script) as folder:
+        await sandbox.upload(folder, path)
+
+
+@asynccontextmanager
+async def _on_host(files: Files, script: str) -> AsyncGenerator[Path, None]:
+    """A folder to be uploaded as a whole: a link in it is never followed here."""
     with tempfile.TemporaryDirectory() as folder:
         await asyncio.to_thread(write_files, files, Path(folder), script)
-        await sandbox.upload(Path(folder), path)  # as a folder: a link in it is never followed here
+        yield Path(folder)
 
 
 def _python_path(sandbox: Sandbox) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollyard.core import Json
+from rollyard.core import Json, Task
 from rollyard.core.failure import TaskInvalid
 from rollyard.envs.base import check_options
-from rollyard.envs.harbor.data import APP
+from rollyard.envs.harbor.data import APP, HarborData
 from rollyard.envs.harbor.dockerfile import Recipe, last_workdir, read_dockerfile
 from rollyard.envs.harbor.files import Packer, text_of
 from rollyard.envs.harbor.manifest import Manifest, read_manifest
@@ -73,8 +73,8 @@ def bodies(folder: Path, given: Mapping[str, str]) -> Iterator[Mapping[str, Json
     """The tasks of a task folder, or of all those below a folder. One that is refused stops it, unless skipped; the
     error names all of them."""
     options = Options.read(given)
-    found = sorted(path.parent for path in folder.rglob("task.toml"))
-    found = [path for path in found if not any(above in found for above in path.parents)]
+    named = {path.parent for path in folder.rglob("task.toml")}
+    found = sorted(path for path in named if named.isdisjoint(path.parents))
     if not found:
         raise TaskInvalid(f"harbor: {folder}: there is no task.toml in it, nor in a folder below it")
     made: list[Mapping[str, Json]] = []
@@ -126,7 +126,7 @@ def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
         "solution": solution,
         "solution_env": _env(manifest.solution.env, "solution", options),
         "keep": list(options.keep),
-        "metadata": json.loads(json.dumps(manifest.metadata, default=str)),
+        "metadata": json.loads(json.dumps(manifest.metadata, default=str), parse_constant=str),  # TOML has dates, nan
         "notes": notes,
     }
     limits: dict[str, Json] = {"eval_s": manifest.verifier.timeout_sec + EVAL_GRACE_S}
@@ -139,6 +139,7 @@ def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
         "disk_bytes": manifest.disk_bytes,
     }
     kept: dict[str, Json] = {name: value for name, value in data.items() if value or name == "tests"}
+    HarborData.read(Task("harbor", kept))
     return {"environment": "harbor", "data": kept, "limits": limits, "sandbox": sandbox}
 
 
