@@ -1,5 +1,5 @@
-"""The example tasks, one of each environment that needs neither an image nor a server: the oracle has all of the reward,
-doing nothing has none, on every runtime."""
+"""The example tasks, one of each environment that needs neither an image nor a server: the oracle has all of the
+reward, doing nothing has none, on every runtime."""
 
 from pathlib import Path
 

@@ -10,6 +10,7 @@ from rollyard.core import Deadline, Outcome, Rollout, Score, State, Task, Trajec
 from rollyard.core.failure import SetupFailed, Stalled
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Start
 from rollyard.pipeline import stages
+from rollyard.pipeline.evaluating import evaluate
 from rollyard.sandbox._sandbox import LaunchedSandbox
 from rollyard.testing.script import Reply
 from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
@@ -132,7 +133,7 @@ async def test_a_cancel_while_a_stage_ends_its_sandbox_waits_until_it_is_gone(tm
         shop, clock = yard.yard.shop, Deadline(30)
         if stage == "eval":
             trajectory = Trajectory("r", 1, (), ())
-            work = stages.evaluate(shop, rollout, trajectory, clock, lease_s=60, watch=lambda _: None)
+            work = evaluate(shop, rollout, trajectory, clock, lease_s=60, watch=lambda _: None)
         else:
             work = stages.init(shop, rollout, clock, lease_s=60)
         task = asyncio.ensure_future(work)

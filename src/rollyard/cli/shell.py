@@ -100,7 +100,7 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
 
 async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list[Artifact], answer: str | None) -> Score:
     from rollyard.core import Deadline, DeadlineExpired, Trajectory
-    from rollyard.pipeline import stages
+    from rollyard.pipeline.evaluating import evaluate
 
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
     trajectory = Trajectory(
@@ -108,7 +108,7 @@ async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list[Artifac
     )
     clock = Deadline(rollout.task.limits.eval_s)
     try:
-        return await stages.evaluate(
+        return await evaluate(
             shop, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None, layers=kit.eval_layers
         )
     except DeadlineExpired:

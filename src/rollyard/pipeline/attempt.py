@@ -33,6 +33,7 @@ from rollyard.core.failure import EvalDeadline, InternalError, PolicyFailure, Sa
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
 from rollyard.pipeline.base import Shutdown, Verdict, YardDoor
+from rollyard.pipeline.evaluating import evaluate
 from rollyard.pipeline.pool import Rank
 from rollyard.pipeline.progress import Progress
 from rollyard.pipeline.settling import Settling
@@ -292,7 +293,7 @@ class Attempt:
             self.clock = Deadline(self.rollout.task.limits.eval_s)
             self.beat()
             with stage_span(progress.span, "eval"):
-                return await stages.evaluate(
+                return await evaluate(
                     yard.shop,
                     self.rollout,
                     progress.trajectory,

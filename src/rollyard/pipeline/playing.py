@@ -25,6 +25,7 @@ from rollyard.core import (
 )
 from rollyard.core.failure import EvalDeadline, PolicyFailure
 from rollyard.pipeline import stages
+from rollyard.pipeline.evaluating import evaluate
 from rollyard.pipeline.starting import ended_by_policy, to_its_end
 from rollyard.pipeline.workshop import Workshop
 
@@ -93,7 +94,7 @@ async def _scored(
 ) -> tuple[Score, Failure | None]:
     clock = Deadline(rollout.task.limits.eval_s)
     try:
-        score = await stages.evaluate(
+        score = await evaluate(
             shop,
             rollout,
             trajectory,

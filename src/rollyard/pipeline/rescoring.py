@@ -13,8 +13,8 @@ from typing import Protocol
 
 from rollyard.core import Deadline, Json, Rollout, State, Trajectory
 from rollyard.core.failure import Gone, InvalidRequest, SandboxStuck
-from rollyard.pipeline import stages
 from rollyard.pipeline.base import YardDoor
+from rollyard.pipeline.evaluating import evaluate
 from rollyard.sandbox.base import Sandbox
 
 
@@ -58,7 +58,7 @@ class Rescoring:
         async with self._place(), yard.eval_pool.slot((-rollout.priority, rollout.seq)):
             clock = Deadline(rollout.task.limits.eval_s)
             try:
-                score = await stages.evaluate(
+                score = await evaluate(
                     yard.shop,
                     rollout,
                     trajectory,

@@ -1,10 +1,9 @@
-"""The three stages as plain functions: what happens in a slot, not when it gets one.
+"""INIT and RUN as plain functions: what happens in a slot, not when it gets one. EVAL is in evaluating.py.
 
-INIT makes a `Kit` (sandbox, tools, first messages). RUN lets the agent work with it and makes a trajectory. EVAL
-scores what was saved, in a sandbox of its own. Each is bounded by the clock it is given; none writes to the store.
+INIT makes a `Kit` (sandbox, tools, first messages). RUN lets the agent work with it and makes a trajectory; `collect`
+takes what it left out of its sandbox. Each is bounded by the clock it is given; none writes to the store.
 
-Invariants. INIT that fails leaves nothing running. RUN returns whatever was sampled, however it ended. EVAL sees
-declared artifacts, or with `same` RUN's files: RUN's processes are proven dead before it starts.
+Invariants. INIT that fails leaves nothing running. RUN returns whatever was sampled, however it ended.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ from rollyard.core import (
     DeadlineExpired,
     Failure,
     Json,
-    Message,
     Rollout,
     RollyardError,
     Run,
-    Score,
     Task,
     Trajectory,
 )
 from rollyard.core.failure import (
-    ArtifactLost,
     EngineFailure,
     EngineTimeout,
     EnvironmentBroken,
@@ -46,17 +42,16 @@ from rollyard.core.failure import (
     SandboxFailure,
     SandboxStartFailed,
     TaskInvalid,
-    VerifierCrashed,
 )
-from rollyard.engines.base import ChatReply, Session
-from rollyard.envs.base import COLLECT_S, EnvContext, Evidence, Judge, Plan, Solution, Start
+from rollyard.engines.base import Session
+from rollyard.envs.base import COLLECT_S, EnvContext, Plan, Solution, Start
 from rollyard.gateway.app import GatewayApp
 from rollyard.gateway.session import GatewaySession, open_gateway
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.door import Door
-from rollyard.pipeline.layering import INIT_GRACE_S, eval_spec, late, left_out, prepared, setting_up
+from rollyard.pipeline.layering import INIT_GRACE_S, late, left_out, prepared, setting_up
 from rollyard.pipeline.starting import ended_by_policy, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
@@ -419,92 +414,3 @@ def _plain(value: Json, depth: int = 0) -> Json:
     if isinstance(value, Sequence):
         return [_plain(item, depth + 1) for item in value]
     return value
-
-
-async def evaluate(
-    shop: Workshop,
-    rollout: Rollout,
-    trajectory: Trajectory,
-    clock: Deadline,
-    *,
-    lease_s: float,
-    watch: Callable[[Sandbox], None],
-    metrics: Metrics | None = None,
-    layers: Sequence[Path] = (),
-    ran_on: SandboxSpec | None = None,
-) -> Score:
-    """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
-    that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
-    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours."""
-    task = rollout.task
-    environment = shop.environment_of(task)
-    plan = environment.plan(task)
-    if plan.eval_mode == "same" and not layers:
-        raise ArtifactLost("the files that RUN left are gone with the process that ran it; EVAL `same` needs them")
-    async with AsyncExitStack() as stack:
-        sandbox: Sandbox | None = None
-        artifacts = trajectory.artifacts
-        try:
-            async with clock.counting():
-                if plan.eval_needs_sandbox:
-                    if plan.eval_mode == "same" and ran_on is not None:
-                        spec = replace(ran_on, binds=(), has_doorway=False)
-                    else:
-                        stack.enter_context(shop.holding_image(task))
-                        spec = shop.spec_of(task, plan, rollout.id)
-                    spec = eval_spec(spec, plan, layers)
-                    sandbox = await start(shop, task, spec, lease_s=lease_s, metrics=metrics)
-                    stack.push_async_callback(to_its_end, sandbox.kill)
-                    watch(sandbox)
-                    if plan.eval_mode == "fresh":
-                        artifacts = await _unpack(shop, sandbox, trajectory, rollout.id)
-        except DeadlineExpired:
-            raise SandboxStartFailed(f"EVAL's sandbox was not there within {clock.budget_s:g} s") from None
-        async with clock.counting():
-            context = EnvContext(task, rollout.id, sandbox, _PatientJudge(shop.router, clock))
-            evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
-            with boundary(VerifierCrashed, f"{task.environment}.eval"):
-                score = await environment.eval(context, evidence)
-    _check_score(score, trajectory, f"{task.environment}.eval")
-    return score
-
-
-class _PatientJudge:
-    """The judges, with EVAL's clock held while one answers: a slow judge is not the policy's deadline. It has its own
-    bound, and beyond it is JudgeUnreachable."""
-
-    def __init__(self, judge: Judge, clock: Deadline) -> None:
-        self._judge = judge
-        self._clock = clock
-
-    async def ask(self, messages: Sequence[Message]) -> ChatReply:
-        with self._clock.held():
-            return await self._judge.ask(messages)
-
-
-def _check_score(score: object, trajectory: Trajectory, what: str) -> None:
-    """What an environment returns is stored as it is, and read by everyone who lists: so it is looked at here."""
-    if not isinstance(score, Score):
-        raise VerifierCrashed(f"{what} returned {type(score).__name__}, not a Score")
-    spans = [len(trace.spans) for trace in trajectory.traces]
-    for turn in score.turn_rewards:
-        if not (0 <= turn.trace < len(spans) and 0 <= turn.span < spans[turn.trace]):
-            raise VerifierCrashed(f"{what} rewarded span {turn.span} of trace {turn.trace}, which is not there")
-
-
-async def _unpack(shop: Workshop, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str) -> tuple[Artifact, ...]:
-    """Those that are in place now. A file where the image has a folder, or the other way round, is the policy's doing
-    and as good as missing: `eval` says what that means."""
-    there: list[Artifact] = []
-    for artifact in trajectory.artifacts:
-        path = await shop.artifacts.load(artifact, rollout_id, trajectory.attempt)
-        with boundary(VerifierCrashed, f"unpacking the artifact {artifact.name}"):
-            try:
-                if artifact.kind == "tar":
-                    await sandbox.unpack(path, artifact.path)
-                else:
-                    await sandbox.upload(path, artifact.path)
-            except (IsADirectoryError, NotADirectoryError, FileExistsError):
-                continue
-        there.append(artifact)
-    return tuple(there)
