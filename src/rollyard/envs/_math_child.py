@@ -1,20 +1,16 @@
-"""The process that runs `math-verify`: one JSON line in, one out, over the socket that is its standard input.
+"""The process that runs `math-verify`.
 
-In:  ["the known answer", "the agent's answer", a relative tolerance or null]
-Out: {"same": true} or {"error": "…"}; {"ready": true} at first.
+In:  ["the known answer", "the agent's answer", a relative tolerance or null]     Out: {"same": true}
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-import resource
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-MEMORY_BYTES = 4 << 30
+from rollyard.core import Json
+from rollyard.envs.children import answer_lines
 
 _WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")
 """Letters only, four of them in a row somewhere: a product of variables is shorter."""
@@ -64,21 +60,13 @@ def _as_latex(text: str) -> str:
     return text if _DELIMITER.search(text) else f"\\boxed{{{text}}}"
 
 
+def _answered(question: Json) -> Json:
+    return {"same": same(*cast("list[Any]", question))}
+
+
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    logging.disable(logging.CRITICAL)
     same("1", "2")  # imports, and builds the grammars, before it says that it is ready
-    with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
-        stream.write(b'{"ready": true}\n')
-        stream.flush()
-        for line in stream:
-            question = json.loads(line)
-            try:
-                reply: dict[str, Any] = {"same": same(*question)}
-            except Exception as error:
-                reply = {"error": f"{type(error).__name__}: {error}"[:500]}
-            stream.write(json.dumps(reply).encode() + b"\n")
-            stream.flush()
+    answer_lines(_answered)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ It bounds itself by SIGALRM, which works only in a main thread and not inside on
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rollyard.envs.children import Children
 
@@ -21,9 +19,7 @@ class MathJudge:
     """See the module."""
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
-        # by path: as a part of the package it would import all that this wing is made of
-        child = str(Path(__file__).parent / "_math_child.py")
-        self.children = Children("math-verify", command=command or (sys.executable, "-P", child))
+        self.children = Children("math-verify", "rollyard.envs._math_child", command=command or ())
         self.answer_s = ANSWER_S
 
     async def is_same(
