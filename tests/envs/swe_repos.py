@@ -228,4 +228,13 @@ def as_r2e(calc: Repository, folder: Path) -> Repository:
     run = folder / "testbed/run_tests.sh"
     run.write_text("python3 -W ignore -m pytest -rA -p no:cacheprovider -o python_classes=T r2e_tests\n")
     (folder / "testbed/untracked.txt").unlink()
+    (folder / "testbed/parsed_commit.json").write_text('{"the fix": "a + b"}')
     return replace(calc, image=folder)
+
+
+def as_sif(calc: Repository, file: Path) -> Repository:
+    """The same image as a file. Not compressed: a second or two."""
+    no_compression = ["--mksquashfs-args", "-noI -noD -noF -noX"]
+    command = ["apptainer", "--quiet", "build", *no_compression, str(file), str(calc.image)]
+    subprocess.run(command, check=True, capture_output=True)
+    return replace(calc, image=file)

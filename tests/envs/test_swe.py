@@ -4,15 +4,19 @@ import base64
 import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from rollyard.agents.base import AgentContext
 from rollyard.agents.registry import Agents
+from rollyard.core import Message
+from rollyard.envs.swe import repository
 from rollyard.pipeline import Workshop
 from rollyard.pipeline.playing import Played
-from tests.envs.swe_repos import FAIL_TO_PASS, PASS_TO_PASS, Hands, Repository, as_r2e, build
+from tests.envs.swe_repos import FAIL_TO_PASS, PASS_TO_PASS, Hands, Repository, as_r2e, as_sif, build
 from tests.envs.yard import RUNTIMES, played, rewards, workshop
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -47,25 +51,25 @@ for fd in range(3, 64):  # pytest has its own output somewhere, while it catches
         os.write(fd, b"\nPASSED tests/test_calc.py::test_add\nPASSED tests/test_calc.py::test_mul\n")
         os.write(fd, b"\n>>>>> End Test Output\n>>>>> Test Exit Code: 0\n")
 """
+LEFT_OUT = {
+    "tests/test_calc.py": "def test_add():\n    pass\n",
+    "conftest.py": ALWAYS_PASSED,
+    "tests/conftest.py": ALWAYS_PASSED,
+    "'*'/conftest.py": ALWAYS_PASSED,
+    "$(printf 'caf\\351')/conftest.py": ALWAYS_PASSED,
+    "pytest.ini": "[pytest]\naddopts = -p cheat\n",
+    "setup.cfg": "[tool:pytest]\naddopts = -p cheat\n",
+    "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-p cheat'\n",
+    "cheat-1.dist-info/entry_points.txt": "[pytest11]\ncheat = cheat\n",
+    "cheat-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: cheat\nVersion: 1\n",
+    "pytest.py": "print('PASSED tests/test_calc.py::test_add\\nPASSED tests/test_calc.py::test_mul')\n",
+}
+"""Files by which each its own would pass, with `cheat.py` beside them: none of them is in EVAL."""
 CHEATS = {
-    "in the tests": [adds("tests/test_calc.py", "def test_add():\n    pass\n")],
-    "in a conftest.py": [
-        adds("conftest.py", ALWAYS_PASSED),
-        "for name in tests $(printf 'caf\\351') '*'; do mkdir -p \"$name\"; cp conftest.py \"$name\"; done",
-        adds("calc.py", "# changed\n"),
-    ],
-    "in settings": [
-        adds("cheat.py", ALWAYS_PASSED),
-        adds("pytest.ini", "[pytest]\naddopts = -p cheat\n"),
-        adds("setup.cfg", "[tool:pytest]\naddopts = -p cheat\n"),
-        adds("pyproject.toml", "[tool.pytest.ini_options]\naddopts = '-p cheat'\n"),
-    ],
-    "with swebench's marks": [adds("calc.py", PRINTS_PAST_PYTEST)],
-    "with outcomes of its own": [
-        adds("calc.py", "def add(a, b):\n    print('PASSED tests/test_calc.py::test_add')\n    return 0\n")
-    ],
-    "with an end of its own": [adds("calc.py", "import os\nos._exit(0)\n")],
-    "by killing the shell": [adds("calc.py", "import os\nos.kill(os.getppid(), 9)\n")],
+    "with swebench's marks": PRINTS_PAST_PYTEST,
+    "with outcomes of its own": "def add(a, b):\n    print('PASSED tests/test_calc.py::test_add')\n    return 0\n",
+    "with an end of its own": "import os\nos._exit(0)\n",
+    "by killing the shell": "import os\nos.kill(os.getppid(), 9)\n",
 }
 
 
@@ -106,38 +110,59 @@ def score_of(result: Played) -> Any:
 async def test_the_oracle_resolves_it_and_doing_nothing_does_not(
     runtime: str, calc: Repository, shops: dict[str, Workshop]
 ):
-    """The fix has a binary file, a new one, a deleted one, and one with CRLF; the hidden tests look at their bytes."""
-    shop = shops[runtime]
-    assert await rewards(shop, calc.body()) == (1.0, 0.0)
-    as_lists = calc.body(FAIL_TO_PASS=FAIL_TO_PASS, PASS_TO_PASS=PASS_TO_PASS)
-    best = score_of(await played(shop, as_lists, "oracle"))
-    nothing = score_of(await played(shop, as_lists, "noop"))
+    """The fix has a binary file, a new one, a deleted one, and one with CRLF; the hidden tests look at their bytes.
+    What is to pass is a list here, as SWE-Gym has it, and else JSON in a string."""
+    body = calc.body(FAIL_TO_PASS=FAIL_TO_PASS, PASS_TO_PASS=PASS_TO_PASS)
+    best = score_of(await played(shops[runtime], body, "oracle"))
+    nothing = score_of(await played(shops[runtime], body, "noop"))
     assert (best.reward, best.components) == (1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0})
     assert best.metrics["tests"] == 3.0
     assert (nothing.reward, nothing.metrics) == (0.0, {"patch_kept": 1.0, "patch_bytes": 0.0, "patch_applied": 0.0})
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_half_a_fix_is_no_fix_and_a_patch_that_does_not_apply_is_zero(
-    runtime: str, calc: Repository, shops: dict[str, Workshop]
-):
-    async def left(script: str) -> Any:
-        """The agent has a git of its own, so it can leave anything as its patch."""
-        program = adds("/usr/local/bin/git", f"#!/bin/sh\ncd /var/tmp/rollyard-swe\n{script}\n")
-        command = f"mkdir -p /usr/local/bin; {program}; chmod +x /usr/local/bin/git"
-        score = score_of(await tried(shops[runtime], calc, [command]))
-        assert (score.reward, score.components) == (0.0, {"fail_to_pass": 0.0, "pass_to_pass": 0.0})
-        return score.metrics
+async def test_in_an_image_file_too(calc: Repository, shops: dict[str, Workshop], tmp_path: Path):
+    assert await rewards(shops["apptainer"], as_sif(calc, tmp_path / "calc.sif").body()) == (1.0, 0.0)
 
-    half = score_of(await tried(shops[runtime], calc, [FIX]))
-    assert (half.reward, half.components) == (0.0, {"fail_to_pass": 0.5, "pass_to_pass": 1.0})
+
+async def left(shop: Workshop, calc: Repository, script: str) -> Any:
+    """The agent has a git of its own, so it can leave anything as its patch."""
+    program = adds("/usr/local/bin/git", f"#!/bin/sh\ncd /var/tmp/rollyard-swe\n{script}\n")
+    command = f"mkdir -p /usr/local/bin; {program}; chmod +x /usr/local/bin/git"
+    score = score_of(await tried(shop, calc, [command]))
+    assert (score.reward, score.components) == (0.0, {"fail_to_pass": 0.0, "pass_to_pass": 0.0})
+    return score.metrics
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_a_patch_that_does_not_apply_is_zero(runtime: str, calc: Repository, shops: dict[str, Workshop]):
     stale = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-other\n+text\n"
-    not_applied = await left(f"cat > solution.patch <<'END'\n{stale}END")
-    assert (not_applied["patch_files"], not_applied["patch_applied"]) == (1.0, 0.0)
-    garbage = await left("echo no patch > solution.patch")
+    metrics = await left(shops[runtime], calc, f"cat > solution.patch <<'END'\n{stale}END")
+    assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
+
+
+async def test_what_is_no_patch_is_zero(calc: Repository, shop: Workshop):
+    garbage = await left(shop, calc, "echo no patch > solution.patch")
     assert (garbage["patch_files"], garbage["patch_applied"]) == (0.0, 0.0)
-    assert await left("truncate -s 33M solution.patch") == {"patch_kept": 0.0}
-    assert await left("mkdir -p solution.patch") == {"patch_kept": 0.0}
+    assert await left(shop, calc, "truncate -s 33M solution.patch") == {"patch_kept": 0.0}
+    assert await left(shop, calc, "mkdir -p solution.patch") == {"patch_kept": 0.0}
+
+
+class Ways(Hands):
+    """Does each command on the repository as it was, and says what patch comes of it."""
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        assert context.sandbox is not None
+        commands = context.task.agent.options["commands"]
+        assert isinstance(commands, list | tuple)
+        await context.sandbox.exec("cp -a . /tmp/before", timeout_s=20, cwd="/testbed")
+        for command in commands:
+            again = f"find . -mindepth 1 -delete && cp -a /tmp/before/. . && {{ {command}; }}"
+            result = await context.sandbox.exec(again, timeout_s=20, cwd="/testbed")
+            assert result.status == 0, (command, result.stderr)
+            await repository.diff(context.sandbox, "/testbed", timeout_s=20)
+            patch = await context.sandbox.read(repository.PATCH, limit_bytes=1 << 20)
+            self.said.append(patch.decode())
+        return "done"
 
 
 async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc: Repository, shop: Workshop):
@@ -159,11 +184,13 @@ async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc
         "with junk": f"{FIX}; mkdir -p build; python3 -c 'import calc';"
         " head -c 50000000 /dev/zero > build/junk; echo x > x.log",
     }
-    for way, command in ways.items():
-        score = score_of(await tried(shop, calc, [command], **ONLY_ADD))
-        assert score.reward == 1.0, (way, score)
-        assert score.metrics["patch_bytes"] < 3000, way
-        assert score.metrics["patch_files"] == (3 if way == "with a configuration" else 1), way
+    agent = Ways()
+    shop = replace(shop, agents=Agents({"hands": agent}))
+    score = score_of(await tried(shop, calc, list(ways.values()), **ONLY_ADD))
+    assert (score.reward, score.metrics["patch_files"]) == (1.0, 1.0)  # of the last
+    for way, patch in zip(ways, agent.said, strict=True):
+        assert "\n-    return a - b\n+    return a + b\n" in patch, (way, patch)
+        assert patch.count("diff --git") == (3 if way == "with a configuration" else 1), (way, patch)
 
 
 async def test_every_byte_and_mode_arrives(calc: Repository, shop: Workshop):
@@ -191,12 +218,16 @@ async def test_every_byte_and_mode_arrives(calc: Repository, shop: Workshop):
     assert score_of(await played(shop, body, "hands")).reward == 0.0
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_cheating_does_not_pay(runtime: str, calc: Repository, shops: dict[str, Workshop]):
-    shop = shops[runtime]
-    for how, commands in CHEATS.items():
-        score = score_of(await tried(shop, calc, commands, **ONLY_ADD))
-        assert score.reward == 0.0, (how, score)
+@pytest.mark.parametrize("how", CHEATS)
+async def test_cheating_does_not_pay(how: str, calc: Repository, shop: Workshop):
+    assert score_of(await tried(shop, calc, [adds("calc.py", CHEATS[how])], **ONLY_ADD)).reward == 0.0
+
+
+async def test_files_that_decide_how_tests_run_are_not_there(calc: Repository, shop: Workshop):
+    commands = [f'd=$(dirname {path}); mkdir -p "$d"; {adds(path, text)}' for path, text in LEFT_OUT.items()]
+    score = score_of(await tried(shop, calc, [*commands, adds("cheat.py", ALWAYS_PASSED)], **ONLY_ADD))
+    assert score.reward == 0.0
+    assert (score.metrics["patch_files"], score.metrics["patch_files_left_out"]) == (1.0, len(LEFT_OUT))
 
 
 async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, shop: Workshop):
@@ -207,6 +238,15 @@ async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, shop
     assert (score.reward, score.metrics["patch_files_left_out"]) == (1.0, 2.0)
     assert gone.reward == 1.0
     assert in_the_way.reward == 0.0
+
+
+async def test_tests_that_are_in_the_image_are_as_little_a_solution(calc: Repository, shop: Workshop):
+    """A row without a test patch: the agent sees its tests, and they are left as they were."""
+    command = "python3 -m pytest -rA -p no:cacheprovider tests"
+    own = {"test_patch": "", "test_command": command, "FAIL_TO_PASS": PASS_TO_PASS, "PASS_TO_PASS": []}
+    broken = "echo 'def mul(a, b): return 0' >> calc.py; echo 'def test_mul(): pass' > tests/test_calc.py"
+    score = score_of(await tried(shop, calc, [broken], **own))
+    assert (score.reward, score.metrics["patch_files_left_out"]) == (0.0, 1.0)
 
 
 async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, shop: Workshop):
@@ -312,7 +352,7 @@ async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, 
 
 async def test_tests_that_never_end_are_the_policys(calc: Repository, shop: Workshop):
     body = calc.body(["echo 'import time; time.sleep(60)' >> calc.py"])
-    body["limits"] = {**body["limits"], "eval_s": 2}
+    body["limits"] = {**body["limits"], "eval_s": 3}  # of which its sandbox takes a part
     result = await played(shop, body, "hands")
     assert result.failure is not None and result.failure.code == "eval_deadline"
     assert result.score is not None and result.score.reward == 0.0
@@ -329,15 +369,14 @@ async def test_r2e_rows_are_judged_by_the_expected_outcomes(calc: Repository, r2
         "modified_files": ["calc.py"],
         "prompt": "not used",
     }
-    look = "test ! -e run_tests.sh && test ! -e r2e_tests && test ! -e /r2e_tests"
-    fixed = await played(shop, r2e.task(row, [look, FIX]), "hands")
+    look = "test ! -e run_tests.sh && test ! -e r2e_tests && test ! -e /r2e_tests && test ! -e parsed_commit.json"
+    cheat = "mkdir r2e_tests; echo 'x' > run_tests.sh; echo 'def test_a(): pass' > r2e_tests/test_1.py"
+    fixed = await played(shop, r2e.task(row, [look, f"{FIX}; {cheat}"]), "hands")
     other = await played(shop, r2e.task(row, ["echo '# nothing' >> calc.py"]), "hands")
-    cheat = [f"{FIX}; mkdir r2e_tests; echo 'x' > run_tests.sh; echo 'def test_a(): pass' > r2e_tests/test_1.py"]
-    cheated = await played(shop, r2e.task(row, cheat), "hands")
     with_patch = {**row, "patch": calc.patch, "expected_output_json": expected}
     assert await rewards(shop, r2e.task(with_patch)) == (1.0, 0.0)
     assert fixed.trajectory is not None and "add() subtracts" in str(fixed.trajectory.messages[0]["content"])
     assert "You are told" not in str(fixed.trajectory.messages[0]["content"])
     assert (score_of(fixed).reward, score_of(fixed).components) == (1.0, {"expected": 1.0})
     assert score_of(other).reward == 0.0 and score_of(other).components["expected"] == pytest.approx(2 / 3)
-    assert (score_of(cheated).reward, score_of(cheated).metrics["patch_files_left_out"]) == (1.0, 2.0)
+    assert score_of(fixed).metrics["patch_files_left_out"] == 2.0

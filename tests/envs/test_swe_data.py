@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from rollyard.core import SandboxOptions, Task
 from rollyard.core.failure import TaskInvalid
 from rollyard.envs.swe import SweEnvironment
 from rollyard.envs.swe.data import SweData, touched
 from rollyard.envs.swe.grading import Grader, cut, script
+from rollyard.envs.swe.suites import SUITES
 from rollyard.service.models import to_task
 
 TEST_PATCH = """diff --git a/tests/test_a.py b/tests/test_a.py
@@ -80,7 +82,10 @@ def read(data: Mapping[str, Any]) -> SweData:
         ({"FAIL_TO_PASS": "[x"}, "data.FAIL_TO_PASS: a list of tests"),
         ({"FAIL_TO_PASS": "[]"}, "data.FAIL_TO_PASS: at least one test"),
         ({"PASS_TO_PASS": [1]}, "data.PASS_TO_PASS: a list of tests"),
-        ({"repo": "me/mine"}, "data.test_command: how to run the tests of me/mine, which is not a known repository,"),
+        ({"repo": "me/mine"}, "data.test_command: how to run the tests of me/mine at version '2.0', which nobody k"),
+        ({"repo": "python/mypy", "version": None}, "data.test_command: how to run the tests of python/mypy, which nob"),
+        ({"repo": "django/django", "version": "1.4"}, "how to run the tests of django/django at version '1.4'"),
+        ({"repo": "django/django", "version": None}, "how to run the tests of django/django, which nobody knows"),
         ({"repo": "me/mine", "test_command": "make"}, "data.log_parser: the name of a parser of swebench's"),
         (
             {"eval_script": "pytest", "log_parser": "parse_log_pytest"},
@@ -121,12 +126,52 @@ def test_rows_are_read_as_they_are():
     assert read({**ROW, "FAIL_TO_PASS": ["a", "b"]}).fail_to_pass == ("a", "b")
     names = ("test_a.py", "data.json", "was.py", "sub dir/is.py", "gone.py")
     assert data.test_files == tuple(f"tests/{name}" for name in names)
-    assert data.tests_to_run() == "python -m pytest -rA tests/test_a.py 'tests/sub dir/is.py'"
+    assert data.tests_to_run() == "pytest -rA tests/test_a.py 'tests/sub dir/is.py'"
     assert data.log_parser == "parse_log_flask"
-    django = read({**ROW, "repo": "django/django"})
+    django = read({**ROW, "repo": "django/django", "version": "4.0"})
     assert django.tests_to_run().endswith(" --parallel 1 test_a 'sub dir.is'")
     own = read({**ROW, "test_command": "make check", "log_parser": "parse_log_pytest_v2"})
     assert (own.tests_to_run(), own.log_parser, own.workdir) == ("make check", "parse_log_pytest_v2", "/testbed")
+
+
+@pytest.mark.parametrize(
+    ("repo", "version", "parts"),
+    [
+        ("django/django", "1.9", ("setup.py install", "./tests/runtests.py --verbosity 2 test_a")),
+        ("django/django", "1.10", ("setup.py install", "--settings=test_sqlite --parallel 1 test_a")),
+        ("django/django", "3.2", ("locale-gen", "--settings=test_sqlite --parallel 1 test_a")),
+        ("astropy/astropy", "1.3", ("pytest -rA -vv -o console_output_style=classic --tb=no tests/",)),
+        ("astropy/astropy", "v5.3", ("pytest -rA tests/",)),
+        ("conan-io/conan", "2.0", ("PYTHONPATH=${PYTHONPATH:-}:$PWD pytest -n0 -rA tests/",)),
+    ],
+)
+def test_the_command_is_that_of_the_repositorys_version(repo: str, version: str, parts: tuple[str, ...]):
+    command = read({**ROW, "repo": repo, "version": version}).tests_to_run()
+    assert all(part in command for part in parts)
+    assert ("install" in command) == ("install" in "".join(parts))
+
+
+def test_every_known_suite_has_a_parser_of_swebench():
+    """And the same as swebench's, of the repositories that it knows."""
+    code = (
+        "import json; from swebench.harness.log_parsers import PARSER_REGISTRY;"
+        " from swebench.harness.log_parsers.python import MAP_REPO_TO_PARSER_PY;"
+        " print(json.dumps([{name: id(parser) for name, parser in PARSER_REGISTRY.items()},"
+        " {repo: id(parser) for repo, parser in MAP_REPO_TO_PARSER_PY.items()}]))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    registry, by_repo = json.loads(found.stdout)
+    suites = [(repo, suite) for repo, versions in SUITES.items() for suite in versions.values()]
+    assert {suite.log_parser for _, suite in suites} <= set(registry)
+    for repo, suite in suites:
+        assert registry[suite.log_parser] == by_repo.get(repo, registry[suite.log_parser]), repo
+    assert set(by_repo) <= set(SUITES)
+
+
+def test_a_patch_that_was_stripped_ends_its_last_line():
+    data = read({**ROW, "patch": "diff --git a/x b/x", "test_patch": TEST_PATCH.strip()})
+    assert (data.patch, data.test_patch) == ("diff --git a/x b/x\n", TEST_PATCH)
+    assert read({**ROW, "patch": ""}).patch == ""
 
 
 def test_the_agent_is_told_the_issue_and_nothing_of_the_tests():
@@ -145,6 +190,12 @@ def test_what_decides_how_tests_run_is_left_out_unless_the_fix_has_it():
     assert "conftest.py" not in own and "*/conftest.py" not in own and "setup.cfg" in own
     r2e = read(R2E).left_out
     assert {"r2e_tests/*", "run_tests.sh", "tox.ini"} <= set(r2e) and "setup.cfg" not in r2e
+    django = {**ROW, "repo": "django/django", "version": "4.0"}
+    assert "tests/runtests.py" in read(django).left_out
+    fixed = read({**django, "patch": "diff --git a/tests/runtests.py b/tests/runtests.py\n"}).left_out
+    assert "tests/runtests.py" not in fixed and "*.egg-info/*" in fixed
+    plugin = read({**ROW, "patch": "diff --git a/x.egg-info/a b/x.egg-info/a\n"}).left_out
+    assert "*.egg-info/*" not in plugin and "*.dist-info/*" in plugin
 
 
 def test_names_in_a_patch_with_carriage_returns():
@@ -162,6 +213,8 @@ def test_names_in_a_patch_with_carriage_returns():
         ({**ROW, "image": "x"}, {"images": "/data/sif/"}, "/data/sif/pallets__Flask-1.sif"),
         (ROW, {"images": "docker://host:5000/{name}"}, "docker://host:5000/pallets_1776_flask-1"),
         (R2E, {"images": "/data"}, "/data/orange3-123.sif"),
+        (ROW, {"images": "/data/one.sif"}, "/data/one.sif"),
+        (ROW, {"images": "docker://host:5000/one:1"}, "docker://host:5000/one:1"),
     ],
 )
 def test_a_row_becomes_a_task_with_its_image(row: dict[str, Any], options: dict[str, str], image: str):
@@ -190,6 +243,8 @@ def test_options_of_the_importer():
             SweEnvironment().from_row(ROW, options)
     with pytest.raises(TaskInvalid, match=r"data\.FAIL_TO_PASS"):
         SweEnvironment().from_row({**ROW, "FAIL_TO_PASS": None}, {})
+    with pytest.raises(TaskInvalid, match=r"data\.repo: a text"):
+        SweEnvironment().from_row({**ROW, "repo": ["pallets/flask"]}, {})
     with pytest.raises(TaskInvalid, match="swe: instance_id: a text was expected"):
         SweEnvironment().from_row({**ROW, "instance_id": None}, {})
 
@@ -223,13 +278,24 @@ def test_the_marks_are_new_each_time_and_no_trace_of_the_shell_shows_them():
     assert text.startswith("exec 2>&1\n")
 
 
-@pytest.fixture
+def test_a_script_that_keeps_the_status_itself_does_not_hide_it():
+    """The last line before swebench's mark is not a test then."""
+    own = "cd /\n: '>>>>> Start Test Output'\n(exit 3)\nSWEBENCH_TEST_EXIT_CODE=$?\n: '>>>>> End Test Output'\n"
+    for text, status in ((own, 3), (own.replace("SWEBENCH_TEST_EXIT_CODE=$?\n", ""), 3), (own.replace("3", "0"), 0)):
+        data = read({**ROW, "eval_script": text})
+        done = subprocess.run(["bash", "-c", script(data, "N")], capture_output=True, text=True)
+        assert (done.returncode, cut(done.stdout, "N")) == (status, "")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def grader() -> AsyncGenerator[Grader, None]:
+    """One for all: swebench takes a second or two to start."""
     made = Grader()
     yield made
     await made.close()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_swebench_decides(grader: Grader):
     data = read({**ROW, "log_parser": "parse_log_pytest", "FAIL_TO_PASS": ["t.py::a"], "PASS_TO_PASS": ["t.py::b"]})
 
@@ -255,6 +321,7 @@ async def test_swebench_decides(grader: Grader):
     assert (await verdict("12 passing (1s)\n", 0, only_failures))[0]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_the_outcomes_of_r2e_must_be_the_expected_ones(grader: Grader):
     async def verdict(log: str) -> tuple[bool, float]:
         found = await grader.verdict(read(R2E), log, 1, wait_s=60)
@@ -265,6 +332,11 @@ async def test_the_outcomes_of_r2e_must_be_the_expected_ones(grader: Grader):
     assert await verdict(right) == (True, 1.0)
     assert await verdict(f"{right}PASSED r2e_tests/t.py::test_c\n") == (False, 1.0)
     assert await verdict(right.replace("FAILED", "PASSED")) == (False, 0.5)
+    others = "XFAIL r2e_tests/t.py::test_x - later\nSKIPPED [1] r2e_tests/t.py:3: no\nSKIPPED r2e_tests/t.py::test_s\n"
+    assert await verdict(f"{right}{others}") == (True, 1.0)
+    spaced = {**R2E, "expected_output_json": {"test_a[x  y]": "PASSED"}}
+    found = await grader.verdict(read(spaced), f"{summary}PASSED r2e_tests/t.py::test_a[x  y]\n", 0, wait_s=60)
+    assert found.is_resolved
     assert await verdict(right.replace(summary, "")) == (False, 0.0)
 
 

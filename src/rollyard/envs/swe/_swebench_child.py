@@ -25,6 +25,7 @@ from swebench.utils import ansi_escape
 from rollyard.envs.children import answer_lines
 
 SUMMARY = "short test summary info"
+R2E_OUTCOMES = ("PASSED", "FAILED", "ERROR")
 
 
 def answer(question: Any) -> Any:
@@ -71,10 +72,15 @@ def _as_swebench_logs(log: str, status: int) -> str:
 
 
 def _as_expected(log: str, expected: dict[str, str], spec: TestSpec) -> Any:
-    """R2E-Gym's rule: the same tests with the same outcomes, no more and no fewer. Its names are without the file."""
+    """R2E-Gym's rule: the same tests with the same outcomes, no more and no fewer. Its names are without the file, and
+    it knows three outcomes: a test that is skipped, or expected to fail, is none."""
     _, _, summary = ansi_escape(log).partition(SUMMARY)
     outcomes = PARSER_REGISTRY[spec.log_parser](summary, spec)
-    found = {_name(test.partition("::")[2]): outcome for test, outcome in outcomes.items() if "::" in test}
+    found = {
+        _name(test.partition("::")[2]): outcome
+        for test, outcome in outcomes.items()
+        if "::" in test and outcome in R2E_OUTCOMES
+    }
     wanted = {_name(test): outcome for test, outcome in expected.items() if test}
     matched = sum(found.get(test) == outcome for test, outcome in wanted.items())
     return {
@@ -85,7 +91,8 @@ def _as_expected(log: str, expected: dict[str, str], spec: TestSpec) -> Any:
 
 
 def _name(test: str) -> str:
-    return ansi_escape(test).split(" - ")[0].replace("::", ".").strip()
+    """The parser makes one space of several; the rows do not."""
+    return " ".join(ansi_escape(test).split(" - ")[0].replace("::", ".").split())
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from posixpath import basename, normpath
 
 from rollyard.core import Json, Task
 from rollyard.envs.fields import Fields
-from rollyard.envs.swe.suites import SUITES, Suite
+from rollyard.envs.swe.suites import Suite, suite_of
 
 WORKDIR = "/testbed"
 """Where the images of all three datasets have the repository."""
@@ -34,14 +35,28 @@ END = ">>>>> End Test Output"
 """What swebench's eval scripts print around the tests."""
 
 RUNNER_FILES = frozenset(
-    {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"}
-    | {"sitecustomize.py", "usercustomize.py"}
+    {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
+    | {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 )
-"""Files that decide how tests are run, whatever the code does. Packages are not installed again, so a change of these
-mends nothing; it is no part of a solution unless the row's own patch has a file of that name."""
+"""Files that decide how tests are run, in any folder, whatever the code does. Packages are not installed again, so a
+change of these mends nothing; it is no part of a solution unless the row's own patch has a file of that name."""
+
+RUNNER_PATTERNS = ("*.pth", "*.egg-info/*", "*.dist-info/*", ".venv/*", "pytest.py", "pytest/*", "_pytest/*")
+"""The same, by their place: start-up files, plug-ins of pytest by their metadata, another pytest in the folder where it
+is started, and R2E-Gym's Python. Unless the row's own patch has a file that fits."""
 
 R2E_TESTS = ("r2e_tests", "run_tests.sh")
 """Of an R2E-Gym image: its hidden tests and what runs them, in the repository; the first also at the root."""
+
+R2E_ANSWERS = (
+    "execution_result.json",
+    "expected_test_output.json",
+    "modified_entities.json",
+    "modified_files.json",
+    "parsed_commit.json",
+    "syn_issue.json",
+)
+"""What some of these images have beside them: the commit with the fix, and what the tests print with it."""
 
 R2E_COMMAND = "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests; bash run_tests.sh"
 
@@ -69,6 +84,7 @@ class SweData:
     eval_script: str
     test_command: str
     log_parser: str
+    runner_files: tuple[str, ...]  # of this repository alone
     eval_type: str
     workdir: str
     system_prompt: str | None
@@ -81,24 +97,26 @@ class SweData:
         fields = Fields(task)
         is_r2e = fields.get("expected_output_json") is not None
         repo = fields.text("repo_name" if is_r2e else "repo")
-        known = SUITES.get(repo, Suite("", "")) if not is_r2e else Suite(R2E_COMMAND, "parse_log_pytest_v2")
+        version = str(fields.get("version") or "")
+        known = Suite(R2E_COMMAND, "parse_log_pytest_v2") if is_r2e else suite_of(repo, version) or Suite("", "")
         statement = fields.text("problem_statement")
         issue = _ISSUE.search(statement) if is_r2e else None
         data = cls(
             instance_id=fields.optional_text("instance_id") or fields.optional_text("commit_hash") or repo,
             repo=repo,
-            version=str(fields.get("version") or ""),
+            version=version,
             problem_statement=issue[1].strip() if issue else statement,
             hints_text=fields.optional_text("hints_text") or "",
-            patch=fields.optional_text("patch") or "",
-            fixed_files=touched(fields.optional_text("patch") or "") or _modified(fields),
-            test_patch=fields.optional_text("test_patch") or "",
+            patch=_patch(fields, "patch"),
+            fixed_files=touched(_patch(fields, "patch")) or _modified(fields),
+            test_patch=_patch(fields, "test_patch"),
             fail_to_pass=() if is_r2e else _tests(fields, "FAIL_TO_PASS"),
             pass_to_pass=() if is_r2e else _tests(fields, "PASS_TO_PASS"),
             expected=_expected(fields) if is_r2e else None,
             eval_script=_eval_script(fields),
             test_command=fields.optional_text("test_command") or "",
             log_parser=fields.optional_text("log_parser") or known.log_parser,
+            runner_files=known.runner_files,
             eval_type=_eval_type(fields),
             workdir=_workdir(fields),
             system_prompt=fields.optional_text("system_prompt"),
@@ -112,7 +130,8 @@ class SweData:
                 raise fields.wrong("log_parser", "the name of a parser of swebench's, as parse_log_pytest,")
             return data
         if not known.test_command:
-            raise fields.wrong("test_command", f"how to run the tests of {repo}, which is not a known repository,")
+            what = f"{repo} at version {version!r}" if version else repo
+            raise fields.wrong("test_command", f"how to run the tests of {what}, which nobody knows here,")
         return replace(data, test_command=known.test_command)
 
     @property
@@ -126,18 +145,24 @@ class SweData:
 
     @property
     def test_files(self) -> tuple[str, ...]:
-        """What the test patch touches."""
-        return touched(self.test_patch)
+        """What the test patch touches; without one, the files of the tests, which are the image's own."""
+        if self.test_patch or self.has_own_script:
+            return touched(self.test_patch)
+        tests = (*self.fail_to_pass, *self.pass_to_pass)
+        files = dict.fromkeys(test.partition("::")[0] for test in tests if "::" in test)
+        return tuple(file for file in files if file not in self.fixed_files)
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Patterns of files that are no part of a solution: they belong to the tests, or decide how they run."""
         fixed = {basename(path) for path in self.fixed_files}
-        runners = sorted(RUNNER_FILES - fixed)
-        if not any(name.endswith(".pth") for name in fixed):
-            runners.append("*.pth")
         patterns = [re.sub(r"([\\*?\[])", r"\\\1", path) for path in self.test_files]
-        patterns += [pattern for name in runners for pattern in (name, f"*/{name}")]
+        patterns += [pattern for name in sorted(RUNNER_FILES - fixed) for pattern in (name, f"*/{name}")]
+        patterns += [
+            pattern
+            for pattern in (*RUNNER_PATTERNS, *self.runner_files)
+            if not any(fnmatchcase(path, pattern) for path in self.fixed_files)
+        ]
         if self.is_r2e:
             patterns += [pattern for name in R2E_TESTS for pattern in (name, f"{name}/*")]
         return tuple(patterns)
@@ -172,6 +197,12 @@ def _left_by(patch: str) -> list[str]:
     names = [(_FILES.match(part), part) for part in parts]
     is_deleted = re.compile(r"^deleted file mode", re.MULTILINE)
     return [name[2].rstrip("\r") for name, part in names if name and name[2] and not is_deleted.search(part)]
+
+
+def _patch(fields: Fields, name: str) -> str:
+    """Some datasets have stripped them, and git takes no patch whose last line does not end."""
+    text = fields.optional_text(name) or ""
+    return text + "\n" if text.strip() and not text.endswith("\n") else text
 
 
 def _tests(fields: Fields, name: str) -> tuple[str, ...]:

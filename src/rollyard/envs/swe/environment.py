@@ -21,7 +21,7 @@ from rollyard.core import Json, Message, Score, Task
 from rollyard.core.failure import SetupFailed, TaskInvalid
 from rollyard.envs.base import COLLECT_S, ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start
 from rollyard.envs.swe import repository
-from rollyard.envs.swe.data import R2E_TESTS, SweData
+from rollyard.envs.swe.data import R2E_ANSWERS, R2E_TESTS, SweData
 from rollyard.envs.swe.grading import Grader, tested
 from rollyard.envs.swe.rows import task_of
 from rollyard.sandbox.base import Sandbox
@@ -64,13 +64,13 @@ class SweEnvironment(Environment):
     def layer_key(self, task: Task) -> str | None:
         """All tasks of one image and folder share a set-up."""
         data = SweData.read(task)
-        hidden = list(R2E_TESTS) if data.is_r2e else []
+        hidden = [*R2E_TESTS, *R2E_ANSWERS] if data.is_r2e else []
         return self.key_of(inspect.getsource(repository), data.workdir, hidden, dict(self.plan(task).env))
 
     async def prepare(self, context: EnvContext) -> None:
         data, sandbox, limit_s = SweData.read(context.task), _sandbox(context), context.task.limits.init_s
         if data.is_r2e:
-            paths = " ".join(R2E_TESTS)
+            paths = " ".join([*R2E_TESTS, *R2E_ANSWERS])
             result = await context.run(f"rm -rf {paths} /{R2E_TESTS[0]}", timeout_s=limit_s)
             if result.status != 0:
                 raise SetupFailed(f"the hidden tests could not be removed: {result.stderr[-500:]!r}")

@@ -97,7 +97,7 @@ def script(data: SweData, nonce: str) -> str:
             *before,
             f"{mark} begins",
             *tests,
-            "rollyard_status=$?",
+            "rollyard_status=${SWEBENCH_TEST_EXIT_CODE:-$?}",  # some scripts keep it there, in their last line
             f"{mark} ends",
             "exit $rollyard_status",
             "",

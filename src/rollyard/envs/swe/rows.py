@@ -38,7 +38,7 @@ def task_of(row: Mapping[str, Json], options: Mapping[str, str]) -> dict[str, Js
     if row.get("env") is None:
         if is_r2e:
             data["env"] = {"PATH": VENV_PATH}
-        elif row.get("repo") in SUITES:
+        elif str(row.get("repo")) in SUITES:
             data["env"] = {"PATH": CONDA_PATH}
     data |= {name: options[name] for name in DATA_OPTIONS if name in options}
     SweData.read(Task(NAME, data))
@@ -62,7 +62,7 @@ def _image(row: Mapping[str, Json], template: str | None, *, is_r2e: bool) -> st
         return own if "://" in own or own.startswith(("/", ".")) else f"docker://{own}"
     is_swe_bench = "environment_setup_commit" in row
     template = template or (SWE_BENCH if is_swe_bench else SWE_GYM)
-    if "{" not in template:
+    if "{" not in template and "://" not in template and not template.endswith(".sif"):  # a folder of them
         template = template.rstrip("/") + "/{instance_id}.sif"
     joint = "_1776_" if is_swe_bench or template == SWE_BENCH else "_s_"
     places = {"instance_id": instance, "name": instance.lower().replace("__", joint)}
