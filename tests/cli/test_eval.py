@@ -78,7 +78,11 @@ async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, knowing: Yard, 
     again = await cli("eval", tmp_path / "t.jsonl", "--k", 4, "--run", "known", "--seed", 3, "--json")
     assert again.json[0]["tasks"] == body["tasks"] and again.json[0]["all"] == body["all"]
     other = await cli("eval", tmp_path / "t.jsonl", "--run", "known", "--seed", 4)
-    assert other.status == 1 and "known" in other.err
+    assert other.status == 1 and "there is a run known already, with another mode, policy, seed" in other.err
+    changed = lines(tmp_path / "c.jsonl", *reversed(TASKS))
+    other = await cli("eval", changed, "--run", "known", "--seed", 3)
+    assert other.status == 1 and "run known has sampled other tasks: rollout 'known-0-0'" in other.err
+    assert "give the command as it was, or another --run" in other.err
 
 
 async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, tmp_path: Path):

@@ -1,8 +1,10 @@
 """`rollyard tasks`, as typed: real files, real sandboxes; what is wrong with a task is told with its place."""
 
+import asyncio
 import gzip
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -37,7 +39,7 @@ class Echo(Environment):
     name = "echo"
 
     def check(self, task: Task) -> None:
-        if not isinstance(task.data.get("word"), str):
+        if not isinstance(task.data["word"], str):
             raise TaskInvalid("echo: data.word: a text was expected")
 
     def plan(self, task: Task) -> Plan:
@@ -63,12 +65,14 @@ class Echo(Environment):
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
         check_options(self.name, options, ("prefix",))
-        word = options.get("prefix", "") + str(row["word"])
+        given: Any = row["word"]
+        word = options.get("prefix", "") + given.strip()
         return {"data": {"word": word, **({"least": float("nan")} if word == "NaN" else {})}}
 
     def from_folder(self, folder: Path, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
         for path in sorted(folder.glob("*.txt")):
-            yield {"data": {"word": path.read_text()}}
+            word, *notes = path.read_text().split("\n")
+            yield {"data": {"word": word, "name": path.stem, "notes": notes}}
 
     def generate(self, options: Mapping[str, str]) -> Iterable[Mapping[str, Json]]:
         check_options(self.name, options, ("count",))
@@ -137,6 +141,27 @@ async def test_what_is_likely_a_slip_is_a_warning(cli: Cli, tmp_path: Path):
     assert "there is no task in" in (await cli("tasks", "validate", lines(tmp_path / "e.jsonl", "// nothing"))).err
 
 
+async def test_a_check_that_falls_over_is_of_its_line(cli: Cli, echo: None, tmp_path: Path):
+    file = lines(
+        tmp_path / "t.jsonl", {"environment": "echo", "data": {}}, {"environment": "echo", "data": {"word": 3}}
+    )
+    said = await cli("tasks", "validate", file)
+    assert said.status == 1
+    assert [line.rpartition("/")[2] for line in said.out.splitlines()] == [
+        "t.jsonl:1: checking it raised KeyError: 'word'",
+        "t.jsonl:2: echo: data.word: a text was expected",
+    ]
+
+
+async def test_servers_of_the_settings_are_known(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    named = {**SHELL, "agent": {"options": {"mcp": {"search": {"server": "known"}}}}}
+    file = lines(tmp_path / "t.jsonl", named)
+    unknown = await cli("tasks", "validate", file)
+    assert unknown.status == 1 and "'known'" in unknown.out
+    monkeypatch.setenv("ROLLYARD_MCP_SERVERS", '{"known": "http://127.0.0.1:1/mcp"}')
+    assert (await cli("tasks", "validate", file)).out == ""
+
+
 async def test_plays_tell_which_tasks_are_of_use(cli: Cli, echo: None, tmp_path: Path):
     def said_by(word: str, **data: object) -> dict[str, object]:
         return {"environment": "echo", "data": {"word": word, **data}}
@@ -196,6 +221,9 @@ async def test_a_try_shows_what_was_said_and_how_it_was_scored(cli: Cli, tmp_pat
     assert said.status == 0, said.err
     for text in ("user: 2+2?", "assistant: The answer is", "reward     1", "  correct: 1", "EVAL"):
         assert text in said.out, said.out
+    long = " ".join(["2+2?"] * 50)  # wider than the terminal: its lines are not broken
+    wide = lines(tmp_path / "w.jsonl", {**MATH, "data": {"question": long, "answer": "4"}})
+    assert f"user: {long}\n" in (await cli("tasks", "try", wide, "--agent", "noop", "--runtime", "local")).out
     (body,) = (await cli("tasks", "try", f"{file}:2", "--agent", "noop", "--json")).json
     assert (body["reward"], body["components"], body["turns"]) == (0.0, {"check_0": 0.0}, 0)
     assert [message["role"] for message in body["messages"]] == ["user"] and body["failure"] is None
@@ -220,12 +248,29 @@ async def test_agents_with_a_model_want_an_engine(cli: Cli, tmp_path: Path):
     for words, status, says in (
         ((), 2, "the agent native needs a model — give --engine URL, or --agent oracle"),
         (("--engine", "http://127.0.0.1:1"), 1, "--engine http://127.0.0.1:1: "),
+        (("--tokenizer", "x"), 2, "--tokenizer says something of --engine"),
         (("--agent", "nobody"), 1, "t.jsonl:1: there is no agent 'nobody'"),
         (("--runtime", "docker"), 1, "there is no runtime 'docker'"),
     ):
         said = await cli("tasks", "try", file, *words)
         assert (said.status, said.out) == (status, "") and says in said.err, said
         assert said.err.splitlines()[-1].startswith("rollyard: ")
+
+
+async def test_judges_of_the_settings_are_asked(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = {"question": "Why is the sky blue?", "answer": "Rayleigh scattering", "judge": True}
+    agent = {"options": {"tools": []}}
+    file = lines(tmp_path / "t.jsonl", {"environment": "stem", "data": data, "agent": agent})
+    async with (
+        ScriptedEngine(lambda _: "\\boxed{Light scatters}", tokenizer=FolderTokenizer(tokenizer_dir())) as engine,
+        ScriptedEngine(lambda _: "yes") as judge,
+    ):
+        words = ("tasks", "try", file, "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--runtime", "local")
+        alone = await cli(*words)
+        monkeypatch.setenv("ROLLYARD_ENGINES", json.dumps([{"url": judge.url, "kind": "openai", "role": "judge"}]))
+        judged = await cli(*words)
+    assert alone.status == 1 and "judge_unreachable (blame: infra, in eval)" in alone.out
+    assert judged.status == 0 and "reward     1" in judged.out, judged
 
 
 async def test_agent_programs_can_be_tried_on_a_task(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -240,6 +285,8 @@ async def test_agent_programs_can_be_tried_on_a_task(cli: Cli, tmp_path: Path, m
     missing = await cli("tasks", "validate", lines(tmp_path / "m.jsonl", {**SHELL, "agent": {"name": "tiny"}}))
     assert missing.status == 1 and "the agent tiny 1.0 is not installed" in missing.out
     assert (await cli("agents", "install", "tiny", "--from", tmp_path / "wheels")).status == 0
+    bare = await cli("tasks", "validate", tmp_path / "m.jsonl", "--runtime", "local")
+    assert bare.status == 1 and "the runtime local makes none: choose another" in bare.out
     async with ScriptedEngine(lambda _: "Done.", tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         words = ("--agent", "tiny", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
         (body,) = (await cli("tasks", "try", file, *words)).json
@@ -285,7 +332,8 @@ async def test_a_folder_that_is_no_dataset_and_tasks_that_are_made(cli: Cli, ech
 
 
 async def test_one_bad_row_means_that_nothing_is_written(cli: Cli, echo: None, tmp_path: Path):
-    file = lines(tmp_path / "rows.jsonl", {"word": "a"}, "{", {"wort": "b"}, "7", {"word": "NaN"}, {"word": "c"})
+    file = lines(tmp_path / "rows.jsonl", {"word": "a"}, "{", {"wort": "b"}, "7", {"word": "NaN"}, {"word": None},
+                 '{"word": "\\ud800"}', {"word": "c"})  # fmt: skip
     out = lines(tmp_path / "out.jsonl", "before")
     for words in (("--out", out), ()):
         said = await cli("tasks", "import", "echo", file, *words)
@@ -295,11 +343,52 @@ async def test_one_bad_row_means_that_nothing_is_written(cli: Cli, echo: None, t
         assert told[1] == "rows.jsonl:3: KeyError: 'word'"
         assert told[2] == "rows.jsonl:4: a row is an object, not a number"
         assert told[3].startswith("rows.jsonl:5: ValueError: Out of range float")
-        assert "4 of 6 rows cannot be imported — nothing was written; --skip-bad leaves them out" in told[4]
+        assert told[4].startswith("rows.jsonl:6: AttributeError: 'NoneType'")
+        assert told[5].startswith("rows.jsonl:7: UnicodeEncodeError: ")
+        assert "6 of 8 rows cannot be imported — nothing was written; --skip-bad leaves them out" in told[6]
     assert out.read_text() == "before\n" and [path.name for path in tmp_path.glob(".*")] == []
     said = await cli("tasks", "import", "echo", file, "--out", out, "--skip-bad")
-    assert said.status == 0 and "2 tasks are in " in said.err and "; 4 bad ones were left out" in said.err
+    assert said.status == 0 and "2 tasks are in " in said.err and "; 6 bad ones were left out" in said.err
     assert [body["data"]["word"] for body in bodies(out)] == ["a", "c"]
+
+
+async def test_links_and_pipes_are_written_into_and_not_replaced(cli: Cli, echo: None, tmp_path: Path):
+    file = lines(tmp_path / "rows.jsonl", {"word": "a"})
+    (tmp_path / "link").symlink_to(tmp_path / "real.jsonl")
+    assert (await cli("tasks", "import", "echo", file, "--out", "link")).status == 0
+    assert (tmp_path / "link").is_symlink() and len(bodies(tmp_path / "real.jsonl")) == 1
+    os.mkfifo(tmp_path / "pipe")
+    reading = asyncio.create_task(asyncio.to_thread((tmp_path / "pipe").read_text))
+    assert (await cli("tasks", "import", "echo", file, "--out", "pipe")).status == 0
+    assert (tmp_path / "pipe").is_fifo() and json.loads(await reading)["data"] == {"word": "a"}
+    said = await cli("tasks", "import", "echo", file, "--out", "-")
+    assert len(said.json) == 1 and said.err == "1 tasks\n" and not (tmp_path / "-").exists()
+
+
+async def test_what_is_to_know_of_a_harbor_task_is_told_with_its_name(cli: Cli, tmp_path: Path):
+    for name in ("one", "two"):
+        (tmp_path / "all" / name / "tests").mkdir(parents=True)
+        (tmp_path / "all" / name / "task.toml").write_text('[environment]\ndocker_image = "some/image:1"\n')
+        (tmp_path / "all" / name / "instruction.md").write_text("Do it.")
+        (tmp_path / "all" / name / "tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    said = await cli("tasks", "import", "harbor", "all", "--out", "o.jsonl")
+    assert said.status == 0, said.err
+    datas = [body["data"] for body in bodies(tmp_path / "o.jsonl")]
+    told = [f"all: {data['name']}: {text}" for data in datas for text in data["notes"]]
+    assert len(told) >= 2 and said.err.splitlines() == [*told, "2 tasks are in o.jsonl"]
+    (words,) = (await cli("tasks", "import", "harbor", "all/one", "--out", "o.jsonl", "--json")).json  # stdout is JSON
+    assert words["tasks"] == 1
+
+
+async def test_notes_are_told_up_to_a_bound(cli: Cli, echo: None, tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    for number in range(30):
+        (tmp_path / f"folder/{number:02d}.txt").write_text(f"word\nthe same\nof {number}")
+    said = await cli("tasks", "import", "echo", "folder", "--out", "o.jsonl")
+    *told, rest, last = said.err.splitlines()
+    assert told[:3] == ["folder: 00: the same", "folder: 00: of 0", "folder: 01: the same"]
+    assert sum("the same" in line for line in told) == 3 and len(told) == 20
+    assert rest == "… and 40 more notes, which are in data.notes of the tasks" and last == "30 tasks are in o.jsonl"
 
 
 async def test_the_same_mistake_in_all_rows_is_told_three_times(cli: Cli, echo: None, tmp_path: Path):
@@ -322,11 +411,16 @@ async def test_the_same_mistake_in_all_rows_is_told_three_times(cli: Cli, echo: 
         (("echo", "a.jsonl", "--set", "x=1", "--set", "x=2"), 2, "--set x was given twice"),
         (("echo", "a.jsonl", "--json"), 2, "give --out"),
         (("echo", "a.jsonl", "--out", "no/where.jsonl"), 1, "no/where.jsonl cannot be written"),
+        (("echo", "a.jsonl", "--out", "a.csv/o.jsonl"), 1, "a.csv/o.jsonl cannot be written"),
+        (("echo", "a.jsonl", "--out", "folder"), 1, "folder cannot be written: Is a directory"),
+        (("echo", "odd", "--out", "o.jsonl"), 1, "odd cannot be read: "),
+        (("echo", "--split", "train"), 2, "--split is of a dataset"),
         (("echo", "a.jsonl", "--split", "train"), 1, "is a file: splits are of folders"),
         (("echo", "folder", "--split", "train"), 2, "folder is no dataset of rows"),
-        (("echo", "--set", "size=3"), 1, "unknown option 'size' of its importer; there are count"),
+        (("echo", "--set", "size=3"), 1, "unknown option 'size' of its importer; there are count\n"),
         (("math",), 1, "math makes no tasks of its own"),
-        (("shell", "a.jsonl"), 1, "shell: there is no importer for rows"),
+        (("shell", "a.jsonl"), 1, "shell: there is no importer for rows — write its tasks yourself"),
+        (("harbor", "a.jsonl"), 1, "harbor: there is no importer for rows — name a folder"),
     ],
 )
 async def test_mistakes_of_an_import_are_told(
@@ -335,6 +429,7 @@ async def test_mistakes_of_an_import_are_told(
     lines(tmp_path / "a.jsonl", {"word": "a"})
     (tmp_path / "a.csv").write_text("word\na\n")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "odd/x.txt").mkdir(parents=True)
     said = await cli("tasks", "import", *words)
     assert (said.status, said.out) == (status, ""), said
     assert says in said.err and said.err.splitlines()[-1].startswith("rollyard: ")

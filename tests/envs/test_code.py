@@ -1,23 +1,23 @@
 """The `code` environment in real sandboxes: right solutions, wrong ones, and those that try to cheat.
 
-The agent `oracle` writes a task's `solution` as it is, so each cheat is played as one.
+All but a few go through EVAL only, with the solution as a code block of the answer: what INIT and RUN do is the same
+for each of them.
 """
 
-from dataclasses import replace
+import asyncio
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from rollyard.core import Score
-from rollyard.core.failure import SetupFailed, TaskInvalid, VerifierCrashed
-from rollyard.envs.code import CodeEnvironment, grading
-from rollyard.envs.code.data import LANGUAGES
+from rollyard.core import Deadline, Rollout, Score, Trajectory, new_id
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs.code import data as code_data
+from rollyard.envs.code import grading
 from rollyard.pipeline import Workshop
-from rollyard.sandbox import WORKDIR
+from rollyard.pipeline.evaluating import evaluate
 
-from .conftest import context, evidence, task
-from .yard import RUNTIMES, played, rewards, workshop
+from .yard import RUNTIMES, played, rewards, to_play, workshop
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,20 +43,29 @@ async def shop():
         yield made
 
 
-async def scored(shop: Workshop, data: dict[str, Any], solution: str | None = None) -> Score:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=RUNTIMES)
+async def any_shop(request: pytest.FixtureRequest):
+    async with workshop(request.param) as made:
+        yield made
+
+
+async def scored(shop: Workshop, data: dict[str, Any], solution: str | None = None, **sandbox: Any) -> Score:
     """Of this solution; that there is a score, whatever the solution does, is part of every test here."""
-    body = {"environment": "code", "data": {**data, "solution": solution or data["solution"]}}
-    result = await played(shop, body, "oracle")
-    assert result.score is not None, result.failure
-    assert result.failure is None
-    return result.score
+    given = to_play({"environment": "code", "data": data, "sandbox": sandbox}, shop.default_runtime)
+    rollout = Rollout(new_id("try"), "try", given)
+    said = {"role": "assistant", "content": f"```\n{solution or data['solution']}\n```"}
+    trajectory = Trajectory(rollout.id, 1, messages=(said,))
+    clock = Deadline(given.limits.eval_s)
+    return await evaluate(shop, rollout, trajectory, clock, lease_s=600.0, watch=lambda _: None)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_the_oracle_gets_all_and_the_no_op_nothing(runtime: str):
-    async with workshop(runtime) as there:
-        for data in (PROGRAM, CALLED, ASSERTED):
-            assert await rewards(there, {"environment": "code", "data": data}) == (1.0, 0.0)
+async def test_the_oracle_gets_all_and_the_no_op_nothing(any_shop: Workshop):
+    bodies = [{"environment": "code", "data": data} for data in (PROGRAM, CALLED, ASSERTED)]
+    assert await asyncio.gather(*(rewards(any_shop, body) for body in bodies)) == [(1.0, 0.0)] * 3
+
+
+async def test_the_asserts_are_hidden_in_each_runtime(any_shop: Workshop):
+    assert (await scored(any_shop, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.0
 
 
 # --- scores -------------------------------------------------------------------------------------------
@@ -103,8 +112,8 @@ async def test_other_languages_run_by_their_own_programs_or_a_given_command(shop
 
 
 async def test_many_tests_are_all_run(shop: Workshop):
-    tests = [{"input": f"{n} 1", "output": str(n + 1)} for n in range(40)]
-    assert (await scored(shop, {**PROGRAM, "tests": tests})).metrics["passed"] == 40
+    tests = [{"input": f"{n} 1", "output": str(n + 1)} for n in range(12)]
+    assert (await scored(shop, {**PROGRAM, "tests": tests})).metrics["passed"] == 12
 
 
 async def test_a_program_that_ends_with_a_status_fails_whatever_it_printed(shop: Workshop):
@@ -152,9 +161,12 @@ async def test_wrong_functions_fail_each_assert_by_itself(shop: Workshop):
     solution = "import os\ndef add(a, b):\n    return 3 if a == 1 else os._exit(0)"
     score = await scored(shop, ASSERTED, solution)
     assert (score.reward, score.metrics["passed"], score.metrics["failed"]) == (0.0, 1, 1)
-    assert (await scored(shop, ASSERTED, "def (")).reward == 0.0
-    assert (await scored(shop, ASSERTED, "x = 1")).reward == 0.0
-    assert (await scored(shop, CALLED, "def add(a, b): return object()")).reward == 0.0
+    scores = await asyncio.gather(
+        scored(shop, ASSERTED, "def ("),
+        scored(shop, ASSERTED, "x = 1"),
+        scored(shop, CALLED, "def add(a, b): return object()"),
+    )
+    assert [score.reward for score in scores] == [0.0] * 3
 
 
 async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(shop: Workshop):
@@ -167,38 +179,43 @@ async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(shop: Wor
 # --- limits -------------------------------------------------------------------------------------------
 
 
-async def test_what_runs_too_long_fails_and_after_three_the_rest_is_skipped(shop: Workshop):
+async def test_what_waits_too_long_fails_and_after_three_the_rest_is_skipped(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(code_data, "WAIT_S", 0.3)
     tests = [{"input": "1 1", "output": "2"}] * 5
-    score = await scored(shop, {**PROGRAM, "tests": tests, "time_s": 0.5}, "while True: pass")
-    assert (score.reward, score.metrics["timed_out"], score.metrics["skipped"]) == (0.0, 3, 2)
+    program = scored(shop, {**PROGRAM, "tests": tests, "time_s": 0.1}, f"import time\ntime.sleep(60)\n{ADD}")
+    asserts = ["assert add(1, 2) == 3"] * 5
+    function = scored(
+        shop,
+        {**ASSERTED, "asserts": asserts, "time_s": 0.1},
+        "import time\ndef add(a, b):\n    time.sleep(60)\n    return 3",
+    )
+    for score in await asyncio.gather(program, function):
+        assert (score.reward, score.metrics["timed_out"], score.metrics["skipped"]) == (0.0, 3, 2)
 
 
-async def test_neither_sleep_nor_a_handler_escapes_the_limit(shop: Workshop):
-    one = {**ASSERTED, "time_s": 0.1, "asserts": ["assert add(1, 2) == 3"]}
-    score = await scored(shop, one, "import time\ndef add(a, b):\n    time.sleep(60)\n    return a + b")
-    assert (score.reward, score.metrics["timed_out"]) == (0.0, 1)
-    one = {**PROGRAM, "time_s": 0.1, "tests": PAIRS[:1]}
-    score = await scored(shop, one, f"import time\ntime.sleep(60)\n{ADD}")
-    assert (score.reward, score.metrics["timed_out"]) == (0.0, 1)
-    ignores = f"import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass\n{ADD}"
-    assert (await scored(shop, one, ignores)).reward == 0.0
-
-
-async def test_a_function_that_never_ends_timed_out(shop: Workshop):
-    solution = "def add(a, b):\n    while True: pass"
-    for data in ({**CALLED, "tests": CALLED["tests"][:1]}, {**ASSERTED, "asserts": ASSERTED["asserts"][:1]}):
-        score = await scored(shop, {**data, "time_s": 0.5}, solution)
-        assert (score.reward, score.metrics["timed_out"]) == (0.0, 1)
+async def test_what_computes_too_long_is_ended_by_its_cpu_time(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code_data, "WAIT_S", 600.0)  # so that nothing else can end it within this test's own time
+    endless = "def add(a, b):\n    while True: pass\nadd(1, 1)"
+    called = "def add(a, b):\n    while True: pass"
+    ignores = f"import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n{endless}"
+    scores = await asyncio.gather(
+        scored(shop, {**PROGRAM, "time_s": 0.5, "tests": PAIRS[:1]}, endless),
+        scored(shop, {**CALLED, "time_s": 0.5, "tests": CALLED["tests"][:1]}, called),
+        scored(shop, {**ASSERTED, "time_s": 0.5, "asserts": ASSERTED["asserts"][:1]}, called),
+        scored(shop, {**PROGRAM, "time_s": 0.5, "tests": PAIRS[:1]}, ignores),
+    )
+    ended = [(score.reward, score.metrics["timed_out"], score.metrics["failed"]) for score in scores]
+    assert ended == [(0.0, 1, 0), (0.0, 1, 0), (0.0, 1, 0), (0.0, 0, 1)]
 
 
 async def test_memory_is_limited(shop: Workshop):
     limit = {"memory_bytes": 256 << 20}
-    assert (await scored(shop, {**PROGRAM, **limit})).reward == 1.0
-    assert (await scored(shop, {**PROGRAM, **limit}, f"x = bytes(1 << 29)\n{ADD}")).reward == 0.0
-    solution = "def add(a, b):\n    x = bytes(1 << 29)\n    return a + b"
-    for data in (CALLED, ASSERTED):
-        assert (await scored(shop, {**data, **limit})).reward == 1.0
-        assert (await scored(shop, {**data, **limit}, solution)).metrics["failed"] == 2
+    big = "def add(a, b):\n    x = bytes(1 << 29)\n    return a + b"
+    for data, solution in ((PROGRAM, f"x = bytes(1 << 29)\n{ADD}"), (CALLED, big), (ASSERTED, big)):
+        right, wrong = await asyncio.gather(scored(shop, {**data, **limit}), scored(shop, {**data, **limit}, solution))
+        assert (right.reward, wrong.metrics["failed"]) == (1.0, right.metrics["tests"])
 
 
 async def test_a_flood_of_output_is_bounded_and_wrong(shop: Workshop):
@@ -208,9 +225,27 @@ async def test_a_flood_of_output_is_bounded_and_wrong(shop: Workshop):
     assert (await scored(shop, PROGRAM, loud)).reward == 1.0
 
 
-async def test_a_fork_bomb_is_bounded_and_fails(shop: Workshop):
+async def test_a_right_answer_may_be_much_longer_than_the_expected_one(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grading, "OUTPUT_BYTES", 1000)
+    data = {**PROGRAM, "tests": [{"input": "", "output": "0.5\n" * 1000}]}
+    assert (await scored(shop, data, "print(('0.5' + '0' * 20 + '\\n') * 1000)")).reward == 1.0
+    data = {**CALLED, "tests": [{"input": [1, 2], "output": [[]] * 1000}]}
+    assert (await scored(shop, data, "def add(a, b): return [()] * 1000")).reward == 1.0
+
+
+async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(shop: Workshop):
+    data = {**CALLED, "tests": [{"input": [[1], [2]], "output": [1, 2]}], "reward": "share"}
+    solution = "def add(a, b):\n    c = a + b\n    a.extend([0] * 1_000_000)\n    return c"
+    assert (await scored(shop, data, solution)).reward == 1.0
+    for given in (data, {**ASSERTED, "asserts": ["assert add([1], [2]) == [1, 2]"]}):
+        assert (await scored(shop, given, "def add(a, b):\n    c = a + b\n    a.append(a)\n    return c")).reward == 1.0
+
+
+async def test_a_fork_bomb_is_bounded_and_fails(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
     bomb = "import os, time\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(0.1)"
-    score = await scored(shop, {**PROGRAM, "time_s": 0.1, "tests": PAIRS[:2], "reward": "share"}, bomb)
+    with monkeypatch.context() as patched:
+        patched.setattr(code_data, "WAIT_S", 0.5)
+        score = await scored(shop, {**PROGRAM, "time_s": 0.1, "tests": PAIRS[:2], "reward": "share"}, bomb)
     assert score.reward == 0.0
     many = f"""
 import subprocess
@@ -224,13 +259,11 @@ except OSError:
     assert (await scored(shop, {**PROGRAM, "tests": PAIRS[:1]}, many)).reward == 1.0
 
 
-@pytest.mark.parametrize("data", [PROGRAM, CALLED, ASSERTED], ids=["program", "called", "asserted"])
-async def test_a_solution_that_ends_the_sandbox_has_a_score(shop: Workshop, data: dict[str, Any]):
+async def test_a_solution_that_ends_the_sandbox_has_a_score(shop: Workshop):
     solution = "import time\nopen('big', 'wb').write(bytes(80 << 20))\ntime.sleep(60)"
-    body = {"environment": "code", "data": {**data, "solution": solution}, "sandbox": {"disk_bytes": 20 << 20}}
-    result = await played(shop, body, "oracle")
-    assert result.score is not None, result.failure
-    assert (result.score.reward, result.score.metrics["failed"], result.score.metrics["skipped"] > 0) == (0.0, 1, True)
+    kinds = (PROGRAM, CALLED, ASSERTED)
+    for score in await asyncio.gather(*(scored(shop, data, solution, disk_bytes=20 << 20) for data in kinds)):
+        assert (score.reward, score.metrics["failed"], score.metrics["skipped"] > 0) == (0.0, 1, True)
 
 
 async def test_a_program_has_all_the_stack_that_there_is(shop: Workshop):
@@ -308,24 +341,30 @@ CHEATS = {
         "resource.prlimit(os.getppid(), resource.RLIMIT_AS, (1, 1))\ndef add(a, b): return [0] * 10 ** 6"
     ),
     "nests deeply": "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x",
-    "looks for the asserts": LOOK,
 }
 
 
-@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS.keys())
-async def test_no_verdict_of_an_assert_can_be_forged(shop: Workshop, cheat: str):
-    score = await scored(shop, {**ASSERTED, "reward": "share"}, cheat)
-    assert (score.reward, score.metrics["passed"]) == (0.0, 0)
+async def test_no_verdict_of_an_assert_can_be_forged(shop: Workshop):
+    data = {**ASSERTED, "reward": "share"}
+    scores = await asyncio.gather(*(scored(shop, data, cheat) for cheat in CHEATS.values()))
+    passed = {name: (score.reward, score.metrics["passed"]) for name, score in zip(CHEATS, scores, strict=True)}
+    assert passed == dict.fromkeys(CHEATS, (0.0, 0))
 
 
-@pytest.mark.parametrize("name", ["exits", "answers for the worker", "starves the tester", "nests deeply"])
-async def test_no_result_of_a_call_can_be_forged(shop: Workshop, name: str):
-    assert (await scored(shop, {**CALLED, "reward": "share"}, CHEATS[name])).reward == 0.0
+async def test_a_solution_cannot_end_a_loop_of_the_asserts(shop: Workshop):
+    """By StopIteration, a `map` ends: and nothing of what it has not given is false."""
+    data = {**ASSERTED, "asserts": ["assert all(map(lambda n: add(n, n) == 2 * n, [1, 2]))"]}
+    assert (await scored(shop, data)).reward == 1.0
+    assert (await scored(shop, data, "def add(a, b): raise StopIteration")).reward == 0.0
 
 
-async def test_the_asserts_are_as_well_hidden_in_apptainer():
-    async with workshop("apptainer") as there:
-        assert (await scored(there, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.0
+async def test_no_result_of_a_call_can_be_forged(shop: Workshop):
+    data, names = (
+        {**CALLED, "reward": "share"},
+        ("exits", "answers for the worker", "nests deeply", "starves the tester"),
+    )
+    scores = await asyncio.gather(*(scored(shop, data, CHEATS[name]) for name in names))
+    assert {name: score.reward for name, score in zip(names, scores, strict=True)} == dict.fromkeys(names, 0.0)
 
 
 async def test_the_cheat_that_looks_would_find_an_open_door(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
@@ -358,79 +397,6 @@ def alive():
         "asserts": ["assert leave() == 3", "assert alive() == 2"],
     }  # the tester, the worker, what is left
     assert (await scored(shop, data, solution)).metrics["passed"] == 2
-
-
-async def test_a_tester_that_does_not_start_is_no_score(new_sandbox, monkeypatch: pytest.MonkeyPatch):
-    sandbox = await new_sandbox()
-    monkeypatch.setattr(grading, "_source", lambda name: "raise RuntimeError('no tester')")
-    with pytest.raises(VerifierCrashed, match=r"the tester did not start \(status 1\)(.|\n)*no tester"):
-        given = context(task("code", ASSERTED), sandbox)
-        await CodeEnvironment().eval(given, evidence("```python\nx = 1\n```", kept=()))
-
-
-# --- the stages ---------------------------------------------------------------------------------------
-
-
-async def test_nothing_hidden_is_told_or_lies_in_the_sandbox_of_run(new_sandbox):
-    sandbox = await new_sandbox()
-    data = {
-        **PROGRAM,
-        "tests": [{"input": "1234 4321", "output": "hidden-5555"}],
-        "public_tests": [{"input": "7 8", "output": "shown-15"}],
-        "solution": "secret",
-        "system_prompt": "Be brief.",
-    }
-    start = await CodeEnvironment().init(context(task("code", data), sandbox))
-    system, user = start.messages
-    assert system["content"] == "Be brief."
-    assert "Add two numbers." in str(user["content"]) and "shown-15" in str(user["content"])
-    assert f"{WORKDIR}/solution.py" in str(user["content"]) and "10 s and 4096 MiB" in str(user["content"])
-    told = f"{start} {(await sandbox.exec('cat -- * 2>&1; env', timeout_s=20)).stdout!r}"
-    assert not [text for text in ("1234", "hidden-5555", "secret") if text in told]
-
-
-async def test_the_prompt_shows_how_functions_are_called(new_sandbox):
-    data = {**CALLED, "public_tests": [{"input": [[True], "x"], "output": None}], "starter_code": "def add(a, b): ..."}
-    (user,) = (await CodeEnvironment().init(context(task("code", data), await new_sandbox()))).messages
-    for part in ("add([True], 'x') → None", "```python\ndef add(a, b): ...\n```", "defines `add`"):
-        assert part in str(user["content"])
-    data = {**ASSERTED, "public_tests": ["assert add(1, 1) == 2"]}
-    (user,) = (await CodeEnvironment().init(context(task("code", data), await new_sandbox()))).messages
-    assert "```python\nassert add(1, 1) == 2\n```" in str(user["content"])
-
-
-async def test_the_last_code_block_is_the_solution_of_who_left_no_file(new_sandbox):
-    given = context(task("code", PROGRAM), await new_sandbox())
-    said = f"First:\n```python\nprint(1)\n```\nNo:\n```python\n{ADD}```\nIt prints\n```text\n3\n```\n"
-    assert (await CodeEnvironment().eval(given, evidence(said, kept=()))).reward == 1.0
-    assert (await CodeEnvironment().eval(given, evidence("done", kept=(), answer=said))).reward == 1.0
-    score = await CodeEnvironment().eval(given, evidence("I cannot.", kept=()))
-    assert (score.reward, score.metrics["has_solution"], score.metrics["skipped"]) == (0.0, 0.0, 3)
-
-
-async def test_a_folder_in_the_place_of_the_solution_is_none(new_sandbox):
-    sandbox = await new_sandbox()
-    await sandbox.write(f"{WORKDIR}/solution.py/__main__.py", ADD.encode())
-    score = await CodeEnvironment().eval(context(task("code", PROGRAM), sandbox), evidence(kept=("solution",)))
-    assert (score.reward, score.metrics["has_solution"]) == (0.0, 0.0)
-
-
-async def test_an_image_without_the_language_is_told_at_once(new_sandbox, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(LANGUAGES, "python", replace(LANGUAGES["python"], needs=("python2000",)))
-    with pytest.raises(SetupFailed, match="the image has no python2000, which python solutions need"):
-        await CodeEnvironment().init(context(task("code", PROGRAM), await new_sandbox()))
-
-
-async def test_an_old_python_cannot_run_functions(new_sandbox):
-    """Its image is one whose python3 always fails."""
-    sandbox = await new_sandbox()
-    await sandbox.write(f"{WORKDIR}/bin/python3", b"#!/bin/sh\nexit 1\n", mode=0o755)
-    folder = (await sandbox.exec("pwd", timeout_s=20)).stdout.decode().strip()
-    run = sandbox.exec
-    sandbox.exec = lambda command, **more: run(command, env={"PATH": f"{folder}/bin:/usr/bin:/bin"}, **more)
-    await CodeEnvironment().init(context(task("code", PROGRAM), sandbox))
-    with pytest.raises(SetupFailed, match=r"it must be 3\.7 or newer, with ctypes"):
-        await CodeEnvironment().init(context(task("code", CALLED), sandbox))
 
 
 async def test_a_task_without_a_solution_has_no_oracle(shop: Workshop):

@@ -42,6 +42,7 @@ GOOD = {"question": "Add.", "tests": [{"input": "1 2", "output": "3"}]}
         ({"memory_bytes": 1 << 20}, "data.memory_bytes: at least 33554432"),
         ({"memory_bytes": "1G"}, "data.memory_bytes: a number above 0"),
         ({"tolerance": -1}, "data.tolerance"),
+        ({"prelude": "x = 1"}, "data.prelude: nothing, as this task's solution is a program"),
         ({"reward": "some"}, 'data.reward: "all" or "share"'),
         ({"test": []}, "data.test: unknown field; there are asserts, command, compile, entry_point, file, language"),
     ],
@@ -94,6 +95,7 @@ def test_addresses_are_limited_by_the_language_unless_the_task_says_otherwise():
         ("0.5", ".", False),
         ("9" * 100_000, "1.0", False),
         ("٣", "3", False),
+        ("٣.0", "3.0", False),
         ("10000000000000000001", "10000000000000000000", False),
     ],
 )
@@ -145,12 +147,15 @@ def test_a_tolerance_can_be_chosen():
         ("```py\na\n```\nprints\n```text\nb\n```", "a\n"),
         ("```text\na\n```\n```text\nb\n```", "b\n"),
         ("```Python title=x\na\n```", "a\n"),
-        ("  ```py\n  a\n  ```", "  a\n"),
+        ("1. So:\n  ```py\n  if a:\n    b\n  ```", "if a:\n  b\n"),
+        ("Use ```x```:\n```py\na\n```", "a\n"),
+        ("```x```\n```py\na\n```", "a\n"),
+        ("```py\r\na = '\u2028'\r\n```", "a = '\u2028'\n"),
         ("~~~py\n```\n~~~", "```\n"),
         ("```py\na\n```\n```py\ncut o", "a\n"),
         ("```py\ncut o", None),
         ("```py\ns = '```'\n```", "s = '```'\n"),
-        ("````py\na\n````", "a\n"),
+        ("````py\n```\na\n````", "```\na\n"),
     ],
 )
 def test_the_last_closed_block_of_the_language_counts(text, block):

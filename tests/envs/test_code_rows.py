@@ -1,5 +1,6 @@
 """Rows as the datasets have them, shortened. Where a row holds a solution, it is played: it must get everything."""
 
+import asyncio
 import base64
 import json
 import pickle
@@ -13,7 +14,7 @@ from rollyard.core.failure import TaskInvalid
 from rollyard.envs.code import CodeEnvironment, rows
 from rollyard.service.models import to_task
 
-from .yard import rewards, workshop
+from .yard import played, workshop
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -114,16 +115,18 @@ async def shop():
         yield there
 
 
-@pytest.mark.parametrize("row", [APPS, APPS_CALLED, HUMAN_EVAL, MBPP, MBPP_SET_UP, MBPP_SANITIZED, OURS])
-async def test_a_row_s_own_solution_gets_all(shop, row):
-    assert await rewards(shop, made(row)) == (1.0, 0.0)
+async def test_a_row_s_own_solution_gets_all(shop):
+    rows = (APPS, APPS_CALLED, HUMAN_EVAL, MBPP, MBPP_SET_UP, MBPP_SANITIZED, OURS)
+    results = await asyncio.gather(*(played(shop, made(row), "oracle") for row in rows))
+    assert [result.score and result.score.reward for result in results] == [1.0] * len(rows), results
 
 
 async def test_a_cheat_cannot_redefine_what_a_prompt_defines(shop):
     """HumanEval's tests may use the prompt's functions: those are the dataset's, not the solution's."""
     cheat = "class Same(str):\n    __eq__ = lambda *_: True\nshift = lambda s: ''\ndef unshift(s): return ''"
     body = made(HUMAN_EVAL)
-    assert await rewards(shop, {**body, "data": {**body["data"], "solution": cheat}}) == (0.0, 0.0)
+    result = await played(shop, {**body, "data": {**body["data"], "solution": cheat}}, "oracle")
+    assert result.score is not None and result.score.reward == 0.0, result
 
 
 async def test_what_apps_rows_become():
@@ -148,6 +151,11 @@ async def test_what_live_code_bench_rows_become():
     data = made(LCB_CALLED)["data"]
     assert data["entry_point"] == "add"
     assert data["tests"] == [{"input": [[1], 2], "output": 3}, {"input": [[1, 2], "x"], "output": None}]
+    apart = json.dumps([{"input": '"a\u2028b"\n2\n', "output": "3", "testtype": "functional"}])
+    assert made({**LCB_CALLED, "public_test_cases": apart})["data"]["tests"][0] == {
+        "input": ["a\u2028b", 2],
+        "output": 3,
+    }
     assert len(made({**LCB, "private_test_cases": ""})["data"]["tests"]) == 1
 
 

@@ -64,6 +64,9 @@ def test_packed_lines_are_unpacked(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(RowsUnreadable, match=r"rows\.jsonl\.gz cannot be read: Compressed file ended"):
         read(path)
+    path.write_bytes(gzip.compress(b"{}")[:10] + b"\x07" * 20)
+    with pytest.raises(RowsUnreadable, match=r"rows\.jsonl\.gz cannot be read: .*invalid block type"):
+        read(path)
 
 
 def test_a_list_of_json_and_lines_that_are_called_json(tmp_path: Path):
@@ -71,6 +74,8 @@ def test_a_list_of_json_and_lines_that_are_called_json(tmp_path: Path):
     path.write_text(json.dumps(ROWS, indent=2))
     assert read(path) == [("rows.json:1", ROWS[0]), ("rows.json:2", ROWS[1])]
     assert read(lines(path, *ROWS)) == [("rows.json:1", ROWS[0]), ("rows.json:2", ROWS[1])]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [row for _, row in read(path)] == ROWS
 
 
 def test_parquet_is_read_over_its_batches(tmp_path: Path):
@@ -90,6 +95,9 @@ def test_what_datasets_saved_is_read_shard_by_shard(tmp_path: Path):
         read(folder, split="test")
     with pytest.raises(RowsUnreadable, match="save it again"):
         read(saved(tmp_path / "old", {"q": ["a"]}, _indices_data_files=[{"filename": "i.arrow"}]))
+    for files in ([{}], ["a.arrow"]):
+        with pytest.raises(RowsUnreadable, match=r"state\.json is not what `datasets` writes"):
+            read(saved(tmp_path / f"odd{len(files[0])}", {"q": ["a"]}, _data_files=files))
     (folder / "data-00001-of-00002.arrow").write_bytes(b"nothing")
     with pytest.raises(RowsUnreadable, match=r"data-00001-of-00002\.arrow cannot be read"):
         read(folder)
@@ -104,6 +112,9 @@ def test_a_saved_dict_of_splits_wants_one_of_them(tmp_path: Path):
         read(tmp_path)
     with pytest.raises(RowsUnreadable, match="has no split 'dev'; there are: train, test"):
         read(tmp_path, split="dev")
+    (tmp_path / "dataset_dict.json").write_text('{"splits": []}')
+    with pytest.raises(RowsUnreadable, match="has no splits"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +207,12 @@ def test_values_of_python_and_numpy_become_json(value: object, json_value: objec
     assert found == json_value and type(found) is type(json_value)
 
 
+def test_text_of_a_table_that_is_not_utf_8_is_told(tmp_path: Path):
+    path = parquet(tmp_path / "t.parquet", {"q": pa.array([b"\xff"], pa.binary()).view(pa.string())})
+    with pytest.raises(RowsUnreadable, match=r"t\.parquet cannot be read after row 0: 'utf-8' codec"):
+        read(path)
+
+
 def test_a_value_without_a_json_form_is_an_error():
     with pytest.raises(TypeError, match="object has no JSON form"):
         plain(object())
@@ -206,6 +223,7 @@ def test_a_value_without_a_json_form_is_an_error():
     [
         ("a.jsonl", '{"x": 1}\n{"x": \n', "a.jsonl:2: this is not JSON"),
         ("a.jsonl", "[1]\n", "a.jsonl:1: a row is an object, not a list"),
+        ("a.jsonl", '{"x": ' * 800 + "1" + "}" * 800, "a.jsonl:1: its values are nested too deeply"),
         ("a.json", '[{"x": 1}, 3]', "a.json:2: a row is an object, not a number"),
         ("a.json", '{"x": 1}', "a.json holds no list of rows, but an object"),
         ("a.json", '[{"x": 1}', "a.json is not JSON"),

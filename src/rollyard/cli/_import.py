@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -23,8 +23,8 @@ from rollyard.core import Json
 if TYPE_CHECKING:
     from rollyard.envs.base import Environment
 
-TOLD = 20  # bad rows that are told one by one
-TOLD_ALIKE = 3  # of those with one mistake
+TOLD = 20  # bad rows that are told one by one, and notes
+TOLD_ALIKE = 3  # of those with one mistake, or one text
 
 Place = str
 Body = Mapping[str, Json]
@@ -36,6 +36,7 @@ class Imported:
 
     tasks: int = 0
     bad: int = 0
+    notes: int = 0
     told: Counter[str] = field(default_factory=Counter[str])
     noted: Counter[str] = field(default_factory=Counter[str])
 
@@ -49,10 +50,16 @@ class Imported:
         """What a person should know of a task that can be imported: its `data.notes`."""
         data = body.get("data")
         notes = data.get("notes") if isinstance(data, Mapping) else None
-        for text in notes if isinstance(notes, Sequence) and not isinstance(notes, str) else ():
-            if self.noted[str(text)] < TOLD_ALIKE:
+        for text in map(str, notes if isinstance(notes, Sequence) and not isinstance(notes, str) else ()):
+            self.notes += 1
+            if self.noted[text] < TOLD_ALIKE and self.noted.total() < TOLD:
+                self.noted[text] += 1
                 note(f"{place}: {text}")
-            self.noted[str(text)] += 1
+
+    def tell_rest(self) -> None:
+        """That there are more notes than were told."""
+        if rest := self.notes - self.noted.total():
+            note(f"… and {rest} more notes, which are in data.notes of the tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +90,35 @@ def read_options(given: Iterable[str]) -> dict[str, str]:
 def import_tasks(wanted: Wanted, out: Path | None) -> Imported:
     """Writes the tasks to `out`, else to stdout."""
     done = Imported()
-    if out is None:
+    if out is None or out.is_symlink() or (out.exists() and not out.is_file()):
+        # Another file must not take the place of a pipe, a device (/dev/stdout) or a link: they are written into.
         with tempfile.TemporaryFile("w+", encoding="utf-8") as draft:
             _write(wanted, draft, done)
             draft.seek(0)
-            shutil.copyfileobj(draft, sys.stdout)
+            if out is None:
+                shutil.copyfileobj(draft, sys.stdout)
+                return done
+            with _writing(out), out.open("w", encoding="utf-8") as there:
+                shutil.copyfileobj(draft, there)
         return done
     partial = out.with_name(f".{out.name}.part")
     try:
-        with partial.open("w", encoding="utf-8") as draft:
+        with _writing(out), partial.open("w", encoding="utf-8") as draft:
             _write(wanted, draft, done)
-        partial.replace(out)
+        with _writing(out):
+            partial.replace(out)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return done
+
+
+@contextmanager
+def _writing(out: Path) -> Generator[None, None, None]:
+    try:
+        yield
     except OSError as error:
         raise Trouble(f"{out} cannot be written: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return done
 
 
 def _write(wanted: Wanted, draft: IO[str], done: Imported) -> None:
@@ -108,6 +128,7 @@ def _write(wanted: Wanted, draft: IO[str], done: Imported) -> None:
             done.tasks += 1
             if done.tasks == wanted.limit:
                 break
+    done.tell_rest()
     if done.bad and not wanted.skip_bad:
         count = f"{done.bad} of {done.bad + done.tasks} rows"
         raise Trouble(f"{count} cannot be imported", "nothing was written; --skip-bad leaves them out")
@@ -117,6 +138,8 @@ def _write(wanted: Wanted, draft: IO[str], done: Imported) -> None:
 
 def _tasks(wanted: Wanted, done: Imported) -> Generator[str, None, None]:
     if not wanted.paths:
+        if wanted.split is not None:
+            raise Trouble(f"--split is of a dataset, and {wanted.environment.name} has none here", "name its folder", 2)
         yield from _checked(wanted, done, _generated(wanted))
     for path in wanted.paths:
         if not path.exists():
@@ -127,14 +150,15 @@ def _tasks(wanted: Wanted, done: Imported) -> Generator[str, None, None]:
 
 def _is_for_from_folder(environment: Environment, path: Path) -> bool:
     """A folder of rows is for `from_row`, unless the environment only knows folders."""
-    from rollyard.envs.base import Environment
     from rollyard.envs.rows import is_dataset
 
-    kind = type(environment)
-    takes_rows, takes_folders = (
-        getattr(kind, name) is not getattr(Environment, name) for name in ("from_row", "from_folder")
-    )
-    return not is_dataset(path) or (takes_folders and not takes_rows)
+    return not is_dataset(path) or (_knows(environment, "from_folder") and not _knows(environment, "from_row"))
+
+
+def _knows(environment: Environment, importer: str) -> bool:
+    from rollyard.envs.base import Environment
+
+    return getattr(type(environment), importer) is not getattr(Environment, importer)
 
 
 Made = Generator[tuple[Place, Callable[[], Body]], None, None]
@@ -146,9 +170,13 @@ def _from_rows(wanted: Wanted, path: Path, done: Imported) -> Made:
 
     from rollyard.envs.rows import RowsUnreadable, read_rows
 
+    environment = wanted.environment
+    if not _knows(environment, "from_row"):
+        remedy = "name a folder" if _knows(environment, "from_folder") else "write its tasks yourself"
+        raise Trouble(f"{environment.name}: there is no importer for rows", remedy)
     try:
         for place, row in read_rows(path, split=wanted.split, on_bad=done.tell_bad):
-            yield place, partial(wanted.environment.from_row, row, wanted.options)
+            yield place, partial(environment.from_row, row, wanted.options)
     except RowsUnreadable as error:
         raise Trouble(str(error)) from error
 
@@ -156,8 +184,18 @@ def _from_rows(wanted: Wanted, path: Path, done: Imported) -> Made:
 def _from_folder(wanted: Wanted, path: Path) -> Made:
     if wanted.split is not None:
         raise Trouble(f"{path} is no dataset of rows", "leave --split away", 2)
-    for body in wanted.environment.from_folder(path, wanted.options):
-        yield str(path), lambda body=body: body
+    try:
+        for body in wanted.environment.from_folder(path, wanted.options):
+            yield _place(path, body), lambda body=body: body
+    except OSError as error:
+        raise Trouble(f"{path} cannot be read: {error}") from error
+
+
+def _place(folder: Path, body: Body) -> Place:
+    """A folder may hold many tasks: with the task's own name, if its data has one."""
+    data = body.get("data")
+    name = data.get("name") if isinstance(data, Mapping) else None
+    return f"{folder}: {name}" if isinstance(name, str) and name != folder.name else str(folder)
 
 
 def _generated(wanted: Wanted) -> Made:
@@ -176,9 +214,10 @@ def _checked(wanted: Wanted, done: Imported, made: Made) -> Generator[str, None,
                 body = {"environment": wanted.environment.name, **make()}
                 wanted.environment.check(to_task(body, {}, ()))
                 line = json.dumps(body, ensure_ascii=False, allow_nan=False)
+                line.encode()  # half a surrogate pair, which JSON can escape, is no text
             except RollyardError as error:
                 done.tell_bad(place, error.detail)
-            except (LookupError, TypeError, ValueError) as error:  # an importer's own slip is of its row, too
+            except Exception as error:  # an importer's own slip, say None.strip(), is of its row, too
                 done.tell_bad(place, f"{type(error).__name__}: {error}")
             else:
                 done.tell_notes(place, body)

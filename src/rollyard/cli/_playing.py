@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 
 
 class Workshops:
-    """A workshop for each runtime that the tasks ask for, opened with the first of them."""
+    """A workshop for each runtime that the tasks ask for, opened with the first of them. As in a service, MCP servers
+    and judges are the settings'."""
 
     def __init__(self, stack: AsyncExitStack, folder: Path, runtime: str | None) -> None:
+        from rollyard.service.settings import load_settings
+
         self._stack = stack
         self._folder = folder
         self._runtime = runtime
+        self._settings = load_settings({}, os.environ).settings
         self._open: dict[str, Workshop] = {}
 
     def placed(self, task: Task) -> Task:
@@ -41,6 +46,18 @@ class Workshops:
         if name not in self._open:
             self._open[name] = await self._stack.enter_async_context(solo_workshop(self._folder / name, name))
         return self._open[name]
+
+    async def add_judges(self) -> None:
+        """Those of the settings, before something is scored. One that does not answer fails the tasks that ask it."""
+        from rollyard.core import RollyardError
+        from rollyard.service.build import engine_spec
+
+        for judge in (engine for engine in self._settings.engines if engine.role == "judge"):
+            try:
+                for shop in self._open.values():
+                    await shop.router.add(engine_spec(judge), must_answer=False)
+            except RollyardError as error:
+                raise Trouble(f"the judge {judge.url}: {error.detail}", error.remedy) from error
 
 
 @asynccontextmanager
@@ -97,7 +114,7 @@ def show_played(played: Played) -> None:
 
     console = out()
     for message in played.trajectory.messages if played.trajectory is not None else ():
-        console.print(f"[bold]{plain(message.get('role'))}[/]: {plain(shortened(message))}")
+        console.print(f"[bold]{plain(message.get('role'))}[/]: {plain(shortened(message))}", soft_wrap=True)
     console.print()
     score, failure = played.score, played.failure
     console.print(f"reward     {'none' if score is None else f'{score.reward:g}'}")
@@ -110,7 +127,7 @@ def show_played(played: Played) -> None:
     console.print("took       " + ", ".join(f"{name} {seconds(spent)}" for name, spent in times))
     if failure is not None:
         console.print(f"failure    {failure.code} (blame: {failure.blame}, in {failure.stage})")
-        console.print(f"\n{plain(failure.detail)}")
+        console.print(f"\n{plain(failure.detail)}", soft_wrap=True)
 
 
 def _show_numbers(prefix: str, numbers: Mapping[str, float]) -> None:

@@ -27,7 +27,7 @@ async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, 
     from rollyard.pipeline import ArtifactFolder, Renderers, Workshop
     from rollyard.sandbox.layers import Layers
     from rollyard.sandbox.python import PythonShelf
-    from rollyard.service.build import AGENTS, all_environments
+    from rollyard.service.build import AGENTS, all_environments, mcp_servers
     from rollyard.service.runtimes import NAMES, make_runtime
     from rollyard.service.settings import load_settings
 
@@ -51,6 +51,7 @@ async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, 
             layers={runtime: layers},
             images=_image_store(),
             pythons=PythonShelf(settings.data_dir / "python"),
+            mcp_servers=mcp_servers(settings),
         )
 
 

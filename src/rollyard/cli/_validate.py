@@ -78,6 +78,7 @@ async def validate(
         if plays and found is not None and not finding.problems:
             to_play.append((finding, *found))
     if to_play:
+        await shops.add_judges()
         await _play_all(to_play, jobs, max_reward)
     return findings
 
@@ -93,7 +94,7 @@ def _unreadable(trouble: Trouble) -> Finding:
 
 async def _checked(line: TaskLine, shops: Workshops, finding: Finding) -> tuple[Workshop, Task] | None:
     """Everything that a service refuses at submit. None: too little is right to look further."""
-    from rollyard.core import RollyardError
+    from rollyard.core import RollyardError, Run
     from rollyard.core.failure import InvalidRequest
     from rollyard.service.models import to_task
 
@@ -115,12 +116,15 @@ async def _checked(line: TaskLine, shops: Workshops, finding: Finding) -> tuple[
         lambda: shop.agent_of(task).check(task),
         lambda: shop.tools_of(task),
         lambda: shop.image_of(task),
+        lambda: shop.check(task, Run("validate")),  # what remains: the agent and the runtime, together
     )
     for part in parts:
         try:
             part()
         except RollyardError as error:
             finding.problems.append(error.detail)
+        except Exception as error:  # an environment's or agent's own slip; the other lines are still looked at
+            finding.problems.append(f"checking it raised {type(error).__name__}: {error}")
     finding.problems[:] = dict.fromkeys(finding.problems)  # an unknown agent is told by its check and by its tools
     return shop, task
 

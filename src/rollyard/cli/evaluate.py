@@ -147,11 +147,17 @@ class _Job:
     async def _evaluate(self, client: AsyncClient) -> Evaluation:
         from rollyard.cli._evaluation import Evaluation, Sampled
         from rollyard.core import RollyardError
+        from rollyard.core.failure import IdConflict
 
         began = time.monotonic()
-        made = await client.create_run(
-            self._name, mode="eval", policy=self._policy, defaults=self._defaults, seed=self._rules.seed
-        )
+        remedy = "give the command as it was, or another --run"
+        try:
+            made = await client.create_run(
+                self._name, mode="eval", policy=self._policy, defaults=self._defaults, seed=self._rules.seed
+            )
+        except IdConflict as error:
+            what = f"there is a run {self._name} already, with another mode, policy, seed or defaults"
+            raise Trouble(what, remedy) from error
         n = self._rules.n
         try:
             records: Sequence[Record] = await client.submit(
@@ -160,6 +166,8 @@ class _Job:
                 ids=[f"{self._name}-{number}" for number in range(len(self._tasks))],
                 group_size=n,
             )
+        except IdConflict as error:
+            raise Trouble(f"run {self._name} has sampled other tasks: {error.detail}", remedy) from error
         except RollyardError as error:
             raise with_place(error, self._tasks, n) from error
         records = await watch(client, records)

@@ -41,7 +41,7 @@ def import_(
     ] = None,
     split: Annotated[str | None, typer.Option(help="Of a dataset with several, this split.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the tasks there; else to stdout.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the tasks there; else, or with -, to stdout.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out rows that cannot be imported.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -52,9 +52,11 @@ def import_(
     written.
     """
     from rollyard.cli._import import Wanted, import_tasks, read_options
+    from rollyard.core.failure import TaskInvalid
     from rollyard.service.build import all_environments
     from rollyard.service.settings import load_settings
 
+    out = None if out == Path("-") else out
     if as_json and out is None:
         raise Trouble("--json tells how it went, on the stdout that the tasks go to", "give --out", 2)
     given = read_options(options or ())
@@ -63,7 +65,10 @@ def import_(
         async with all_environments(load_settings({}, os.environ).settings) as known:
             return import_tasks(Wanted(known.get(environment), paths or (), given, split, limit, skip_bad), out)
 
-    done = run(work())
+    try:
+        done = run(work())
+    except TaskInvalid as error:  # its remedy is for whoever wrote the task, which here nobody did
+        raise Trouble(error.detail) from error
     if as_json:
         print_json({"environment": environment, "tasks": done.tasks, "skipped": done.bad, "out": str(out)})
         return
@@ -168,6 +173,8 @@ def try_task(
     """
     from rollyard.cli._playing import played_body, show_played
 
+    if tokenizer and engine is None:
+        raise Trouble("--tokenizer says something of --engine", "name the engine", 2)
     line = read_task(task)
     played = run(_try(line, agent, runtime, engine, tokenizer))
     if as_json:
@@ -205,6 +212,7 @@ async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: s
                 if engine is None:
                     raise Trouble(f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2)
                 await add_engine(shop.router, engine, tokenizer)
+            await shops.add_judges()
             return await play(shop, wanted)
     except RollyardError as error:
         raise Trouble(f"{line.place}: {error.detail}", error.remedy) from error

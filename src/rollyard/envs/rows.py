@@ -16,6 +16,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -98,7 +99,7 @@ def _read_file(path: Path, on_bad: OnBad | None) -> Iterator[tuple[str, Row]]:
             yield from _read_list(path, on_bad)
         else:
             raise RowsUnreadable(f"{path} is no file of rows: they are {KNOWN}")
-    except (OSError, EOFError) as error:  # gzip tells of a cut file with EOFError
+    except (OSError, EOFError, zlib.error) as error:  # gzip tells of a cut file with EOFError, of a bad one with zlib's
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise RowsUnreadable(f"{path} cannot be read: {why}") from error
 
@@ -126,9 +127,9 @@ def _one(place: str, line: bytes, on_bad: OnBad | None) -> Iterator[tuple[str, R
 def _read_list(path: Path, on_bad: OnBad | None) -> Iterator[tuple[str, Row]]:
     """A list; or lines after all, as some files named .json are."""
     with _opened(path) as file:
-        text = file.read()
+        text = file.read().removeprefix(b"\xef\xbb\xbf")
     try:
-        whole = json.loads(text.removeprefix(b"\xef\xbb\xbf"))
+        whole = json.loads(text)
     except (ValueError, RecursionError) as error:
         first, _, rest = text.lstrip().partition(b"\n")
         if not (first.startswith(b"{") and first.rstrip().endswith(b"}") and rest.strip()):
@@ -164,6 +165,8 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, Row]]:
         raise RowsUnreadable(f"{folder} is a selection of rows as old `datasets` saved it: save it again")
     listed = state.get("_data_files")
     for item in listed if isinstance(listed, list) else []:
+        if not isinstance(item, dict) or "filename" not in item:
+            raise RowsUnreadable(f"{folder / 'state.json'} is not what `datasets` writes")
         path = folder / str(item["filename"])
         try:
             with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
@@ -198,6 +201,8 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
 
 def _chosen(folder: Path, splits: Mapping[str, T], split: str | None) -> T:
     names = ", ".join(splits)
+    if not splits:
+        raise RowsUnreadable(f"{folder} has no splits")
     if split is None:
         if len(splits) != 1:
             raise RowsUnreadable(f"{folder} has the splits {names}: choose one with --split")
@@ -223,7 +228,11 @@ def _json_file(path: Path) -> dict[str, Any]:
 def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, Row]]:
     number = 0
     for batch in batches:
-        for row in _without_nanoseconds(batch).to_pylist():
+        try:
+            rows = _without_nanoseconds(batch).to_pylist()
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, a time that Python does not know
+            raise RowsUnreadable(f"{path} cannot be read after row {number}: {error}") from error
+        for row in rows:
             number += 1
             yield f"{path}:{number}", cast("Row", plain(row))
 
@@ -245,10 +254,15 @@ def _without_nanoseconds(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _row(place: str, value: object, on_bad: OnBad | None) -> Iterator[tuple[str, Row]]:
-    if isinstance(value, dict):
-        yield place, cast("Row", plain(value))
-    else:
+    if not isinstance(value, dict):
         _bad(place, f"a row is an object, not {_kind(value)}", on_bad)
+        return
+    try:
+        row = cast("Row", plain(value))
+    except RecursionError:
+        _bad(place, "its values are nested too deeply", on_bad)
+        return
+    yield place, row
 
 
 def _bad(place: str, what: str, on_bad: OnBad | None) -> None:

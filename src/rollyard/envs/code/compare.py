@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 TOLERANCE = 1e-6
 
-_FRACTION = re.compile(r"[+-]?(\d{0,40}\.\d{0,40}|\d{1,40}(?=[eE]))([eE][+-]?\d{1,4})?")
-_NUMBER = re.compile(r"[+-]?\d{0,400}\.?\d{0,400}([eE][+-]?\d{1,4})?")
+_FRACTION = re.compile(r"[+-]?(\d{0,40}\.\d{0,40}|\d{1,40}(?=[eE]))([eE][+-]?\d{1,4})?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?\d{0,400}\.?\d{0,400}([eE][+-]?\d{1,4})?", re.ASCII)
 
 
 def is_same_output(given: str, expected: str, tolerance: float = TOLERANCE) -> bool:

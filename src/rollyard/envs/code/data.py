@@ -17,6 +17,8 @@ from rollyard.envs.fields import Fields
 from rollyard.sandbox.base import WORKDIR
 
 TIME_S = 10.0
+WAIT_S = 2.0
+"""On the clock, for a test that takes no CPU time: its start, and a machine that has much to do."""
 
 GIB = 1 << 30
 LEAST_MEMORY_BYTES = 32 << 20
@@ -90,7 +92,7 @@ class CodeData:
     def wall_s(self) -> float:
         """Of one test. What is limited is CPU time, which other rollouts on the machine do not change; this is for who
         waits for ever."""
-        return 2 * self.time_s + 2
+        return 2 * self.time_s + WAIT_S
 
     @classmethod
     def read(cls, task: Task) -> CodeData:
@@ -122,6 +124,8 @@ class CodeData:
             raise fields.wrong("tests", "either at least one test here, or at least one of data.asserts,")
         if data.is_called and (name != "python" or language != LANGUAGES["python"]):
             raise fields.wrong("language", "python, whose functions alone can be called by tests or asserts,")
+        if data.prelude and not data.is_called:
+            raise fields.wrong("prelude", "nothing, as this task's solution is a program of its own,")
         return data
 
 

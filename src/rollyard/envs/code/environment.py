@@ -7,6 +7,8 @@ never in RUN's. What a task holds is in `data`, how it is judged in `grading`, f
 
 from __future__ import annotations
 
+import ast
+import warnings
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -27,7 +29,11 @@ SOLUTION = "solution"
 SOLUTION_BYTES = 1 << 20
 PROBE_S = 60.0
 
-_IS_USABLE = "import sys, ctypes, resource, json; sys.exit(sys.version_info < (3, 7))"
+_LOOK = """
+import sys, ctypes, resource, json, importlib.util
+if sys.version_info < (3, 7): sys.exit(1)
+print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+"""
 
 
 class CodeEnvironment(Environment):
@@ -94,6 +100,31 @@ async def _probe(sandbox: Sandbox, data: CodeData) -> None:
                 program=program,
             )
     if data.is_called:
-        found = await sandbox.exec(["python3", "-I", "-c", _IS_USABLE], timeout_s=PROBE_S)
+        found = await sandbox.exec(["python3", "-I", "-c", _LOOK, *_imported(data)], timeout_s=PROBE_S)
         if found.status != 0:
             raise SetupFailed("code: the image's python3 cannot run the tests: it must be 3.7 or newer, with ctypes")
+        if missing := found.stdout.decode("utf-8", "replace").split():
+            raise SetupFailed(
+                f"code: the image's python3 has no {', '.join(missing)}, which this task's tests import: choose "
+                "another image (what the solution defines needs no import)",
+                modules=", ".join(missing),
+            )
+
+
+def _imported(data: CodeData) -> list[str]:
+    """The modules that the asserts and the prelude cannot do without. TaskInvalid if one of them is not Python."""
+    found: set[str] = set()
+    texts = {"prelude": data.prelude, **{f"asserts[{index}]": code for index, code in enumerate(data.asserts)}}
+    for where, text in texts.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the dataset's own making
+                body = ast.parse(text).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise TaskInvalid(f"code: data.{where}: this is not Python: {error}", field=where) from error
+        for node in body:
+            if isinstance(node, ast.Import):
+                found.update(alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    return sorted(found)

@@ -33,8 +33,9 @@ Verdict = Literal["passed", "failed", "timed_out", "skipped"]
 MOST_LATE = 3
 PROCESSES = 256
 """At once, of all the tests: the sandbox's own limit is above that, so that there is always room for the next test."""
-OUTPUT_BYTES = 1 << 20
-"""Beyond what is expected: for those who print more. What is longer is wrong, and never held."""
+OUTPUT_BYTES, OUTPUT_FACTOR = 1 << 20, 8
+"""Beyond what is expected, and how much longer the same may be: `0.5` with a dozen digits, a tuple as the worker writes
+it. What is longer is wrong, and never held."""
 COMPILE_S = 120.0
 START_S = 30.0
 """For the tester itself, on a loaded machine."""
@@ -91,7 +92,7 @@ async def _ran(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
         cwd=WORKDIR,
         env=ENV,
         stdin=str(test.input).encode("utf-8", "surrogateescape"),
-        output_bytes=longest + OUTPUT_BYTES,
+        output_bytes=OUTPUT_FACTOR * longest + OUTPUT_BYTES,
     )
     if (missed := _missed(result)) is not None:
         return missed
@@ -113,13 +114,14 @@ def _missed(result: ExecResult) -> Verdict | None:
 
 async def _called(sandbox: Sandbox, data: CodeData, test: Case) -> Verdict:
     call = {"op": "call", "on": None, "name": data.entry_point, "args": _encoded(test.input), "kwargs": {"dict": []}}
+    longest = max(len(json.dumps(_plain(output))) for output in test.accepted)
     result = await sandbox.exec(
         ["python3", "-c", _source("_worker.py")],
         timeout_s=data.wall_s,
         cwd=WORKDIR,
         env=ENV,
         stdin=b"".join(json.dumps(line).encode() + b"\n" for line in (_settings(sandbox, data), call)),
-        output_bytes=len(json.dumps(test.accepted)) + OUTPUT_BYTES,
+        output_bytes=OUTPUT_FACTOR * longest + OUTPUT_BYTES,
     )
     if (missed := _missed(result)) is not None:
         return missed

@@ -124,7 +124,8 @@ def _lcb_test(test: Json, entry_point: Json) -> Json:
         return {"input": given, "output": output}
     if not isinstance(given, str) or not isinstance(output, str):
         _wrong("public_test_cases", "texts for input and output")
-    return {"input": [_json(line, "input") for line in given.splitlines()], "output": _json(output, "output")}
+    lines = [line for line in given.split("\n") if line.strip()]  # not splitlines: a text may hold U+2028
+    return {"input": [_json(line, "input") for line in lines], "output": _json(output, "output")}
 
 
 def _private(value: Json) -> Json:

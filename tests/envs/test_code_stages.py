@@ -1,0 +1,109 @@
+"""What the `code` environment does in each stage, by itself: in sandboxes of the local runtime."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollyard.core.failure import SetupFailed, TaskInvalid, VerifierCrashed
+from rollyard.envs.code import CodeEnvironment, grading
+from rollyard.envs.code.data import LANGUAGES
+from rollyard.sandbox import WORKDIR
+
+from .conftest import context, evidence, task
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
+PROGRAM = {
+    "question": "Add two numbers.",
+    "tests": [{"input": f"{n} {n}\n", "output": f"{2 * n}\n"} for n in (1, 2, 3)],
+}
+CALLED = {"question": "Add two numbers.", "entry_point": "add", "tests": [{"input": [1, 2], "output": 3}]}
+ASSERTED = {"question": "Add two numbers.", "asserts": ["assert add(1, 2) == 3"]}
+
+
+async def test_nothing_hidden_is_told_or_lies_in_the_sandbox_of_run(new_sandbox):
+    sandbox = await new_sandbox()
+    data = {
+        **PROGRAM,
+        "tests": [{"input": "1234 4321", "output": "hidden-5555"}],
+        "public_tests": [{"input": "7 8", "output": "shown-15"}],
+        "solution": "secret",
+        "system_prompt": "Be brief.",
+    }
+    start = await CodeEnvironment().init(context(task("code", data), sandbox))
+    system, user = start.messages
+    assert system["content"] == "Be brief."
+    assert "Add two numbers." in str(user["content"]) and "shown-15" in str(user["content"])
+    assert f"{WORKDIR}/solution.py" in str(user["content"]) and "10 s and 4096 MiB" in str(user["content"])
+    told = f"{start} {(await sandbox.exec('cat -- * 2>&1; env', timeout_s=20)).stdout!r}"
+    assert not [text for text in ("1234", "hidden-5555", "secret") if text in told]
+
+
+async def test_the_prompt_shows_how_functions_are_called(new_sandbox):
+    data = {**CALLED, "public_tests": [{"input": [[True], "x"], "output": None}], "starter_code": "def add(a, b): ..."}
+    (user,) = (await CodeEnvironment().init(context(task("code", data), await new_sandbox()))).messages
+    for part in ("add([True], 'x') → None", "```python\ndef add(a, b): ...\n```", "defines `add`"):
+        assert part in str(user["content"])
+    data = {**ASSERTED, "public_tests": ["assert add(1, 1) == 2"]}
+    (user,) = (await CodeEnvironment().init(context(task("code", data), await new_sandbox()))).messages
+    assert "```python\nassert add(1, 1) == 2\n```" in str(user["content"])
+
+
+async def test_the_last_code_block_is_the_solution_of_who_left_no_file(new_sandbox):
+    given = context(task("code", PROGRAM), await new_sandbox())
+    said = f"First:\n```python\nprint(1)\n```\nNo:\n```python\n{ADD}```\nIt prints\n```text\n3\n```\n"
+    assert (await CodeEnvironment().eval(given, evidence(said, kept=()))).reward == 1.0
+    assert (await CodeEnvironment().eval(given, evidence("done", kept=(), answer=said))).reward == 1.0
+    score = await CodeEnvironment().eval(given, evidence("I cannot.", kept=()))
+    assert (score.reward, score.metrics["has_solution"], score.metrics["skipped"]) == (0.0, 0.0, 3)
+
+
+async def test_a_folder_in_the_place_of_the_solution_is_none(new_sandbox):
+    sandbox = await new_sandbox()
+    await sandbox.write(f"{WORKDIR}/solution.py/__main__.py", ADD.encode())
+    score = await CodeEnvironment().eval(context(task("code", PROGRAM), sandbox), evidence(kept=("solution",)))
+    assert (score.reward, score.metrics["has_solution"]) == (0.0, 0.0)
+
+
+async def test_an_image_without_the_language_is_told_at_once(new_sandbox, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(LANGUAGES, "python", replace(LANGUAGES["python"], needs=("python2000",)))
+    with pytest.raises(SetupFailed, match="the image has no python2000, which python solutions need"):
+        await CodeEnvironment().init(context(task("code", PROGRAM), await new_sandbox()))
+
+
+async def test_an_old_python_cannot_run_functions(new_sandbox):
+    """Its image is one whose python3 always fails."""
+    sandbox = await new_sandbox()
+    await sandbox.write(f"{WORKDIR}/bin/python3", b"#!/bin/sh\nexit 1\n", mode=0o755)
+    folder = (await sandbox.exec("pwd", timeout_s=20)).stdout.decode().strip()
+    run = sandbox.exec
+    sandbox.exec = lambda command, **more: run(command, env={"PATH": f"{folder}/bin:/usr/bin:/bin"}, **more)
+    await CodeEnvironment().init(context(task("code", PROGRAM), sandbox))
+    with pytest.raises(SetupFailed, match=r"it must be 3\.7 or newer, with ctypes"):
+        await CodeEnvironment().init(context(task("code", CALLED), sandbox))
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "wrong"),
+    [
+        (
+            {"asserts": ["import json, numpy2000.linalg\nassert add(1, 2)"]},
+            SetupFailed,
+            r"has no numpy2000, which this",
+        ),
+        ({"prelude": "from numpy2000 import array"}, SetupFailed, r"has no numpy2000, which this task's tests import"),
+        ({"asserts": ["from solution import add\nassert add(1, 2)"]}, SetupFailed, r"no solution, .* needs no import"),
+        ({"asserts": ["assert 1", "assert ("]}, TaskInvalid, r"data\.asserts\[1\]: this is not Python"),
+    ],
+)
+async def test_asserts_that_could_never_run_are_told_at_once(new_sandbox, more, error, wrong):
+    """Else every solution would look wrong."""
+    with pytest.raises(error, match=wrong):
+        await CodeEnvironment().init(context(task("code", {**ASSERTED, **more}), await new_sandbox()))
+
+
+async def test_a_tester_that_does_not_start_is_no_score(new_sandbox, monkeypatch: pytest.MonkeyPatch):
+    sandbox = await new_sandbox()
+    monkeypatch.setattr(grading, "_source", lambda name: "raise RuntimeError('no tester')")
+    with pytest.raises(VerifierCrashed, match=r"the tester did not start \(status 1\)(.|\n)*no tester"):
+        given = context(task("code", ASSERTED), sandbox)
+        await CodeEnvironment().eval(given, evidence("```python\nx = 1\n```", kept=()))
