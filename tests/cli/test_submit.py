@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from rollyard.cli._tasks import read_tasks
 from rollyard.client import AsyncClient
 from tests.cli.conftest import Cli
 from tests.client.served import Yard, task
@@ -67,6 +68,7 @@ async def test_trajectories_are_written_as_lines_and_as_arrow(cli: Cli, yard: Ya
     ("bad", "says"),
     [
         ('{"environment": ', "this is not JSON"),
+        ('{"environment": "shell", "data": {"x": ' + "[" * 100_000, "this is not JSON (maximum recursion"),
         ('{"environment": "shell", "data": {"x": NaN}}', "this is not JSON (NaN"),
         ("[1]", "a task is a JSON object, not list"),
         ('{"environment": "shell", "limit": {}}', "there is no field limit in a task"),
@@ -132,3 +134,9 @@ async def test_an_interrupt_says_how_to_go_on(yard: Yard, tmp_path: Path):
         rest = (await process.stderr.read()).decode()
         assert await process.wait() == 130
     assert "--id-prefix stopped" in rest and "Traceback" not in rest
+
+
+def test_a_byte_order_mark_is_not_part_of_a_task(tmp_path: Path):
+    file = tmp_path / "t.jsonl"
+    file.write_text(json.dumps(task()) + "\n" + json.dumps(task()) + "\n", "utf-8-sig")
+    assert [line.task for line in read_tasks([str(file)])] == [task(), task()]

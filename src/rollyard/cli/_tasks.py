@@ -71,7 +71,7 @@ def _good(found: TaskLine | Trouble) -> TaskLine:
 def _scan_file(file: str) -> Iterator[TaskLine | Trouble]:
     name = "stdin" if file == "-" else file
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8-sig")  # some editors put a mark first
     except OSError as error:
         yield Trouble(f"{file} cannot be read: {error.strerror}", "name a file of JSON lines, or - for stdin")
         return
@@ -87,7 +87,7 @@ def _scan_file(file: str) -> Iterator[TaskLine | Trouble]:
             continue
         try:
             task = json.loads(line, parse_constant=_no_constant)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             yield Trouble(f"{name}:{number}: this is not JSON ({what})", "write one task per line")
             continue
@@ -100,7 +100,7 @@ def _whole(text: str) -> object:
         return None
     try:
         return json.loads(text, parse_constant=_no_constant)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
