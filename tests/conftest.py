@@ -1,6 +1,7 @@
 """Shared by all tests. In CI (ROLLYARD_NO_SKIPS=1) a skip is a failure: it would hide a hole."""
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -9,6 +10,14 @@ import pytest
 from tests import real_vllm
 
 NO_SKIPS = os.environ.get("ROLLYARD_NO_SKIPS") == "1"
+
+
+def pytest_configure() -> None:
+    """A suite that a script starts in the background ignores these, and so would the programs that it interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -37,7 +37,8 @@ SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442  # the same on 
 SYS_CLONE3, CLONE_INTO_CGROUP = 435, 0x200000000
 AT_EMPTY_PATH, AT_RECURSIVE, OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = 0x1000, 0x8000, 1, 4
 MOUNT_ATTR_IDMAP = 0x100000
-DEFAULTED = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT)
+DEFAULTED = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+"""A service that a script starts in the background ignores the last three, and what it starts would, too."""
 
 # --- messages -----------------------------------------------------------------------------------------
 
