@@ -89,6 +89,8 @@ class Evaluation:
 
     def as_body(self) -> dict[str, Any]:
         rules = self.rules
+        parts = {name: measured(part, rules) for name, part in self.parts().items()}
+        overall = parts.pop(ALL) if ALL in parts else next(iter(parts.values()))
         return {
             "run": self.run,
             "policy": self.policy,
@@ -98,8 +100,8 @@ class Evaluation:
             "seed": rules.seed,
             "took_s": round(self.took_s, 3),
             "missing": dict(self.missing),
-            ALL: measured(self.tasks, rules),
-            "environments": {name: measured(part, rules) for name, part in self.parts().items() if name != ALL},
+            ALL: overall,
+            "environments": parts,
             "tasks": [_task_body(task, rules) for task in self.tasks],
         }
 

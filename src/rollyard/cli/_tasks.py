@@ -104,6 +104,19 @@ def _whole(text: str) -> object:
         return None
 
 
+def read_defaults(text: str | None) -> dict[str, Json] | None:
+    """What `--defaults` says: a partial task as JSON."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Trouble(f"--defaults is not JSON ({error})", "give a JSON object in quotes", 2) from error
+    if not isinstance(found, dict):
+        raise Trouble("--defaults: a JSON object was expected", "give a JSON object in quotes", 2)
+    return found
+
+
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 

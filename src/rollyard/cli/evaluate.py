@@ -7,7 +7,6 @@ gone afterwards; images and installed agents are the settings'.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollyard.cli._console import AsJson, Token, Trouble, Url, connect, note, print_json, run, show
-from rollyard.cli._tasks import TaskLine, read_tasks
+from rollyard.cli._tasks import TaskLine, read_defaults, read_tasks
 from rollyard.cli.submit import RETRY_S, watch, with_place
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def evaluate(
         raise Trouble("--engine starts a service in this process", "leave --url and --token away", 2)
     if tokenizer and engine is None:
         raise Trouble("--tokenizer says something of --engine", "name the engine", 2)
-    laid = _defaults(defaults)
+    laid = read_defaults(defaults)
     if out is not None:
         from rollyard.cli._results import check_out
 
@@ -101,18 +100,6 @@ def evaluate(
     if found.missing_share > max_missing:
         note(f"{found.missing_share:.1%} of the samples have no score, which is more than --max-missing allows")
         raise typer.Exit(1)
-
-
-def _defaults(text: str | None) -> dict[str, Json] | None:
-    if text is None:
-        return None
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise Trouble(f"--defaults is not JSON ({error})", status=2) from error
-    if not isinstance(found, dict):
-        raise Trouble("--defaults: a JSON object was expected", status=2)
-    return found
 
 
 class _Job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +9,6 @@ import typer
 from rollyard.cli._console import (
     AsJson,
     Token,
-    Trouble,
     Url,
     connect,
     note,
@@ -22,6 +20,7 @@ from rollyard.cli._console import (
     show,
     table,
 )
+from rollyard.cli._tasks import read_defaults
 
 runs = typer.Typer(help="Trainers' jobs: list, create, delete.", no_args_is_help=True)
 
@@ -68,12 +67,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create a run; the same id with the same settings is the same run."""
-    partial: Any = None
-    if defaults is not None:
-        try:
-            partial = json.loads(defaults)
-        except ValueError as error:
-            raise Trouble(f"--defaults is not JSON ({error})", "give a JSON object in quotes", 2) from error
+    partial = read_defaults(defaults)
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:

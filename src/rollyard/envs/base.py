@@ -94,12 +94,16 @@ class EnvContext:
     sandbox: Sandbox | None
     judge: Judge | None = None
 
-    async def run(self, command: str, *, timeout_s: float, env: Mapping[str, str] | None = None) -> ExecResult:
-        """A set-up or check command: a fresh process whose status the sandbox cannot touch."""
+    @property
+    def box(self) -> Sandbox:
+        """Its sandbox, for an environment whose plan asked for one."""
         if self.sandbox is None:
             raise RuntimeError("this environment's plan asked for no sandbox")
-        cwd = self.sandbox.spec.workdir
-        return await self.sandbox.exec(command, timeout_s=timeout_s, env=env, cwd=cwd)
+        return self.sandbox
+
+    async def run(self, command: str, *, timeout_s: float, env: Mapping[str, str] | None = None) -> ExecResult:
+        """A set-up or check command: a fresh process whose status the sandbox cannot touch."""
+        return await self.box.exec(command, timeout_s=timeout_s, env=env, cwd=self.box.spec.workdir)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class CodeEnvironment(Environment):
 
     async def init(self, context: EnvContext) -> Start:
         data = CodeData.read(context.task)
-        await _probe(_sandbox(context), data)
+        await _probe(context.box, data)
         user: Message = {"role": "user", "content": prompt(data)}
         if data.system_prompt is None:
             return Start((user,))
@@ -60,12 +60,12 @@ class CodeEnvironment(Environment):
         data = CodeData.read(context.task)
         if data.solution is None:
             raise TaskInvalid("code: data.solution: this task holds no solution, so there is no oracle for it")
-        await _sandbox(context).write(data.path, data.solution.encode("utf-8", "surrogateescape"))
+        await context.box.write(data.path, data.solution.encode("utf-8", "surrogateescape"))
         return Solution()
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
         data = CodeData.read(context.task)
-        sandbox = _sandbox(context)
+        sandbox = context.box
         total = len(data.tests) + len(data.asserts)
         artifact = evidence.artifacts.get(SOLUTION)
         block = last_block(evidence.answer, data.language.tags) if artifact is None else None
@@ -82,12 +82,6 @@ class CodeEnvironment(Environment):
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
         return body_of(row, options)
-
-
-def _sandbox(context: EnvContext) -> Sandbox:
-    if context.sandbox is None:
-        raise RuntimeError("the plan asked for a sandbox")
-    return context.sandbox
 
 
 async def _probe(sandbox: Sandbox, data: CodeData) -> None:

@@ -73,7 +73,7 @@ class HarborEnvironment(Environment):
         return self.key_of(data.workdir, data.env, task.data.get("setup"))
 
     async def prepare(self, context: EnvContext) -> None:
-        data, sandbox = HarborData.read(context.task), _sandbox(context)
+        data, sandbox = HarborData.read(context.task), context.box
         timeout_s = context.task.limits.init_s
         folders = f"mkdir -p {shlex.quote(data.workdir)} /logs/agent {FOLDER}"
         await _set_up(sandbox, folders, "/", None, timeout_s)
@@ -100,10 +100,10 @@ class HarborEnvironment(Environment):
         lines = [f"rm -rf {KEPT}; mkdir -p {KEPT}"]
         for number, path in enumerate(data.keep):
             lines.append(f"test -e {shlex.quote(path)} && cp -a {shlex.quote(path)} {KEPT}/{number}")
-        await _sandbox(context).exec("\n".join(lines), timeout_s=OWN_S, cwd="/")
+        await context.box.exec("\n".join(lines), timeout_s=OWN_S, cwd="/")
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
-        data, sandbox = HarborData.read(context.task), _sandbox(context)
+        data, sandbox = HarborData.read(context.task), context.box
         if not data.solution:
             raise TaskInvalid("harbor: the task has no solution/solve.sh, so there is no oracle for it")
         await _upload(sandbox, data.solution, "/solution", "solve.sh")
@@ -114,7 +114,7 @@ class HarborEnvironment(Environment):
         return Solution(messages=({"role": "assistant", "content": said.strip()},))
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
-        data, sandbox = HarborData.read(context.task), _sandbox(context)
+        data, sandbox = HarborData.read(context.task), context.box
         if not await _laid_out(sandbox, data):
             log.info("RUN's files kept the verifier from starting", extra={"rollout": context.rollout_id})
             return Score(0.0, metrics={"verifier_ran": 0.0, "reward_written": 0.0})
@@ -185,12 +185,6 @@ async def _on_host(files: Files, script: str) -> AsyncGenerator[Path, None]:
 def _python_path(sandbox: Sandbox) -> str:
     """EVAL's Python does not look beside a script for what it imports; the tests' own modules are to be found."""
     return ":".join(filter(None, ("/tests", sandbox.spec.env.get("PYTHONPATH"))))
-
-
-def _sandbox(context: EnvContext) -> Sandbox:
-    if context.sandbox is None:
-        raise RuntimeError("the plan asked for a sandbox")
-    return context.sandbox
 
 
 def _tail(done: ExecResult) -> str:

@@ -33,9 +33,6 @@ SOLUTION = "patch"
 TEST_GRACE_S = 60.0
 """Tests that never end are for the EVAL deadline to end; their own bound lies behind that."""
 
-SAFE = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-"""The image may have given the repository to another user than the sandbox's; git would refuse it."""
-
 
 class SweEnvironment(Environment):
     """See the module."""
@@ -57,7 +54,7 @@ class SweEnvironment(Environment):
         data = SweData.read(task)
         return Plan(
             workdir=data.workdir,
-            env={**SAFE, **data.env},
+            env={**repository.SAFE, **data.env},
             artifacts=(ArtifactRule(SOLUTION, repository.PATCH, repository.PATCH_BYTES),),
         )
 
@@ -68,7 +65,7 @@ class SweEnvironment(Environment):
         return self.key_of(inspect.getsource(repository), data.workdir, hidden, dict(self.plan(task).env))
 
     async def prepare(self, context: EnvContext) -> None:
-        data, sandbox, limit_s = SweData.read(context.task), _sandbox(context), context.task.limits.init_s
+        data, sandbox, limit_s = SweData.read(context.task), context.box, context.task.limits.init_s
         if data.is_r2e:
             paths = " ".join([*R2E_TESTS, *R2E_ANSWERS])
             result = await context.run(f"rm -rf {paths} /{R2E_TESTS[0]}", timeout_s=limit_s)
@@ -87,14 +84,14 @@ class SweEnvironment(Environment):
 
     async def collect(self, context: EnvContext) -> None:
         data = SweData.read(context.task)
-        await repository.diff(_sandbox(context), data.workdir, timeout_s=COLLECT_S)
+        await repository.diff(context.box, data.workdir, timeout_s=COLLECT_S)
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
         data, limits = SweData.read(context.task), context.task.limits
         if not data.patch.strip():
             raise TaskInvalid("swe: data.patch: this row brings no solution, so there is no oracle for it")
         gold = data.patch.encode("utf-8", "surrogateescape")
-        refused = await repository.apply(_sandbox(context), data.workdir, gold, timeout_s=limits.run_s)
+        refused = await repository.apply(context.box, data.workdir, gold, timeout_s=limits.run_s)
         if refused is not None:
             raise TaskInvalid(f"swe: data.patch does not apply to the image: {refused}")
         return Solution(answer="The patch is applied.")
@@ -103,7 +100,7 @@ class SweEnvironment(Environment):
         return task_of(row, options)
 
     async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
-        data, sandbox = SweData.read(context.task), _sandbox(context)
+        data, sandbox = SweData.read(context.task), context.box
         eval_s = context.task.limits.eval_s
         limit_s = eval_s + TEST_GRACE_S
         zero = {"expected": 0.0} if data.is_r2e else {"fail_to_pass": 0.0, "pass_to_pass": 0.0}
@@ -147,9 +144,3 @@ class SweEnvironment(Environment):
 
     async def close(self) -> None:
         await self._grader.close()
-
-
-def _sandbox(context: EnvContext) -> Sandbox:
-    if context.sandbox is None:
-        raise RuntimeError("the plan asked for a sandbox")
-    return context.sandbox

@@ -8,9 +8,7 @@ test still runs in the same process as its tests, as everywhere: one that is wri
 from __future__ import annotations
 
 import secrets
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from rollyard.core import Json
 from rollyard.core.failure import EvalDeadline, TaskInvalid
@@ -41,8 +39,7 @@ class Grader:
     """swebench, in processes of its own: it imports half of PyPI, and reads what a model's code printed."""
 
     def __init__(self) -> None:
-        child = str(Path(__file__).parent / "_swebench_child.py")  # by path: it needs nothing of ours but two names
-        self.children = Children("swebench", command=(sys.executable, "-P", child))
+        self.children = Children("swebench", "rollyard.envs.swe._swebench_child")
 
     async def verdict(self, data: SweData, output: str, status: int, *, wait_s: float) -> Verdict:
         question: dict[str, Json] = {

@@ -33,8 +33,10 @@ _QUIET = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "HOME": 
 
 _OWN = {**_QUIET, "GIT_DIR": GIT_DIR, "GIT_WORK_TREE": "."}
 
-_THEIRS = {**_QUIET, "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-"""For the repository's own `.git`: the image may have given it to another user."""
+SAFE = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+"""The image may have given the repository to another user than the sandbox's; git would refuse it."""
+
+_THEIRS = {**_QUIET, **SAFE}  # for the repository's own `.git`
 
 _ATTRIBUTES = "* -text -ident -filter -working-tree-encoding !diff !merge !eol !whitespace\n"
 """Of the git directory, so they win over any `.gitattributes`."""
