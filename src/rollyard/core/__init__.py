@@ -1,8 +1,10 @@
 """The ground floor: plain data and rules. No I/O, and no import from any other wing."""
 
 from rollyard.core.deadline import Deadline, DeadlineExpired
+from rollyard.core.draw import Batch, Draw, DrawConfig
 from rollyard.core.engine import EngineSpec
 from rollyard.core.failure import CODES, Blame, Failure, Outcome, RollyardError
+from rollyard.core.group import Group, GroupState
 from rollyard.core.ids import check_id, new_id, sampling_seed
 from rollyard.core.json import Json, canonical, digest
 from rollyard.core.rollout import Ending, LostAttempt, Rollout, Summary, Timings
@@ -17,12 +19,17 @@ __all__ = [
     "MOVES",
     "AgentSpec",
     "Artifact",
+    "Batch",
     "Blame",
     "Deadline",
     "DeadlineExpired",
+    "Draw",
+    "DrawConfig",
     "Ending",
     "EngineSpec",
     "Failure",
+    "Group",
+    "GroupState",
     "IllegalMove",
     "Json",
     "Limits",

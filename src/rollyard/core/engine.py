@@ -15,6 +15,14 @@ class Kind(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
     OPENAI = "openai"  # text only: what it gives is never trainable
+    PRORL = "prorl"  # the reference system's own: tokens and logprobs, no streams, no aborts, no versions
+
+
+class Admission(StrEnum):
+    """How many sessions an engine gets."""
+
+    ADAPTIVE = "adaptive"  # as many as its KV cache holds, found out as it goes; no bound if it does not tell its load
+    FIXED = "fixed"  # its capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,4 +38,5 @@ class EngineSpec:
     tokenizer: str = ""  # a folder or a hub name; empty: where the engine says its model is
     renderer: str = ""  # empty: by the model's name
     capacity: int = 256  # sessions it should hold at once
+    admission: Admission = Admission.ADAPTIVE
     api_key: str = field(default="", repr=False)

@@ -24,7 +24,8 @@
         ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool
         ├── RuntimeNotAllowed  ImageMissing  AgentMissing
         ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  EngineExists
-        ├── SessionConflict
+        ├── SessionConflict  BatchConflict  SourceClosed  VersionConflict
+        ├── PolicyConflict  PolicyPinned  PolicyStuck
         └── BodyTooLarge  QueueFull  Draining
 
 Invariants. A code is stable for ever: trainers switch on it. Blame follows the cause, and infra needs
@@ -384,11 +385,51 @@ class EngineExists(RequestError):
     status = 409
 
 
+class BatchConflict(RequestError):
+    """A batch of a draw was asked for out of turn, or again with another size."""
+
+    status = 409
+    remedy = "GET /v1/draws/{id} says which batch is the last; ask for the next one, or for an earlier one as it was."
+
+
+class SourceClosed(RequestError):
+    status = 409
+    remedy = "Make a new draw."
+
+
+class VersionConflict(RequestError):
+    """The policy is not at the version that the call needs."""
+
+    status = 409
+    remedy = "Resume the policy at that version first: POST /v1/policies/{name}/resume."
+
+
 class SessionConflict(RequestError):
     """The session has not begun, has got another reward already, or has ended without one."""
 
     status = 409
     remedy = "GET /v1/sessions/{id} says how it stands; if it has ended, open a new one."
+
+
+class PolicyConflict(RequestError):
+    """Somebody else is changing the policy's weights, or nobody is."""
+
+    status = 409
+    remedy = "GET /v1/policies/{name} says who holds it and for how long; a resume that names a version always goes."
+
+
+class PolicyPinned(RequestError):
+    """An evaluation samples from the policy's weights, and was to hold off their change until it has ended."""
+
+    status = 409
+    remedy = "Send it again to wait on, or end the evaluation that is named: DELETE /v1/evals/{id}."
+
+
+class PolicyStuck(RequestError):
+    """None of a policy's engines could be resumed: it stays paused."""
+
+    status = 502
+    remedy = "Mend the engines that are named, then resume again; until then every clock stands still."
 
 
 class BodyTooLarge(RequestError):

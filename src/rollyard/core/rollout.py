@@ -52,6 +52,8 @@ class Summary:
     node: str = ""
     layer: str = ""  # its set-up was "made" by it, "found" as another had left it, or (empty) shared with nobody
     limits_in_force: Mapping[str, str] = field(default_factory=dict[str, str])
+    oldest_version: int = -1  # of the weights that sampled its tokens; −1: none was sampled
+    newest_version: int = -1
     notes: tuple[str, ...] = ()  # forks, retried stages, limits that could not be enforced
 
 

@@ -15,6 +15,7 @@ from rollyard.engines.base import (
 )
 from rollyard.engines.openai import OpenAIEngine
 from rollyard.engines.pool import EngineStats, EngineStatus, Health
+from rollyard.engines.prorl import ProrlEngine
 from rollyard.engines.router import Router, RouterSettings, make_engine
 from rollyard.engines.sglang import SglangEngine
 from rollyard.engines.vllm import VllmEngine
@@ -33,6 +34,7 @@ __all__ = [
     "Kind",
     "OnTokens",
     "OpenAIEngine",
+    "ProrlEngine",
     "Role",
     "Router",
     "RouterSettings",

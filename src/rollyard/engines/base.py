@@ -20,17 +20,22 @@ from typing import Literal, Protocol
 
 from rollyard.core import Deadline, Json, Message, Sampling
 from rollyard.core.engine import EngineSpec, Kind, Role
+from rollyard.core.policy import PauseMode
 from rollyard.core.trace import LogprobsKind
+from rollyard.engines.load import Load
 
 __all__ = [
     "ChatReply",
+    "Control",
     "Engine",
     "EngineInfo",
     "EngineSpec",
     "GenerateRequest",
     "Generation",
     "Kind",
+    "Load",
     "OnTokens",
+    "PauseMode",
     "Role",
     "Session",
     "VersionSpan",
@@ -98,6 +103,30 @@ class ChatReply:
     completion_tokens: int = 0
 
 
+class Control(Protocol):
+    """What an engine is told when its weights change: see `policies.py` for the order.
+
+    Each step says whether the engine knows it. False: it has no such route (an older version, or one that was started
+    without them), and what can be done from outside is all that is done. An EngineFailure: it has, and it failed."""
+
+    async def pause(self, mode: PauseMode) -> bool:
+        """It samples nothing from the reply on. What it had in flight: ended (abort), awaited (drain), kept (keep)."""
+        ...
+
+    async def set_version(self, version: int) -> bool: ...
+
+    async def clear_cache(self) -> bool:
+        """Forgets every KV block: what it kept in flight is computed anew. Tried again while blocks are held, for a
+        bounded time."""
+        ...
+
+    async def resume(self) -> bool: ...
+
+    async def version(self) -> str | None:
+        """What it says of its weights; None: it does not say."""
+        ...
+
+
 class Engine(Protocol):
     @property
     def spec(self) -> EngineSpec: ...
@@ -107,12 +136,19 @@ class Engine(Protocol):
         """What `probe` found; RuntimeError before it."""
         ...
 
+    @property
+    def control(self) -> Control: ...
+
     async def probe(self) -> EngineInfo:
         """Asks the engine what it is, and finds out what its logprobs mean."""
         ...
 
     async def healthy(self) -> bool:
         """One cheap question; never raises."""
+        ...
+
+    async def load(self) -> Load | None:
+        """How loaded it says it is; None where it does not tell. One cheap question; never raises."""
         ...
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generation:

@@ -77,7 +77,7 @@ class Caller:
             return "clock", None
         limit = Deadline(model_s)
         call = Call(clock, limit, is_streamed=on_tokens is not None)
-        version = self._pool.version
+        version = member.version
         ending = _Ending(self._settings.abort_grace_s, member.engine, request.request_id, call)
         member.begin(call)
         try:

@@ -5,8 +5,15 @@ ties; a session that sits in a tool still counts, since its prefix is still in t
 up and down in this file alone. The heap deletes lazily: each change pushes a new entry with a new stamp, and
 entries with an old stamp are dropped when they surface; it is rebuilt before it outgrows its engines.
 
+An engine below its session cap goes before one that is at it; a capped engine's load is counted per its cap. The
+seats of a policy (`seats.py`) are bounded by the sum of the caps of its engines that are up, of all of them while none
+is; one engine without a cap, or no engine at all, and there is no bound. RUN admits by them; `pick` refuses nobody.
+
 The breaker: `trip_after` consecutive failures take an engine down; only the router's watch, which asks it for a
 token, brings it up again. A failure that is the request's own fault (EngineRefused) does not count.
+
+The gate: no call begins on an engine that is paused, and none on one that is quarantined because it failed a change of
+weights. Who waits for either waits as long as it takes (`policies.py`); who waits for an engine that is down does not.
 """
 
 from __future__ import annotations
@@ -21,7 +28,9 @@ from enum import StrEnum
 
 from rollyard.core import Deadline
 from rollyard.core.failure import EngineFailure, EngineUnavailable
-from rollyard.engines.base import Engine, EngineInfo, EngineSpec, Generation
+from rollyard.engines.admission import SessionCap
+from rollyard.engines.base import Engine, EngineInfo, EngineSpec, Generation, Load
+from rollyard.engines.seats import Seats
 
 log = logging.getLogger("rollyard.engines")
 
@@ -30,6 +39,7 @@ class Health(StrEnum):
     UP = "up"  # takes sessions
     DOWN = "down"  # its breaker is open, or it has not answered its first probe
     GONE = "gone"  # removed: its sessions move at their next call
+    QUARANTINED = "quarantined"  # nobody knows its weights: only a resume that names a version brings it up
 
 
 @dataclass(slots=True)
@@ -57,6 +67,10 @@ class EngineStatus:
     info: EngineInfo | None  # None: it has not answered its first probe
     health: Health
     stats: EngineStats
+    cap: int | None = None  # sessions it may have; None: no bound
+    load: Load | None = None  # as it told when it was last asked
+    version: int = 0  # of its weights
+    is_paused: bool = False
 
 
 class Call:
@@ -101,6 +115,13 @@ class Member:
     calls: set[Call] = field(default_factory=set[Call])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stamp: int = 0
+    session_cap: SessionCap | None = None
+    told: Load | None = None
+    version: int = 0  # of its weights, as far as it was told to us
+    is_paused: bool = False  # no call begins
+    is_leaving: bool = False  # while it is paused, its sessions go elsewhere if they can
+    is_joined: bool = False  # it has the version of its policy, and may take calls
+    is_told: bool = False  # the engine itself was told to pause
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -110,11 +131,40 @@ class Member:
         return self.engine.spec.id
 
     @property
-    def load(self) -> tuple[float, int]:
-        return self.stats.sessions / max(1, self.engine.spec.capacity), self.stats.in_flight
+    def cap(self) -> int | None:
+        return None if self.session_cap is None else self.session_cap.current
+
+    @property
+    def load(self) -> tuple[bool, float, int]:
+        sessions, cap = self.stats.sessions, self.cap
+        is_full = cap is not None and sessions >= cap
+        return is_full, sessions / max(1, cap or self.engine.spec.capacity), self.stats.in_flight
+
+    def heard(self, load: Load | None, now_s: float, *, is_anew: bool = False) -> None:
+        """It was asked how loaded it is: its cap follows. `is_anew`: it has just come up."""
+        self.told = load
+        if self.session_cap is None:
+            return
+        before = self.cap
+        if is_anew:
+            self.session_cap.restart()
+        if self.is_paused:
+            self.session_cap.rest(now_s)
+        elif load is not None:
+            self.session_cap.observe(load, self.stats.sessions, self.pool.seats.waiting, now_s)
+        if self.cap != before:
+            self.pool.touch(self)
+            self.pool.rebound()
 
     def status(self) -> EngineStatus:
-        return EngineStatus(self.engine.spec, self.engine.info if self.is_probed else None, self.health, self.stats)
+        info = self.engine.info if self.is_probed else None
+        return EngineStatus(
+            self.engine.spec, info, self.health, self.stats, self.cap, self.told, self.version, self.is_paused
+        )
+
+    @property
+    def is_usable(self) -> bool:
+        return self.health is Health.UP and not self.is_paused
 
     def seat(self) -> None:
         self.stats.sessions += 1
@@ -143,6 +193,35 @@ class Member:
         if not self.calls:
             self.idle.set()
         self.pool.touch(self)
+
+    def cut(self, *, is_sparing: bool) -> list[asyncio.Future[None]]:
+        """Cuts its calls, or (sparing) only those that cannot name their versions; what is done when each has ended."""
+        cut = [call for call in self.calls if call.is_cuttable and not (is_sparing and self.names_versions_of(call))]
+        for call in cut:
+            call.cut()
+        return [call.ended for call in cut]
+
+    def pause(self, *, holds_clocks: bool = True, is_leaving: bool = False) -> None:
+        """No call begins from now on. The clocks of those in flight stand still, unless they end by themselves."""
+        self.is_paused = True
+        self.is_leaving = is_leaving
+        if holds_clocks:
+            for call in self.calls:
+                call.hold()
+        self.pool.touch(self)
+        self.pool.wake()
+
+    def unpause(self) -> None:
+        self.is_paused = self.is_leaving = self.is_told = False
+        for call in self.calls:
+            call.release()
+        self.pool.touch(self)
+        self.pool.wake()
+
+    def quarantine(self, why: str) -> None:
+        self.stats.last_error = why
+        self.set_health(Health.QUARANTINED)
+        log.warning("engine is quarantined", extra={"engine": self.id, "error": why})
 
     def sampled(self, generation: Generation) -> None:
         if generation.finish_reason != "abort":  # one that broke off has not shown that it works
@@ -175,57 +254,81 @@ class Member:
         if health is Health.UP:
             self.failures_in_a_row = 0
         self.pool.touch(self)
+        self.pool.rebound()
+        self.pool.wake()
 
 
-_Entry = tuple[tuple[float, int], int, Member]
+_Entry = tuple[tuple[bool, float, int], int, Member]
 """(load, stamp, engine). Stamps are unique, so engines themselves are never compared."""
 
 
 class Pool:
-    """See the module. A policy's weights have one version, and one gate that a weight update shuts."""
+    """See the module. A policy has the version that was resumed last; each of its engines has its own, and its gate."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.version = 0
+        self.is_named = False  # somebody has told a version
+        self.is_paused = False  # the policy as a whole: engines that come are paused, too
         self.members: dict[str, Member] = {}
-        self._open = asyncio.Event()
-        self._open.set()
+        self.seats = Seats()
         self._heap: list[_Entry] = []
         self._stamps = 0
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: set[asyncio.Future[None]] = set()  # for an engine
+        self._gate_waiters: set[asyncio.Future[None]] = set()  # for a change of gates or health
 
     @property
-    def is_paused(self) -> bool:
-        return not self._open.is_set()
+    def is_held(self) -> bool:
+        """Some engine waits for new weights: who finds no other waits as long as that takes."""
+        return self.is_paused or any(m.is_paused or m.health is Health.QUARANTINED for m in self.members.values())
 
     def shut(self) -> None:
-        self._open.clear()
+        self.is_paused = True
         for member in self.members.values():
-            for call in member.calls:
-                call.hold()
+            member.pause()
 
     def open(self) -> None:
-        self._open.set()
+        self.is_paused = False
         for member in self.members.values():
-            for call in member.calls:
-                call.release()
+            member.unpause()
+        self.wake()
 
-    async def opened(self) -> None:
-        await self._open.wait()
+    def wake(self) -> None:
+        """A gate or a health changed."""
+        for waiter in (*self._waiters, *self._gate_waiters):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def gates_moved(self) -> None:
+        """Waits until a gate or a health changes."""
+        await _next(self._gate_waiters)
 
     def add(self, member: Member) -> None:
         self.members[member.id] = member
         self.touch(member)
+        self.rebound()
 
     def drop(self, member: Member) -> None:
         self.members.pop(member.id, None)
         member.set_health(Health.GONE)
 
+    @property
+    def seats_free(self) -> int | None:
+        """None: no bound."""
+        return self.seats.free
+
+    def rebound(self) -> None:
+        """A cap, or an engine's health, changed: so may the number of seats."""
+        members = [member for member in self.members.values() if member.health is Health.UP] or self.members.values()
+        caps = [member.cap for member in members]
+        known = [cap for cap in caps if cap is not None]
+        self.seats.set_bound(sum(known) if caps and len(known) == len(caps) else None)
+
     def touch(self, member: Member) -> None:
         """Its load or health changed."""
         self._stamps += 1
         member.stamp = self._stamps
-        if member.health is not Health.UP:
+        if not member.is_usable:
             return
         if len(self._heap) > 64 + 4 * len(self.members):
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].stamp]
@@ -236,13 +339,13 @@ class Pool:
                 waiter.set_result(None)
 
     def pick(self, avoid: Collection[Member] = ()) -> Member | None:
-        """The least loaded that is up and not to be avoided."""
+        """The least loaded that is up, not paused, and not to be avoided."""
         skipped: list[_Entry] = []
         found: Member | None = None
         while self._heap and found is None:
             entry = self._heap[0]
             member = entry[2]
-            if entry[1] != member.stamp or member.health is not Health.UP:
+            if entry[1] != member.stamp or not member.is_usable:
                 heapq.heappop(self._heap)
             elif member in avoid:
                 skipped.append(heapq.heappop(self._heap))
@@ -252,20 +355,27 @@ class Pool:
             heapq.heappush(self._heap, entry)
         return found
 
-    async def wait_for_one(self, timeout_s: float) -> Member:
-        """The least loaded, as soon as any is up; EngineUnavailable when none comes up in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while (member := self.pick()) is None:
-                    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    self._waiters.add(waiter)
-                    try:
-                        await waiter
-                    finally:
-                        self._waiters.discard(waiter)
-                return member
-        except TimeoutError:
-            raise EngineUnavailable(f"no engine of {self.name} came up within {timeout_s} s: {self._why()}") from None
+    def pick_paused(self) -> Member | None:
+        """The least loaded of those that are only paused: a seat there costs nothing, and its session waits."""
+        paused = [m for m in self.members.values() if m.is_paused and m.health is Health.UP]
+        return min(paused, key=lambda m: m.load, default=None)
+
+    async def wait_for_one(self, timeout_s: float, pause_wait_s: float | None = None) -> Member:
+        """The least loaded, as soon as any is up; EngineUnavailable when none comes up in time. While the policy waits
+        for new weights, that time is `pause_wait_s` (None: without end)."""
+        while (member := self.pick()) is None:
+            is_held = self.is_held
+            try:
+                async with asyncio.timeout(pause_wait_s if is_held else timeout_s):
+                    while self.pick() is None and self.is_held == is_held:
+                        await _next(self._waiters)
+            except TimeoutError:
+                if is_held:
+                    raise EngineUnavailable(f"policy {self.name} was paused for more than {pause_wait_s} s") from None
+                raise EngineUnavailable(
+                    f"no engine of {self.name} came up within {timeout_s} s: {self._why()}"
+                ) from None
+        return member
 
     def _why(self) -> str:
         if not self.members:
@@ -273,3 +383,12 @@ class Pool:
         return "; ".join(
             f"{m.id} is {m.health}: {m.stats.last_error or 'no answer yet'}" for m in self.members.values()
         )
+
+
+async def _next(waiters: set[asyncio.Future[None]]) -> None:
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiters.add(waiter)
+    try:
+        await waiter
+    finally:
+        waiters.discard(waiter)

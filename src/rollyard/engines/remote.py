@@ -20,8 +20,10 @@ import msgspec
 
 from rollyard.core import Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
-from rollyard.engines.base import ChatReply, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
+from rollyard.engines.base import ChatReply, Control, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
+from rollyard.engines.control import NoControl
 from rollyard.engines.http import DRAIN_S, Http
+from rollyard.engines.load import Load, read_load
 from rollyard.engines.streaming import Stream
 from rollyard.engines.wire import MAX_DETAIL, Wire, session_headers
 
@@ -81,6 +83,7 @@ class RemoteEngine(ABC):
     def __init__(self, spec: EngineSpec, http: Http) -> None:
         self.spec = spec
         self._wire = Wire(spec, http)
+        self.control: Control = NoControl()
         self._info: EngineInfo | None = None
         self._model = spec.model
         self._is_streaming = True  # it can; the probe finds out
@@ -104,6 +107,9 @@ class RemoteEngine(ABC):
         except (EngineFailure, TimeoutError):
             return False
         return True
+
+    async def load(self) -> Load | None:
+        return await read_load(self._wire)
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Generation:
         """One completion; see the door. Cancelling it frees the engine."""

@@ -5,13 +5,15 @@ survives the loss of its engine is told in `session.py`. Engines come and go whi
 by policy, judges in a pool of their own.
 
 It is opened with `async with` and owns everything that it starts: the HTTP session that all engines share, and one
-watch per engine. A watch asks an engine that is up whether it is healthy; one that is down must sample a token, a
-real one, before sessions may have it again, so no rollout is spent on finding out.
+watch per engine. A watch asks an engine that is up whether it is healthy, and how loaded it is, which its session cap
+follows (`admission.py`); one that is down must sample a token, a real one, before sessions may have it again, so no
+rollout is spent on finding out.
 
-`pause` and `resume` are the door for changing weights. A pause returns when no call is left that would sample from
-weights it cannot name; calls on engines that do name them go on, or stand still, as the trainer has told the engine,
-and their clocks are held. A streamed call is never of the second sort: its tokens are handed on as they come, and if
-it broke before its end, nobody could say which of them the new weights had sampled.
+`policies` is the door for changing weights, with all that the engines are told. `pause` and `resume` are only its gate,
+for those who tell the engines themselves. A pause returns when no call is left that would sample from weights it cannot
+name; calls on engines that do name them go on, or stand still, as the engine was told, and their clocks are held. A
+streamed call is never of the second sort: its tokens are handed on as they come, and if it broke before its end, nobody
+could say which of them the new weights had sampled.
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ from typing import Self
 
 from rollyard.core import Message, Sampling
 from rollyard.core.failure import EngineExists, EngineFailure, EngineTimeout, JudgeUnreachable, NotFound
+from rollyard.engines.admission import CapRules, SessionCap
 from rollyard.engines.base import ChatReply, Engine, EngineSpec, GenerateRequest, Kind, Role
 from rollyard.engines.calling import RouterStats, SessionSettings
 from rollyard.engines.http import Http
 from rollyard.engines.openai import OpenAIEngine
+from rollyard.engines.policies import Policies
+from rollyard.engines.policy_state import OnVersion, PolicySettings
 from rollyard.engines.pool import Call, EngineStatus, Health, Member, Pool
+from rollyard.engines.prorl import ProrlEngine
 from rollyard.engines.remote import RemoteEngine
+from rollyard.engines.seats import Seats
 from rollyard.engines.session import RoutedSession
 from rollyard.engines.sglang import SglangEngine
 from rollyard.engines.vllm import VllmEngine
@@ -42,6 +49,7 @@ _KINDS: dict[Kind, type[RemoteEngine]] = {
     Kind.VLLM: VllmEngine,
     Kind.SGLANG: SglangEngine,
     Kind.OPENAI: OpenAIEngine,
+    Kind.PRORL: ProrlEngine,
 }
 
 
@@ -57,9 +65,13 @@ class RouterSettings(SessionSettings):
     """Between two looks at an engine."""
     probe_s: float = 60.0
     """How long an engine may take to say what it is, or to sample the token that brings it up again."""
+    control_s: float = 60.0
+    """How long an engine may take for the steps of a pause, and for those of a resume."""
     judge_s: float = 120.0
     """How long a judge may take for one answer."""
     judge_tries: int = 3
+    cap_rules: CapRules = field(default_factory=CapRules)
+    """How the session caps follow what the engines tell."""
     judge_sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0, max_tokens=2048))
 
 
@@ -79,12 +91,15 @@ class Router:
         self._policies: dict[str, Pool] = {}
         self._judges = Pool("the judges")
         self._watches: dict[str, asyncio.Task[None]] = {}
+        bounds = PolicySettings(self.settings.control_s, self.settings.abort_grace_s)
+        self.policies = Policies(self._policies, self.pool, self._revive, bounds)
 
     async def __aenter__(self) -> Self:
         self._http = open_http()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.policies.close()
         await self.clear()
         if self._http is not None:
             await self._http.close()
@@ -94,18 +109,21 @@ class Router:
     async def add(self, spec: EngineSpec, *, must_answer: bool = True) -> EngineStatus:
         """Probes an engine and takes it in. Its failure to answer is raised, and it is not taken in.
 
-        With `must_answer` off, an engine that does not answer yet is taken in as down, and watched until it does.
+        With `must_answer` off, an engine that does not answer yet is taken in as down, and watched until it does. One
+        that was paused in an earlier life cannot answer: it is taken in as it was, and probed when it is resumed.
         """
         if self._http is None:
             raise RuntimeError("the router is not open")
         if spec.id in self._members or spec.id in self._reserved:
             raise EngineExists(f"there is an engine {spec.id!r} already")
         pool = self._judges if spec.role is Role.JUDGE else self.pool(spec.policy)
-        member = Member(make_engine(spec, self._http), pool)
+        member = Member(make_engine(spec, self._http), pool, session_cap=SessionCap.of(spec, self.settings.cap_rules))
+        is_waiting = self.policies.is_waiting(member)
         self._reserved.add(spec.id)
         try:
             try:
-                await self._probe(member)
+                if not is_waiting:
+                    await self._probe(member)
             except EngineFailure as error:
                 if must_answer or not error.retryable:
                     raise
@@ -114,6 +132,14 @@ class Router:
             self._reserved.discard(spec.id)
         self._members[spec.id] = member
         pool.add(member)
+        try:
+            if member.is_probed or is_waiting:
+                await self.policies.welcome(member)
+        except BaseException:
+            await self.remove(spec.id)
+            raise
+        if self._members.get(spec.id) is not member:
+            raise NotFound(f"engine {spec.id!r} was removed while it was being added")
         self._watches[spec.id] = asyncio.create_task(self._watch(member), name=f"watch {spec.id}")
         log.info("engine added", extra={"engine": spec.id, "policy": spec.policy, "health": str(member.health)})
         return member.status()
@@ -124,12 +150,14 @@ class Router:
         if member is None:
             raise NotFound(f"there is no engine {engine_id!r}")
         member.pool.drop(member)
-        watch = self._watches.pop(engine_id)
-        watch.cancel()
+        self.policies.forget(member)
+        watch = self._watches.pop(engine_id, None)
         for call in list(member.calls):
             call.cut()
         try:
-            await asyncio.wait({watch})
+            if watch is not None:
+                watch.cancel()
+                await asyncio.wait({watch})
             async with asyncio.timeout(self.settings.abort_grace_s):
                 await member.idle.wait()
         except TimeoutError:
@@ -160,6 +188,14 @@ class Router:
 
     # --- sessions
 
+    def seats(self, policy: str) -> Seats:
+        """Who wants a session takes one of these first, and keeps it as long as the session."""
+        return self.pool(policy).seats
+
+    def waiting(self) -> dict[str, int]:
+        """How many wait for a seat, by policy, of those that have engines."""
+        return {name: pool.seats.waiting for name, pool in self._policies.items() if pool.members}
+
     async def open_session(
         self, policy: str, session_id: str, *, priority: int = 0, avoid: Collection[str] = ()
     ) -> RoutedSession:
@@ -167,7 +203,9 @@ class Router:
         for one. The caller closes it."""
         pool = self.pool(policy)
         shunned = [member for member in pool.members.values() if member.id in avoid]
-        member = pool.pick(shunned) or pool.pick() or await pool.wait_for_one(self.settings.engine_wait_s)
+        member = pool.pick(shunned) or pool.pick() or pool.pick_paused()
+        if member is None:
+            member = await pool.wait_for_one(self.settings.engine_wait_s, self.settings.pause_wait_s)
         return RoutedSession(pool, member, session_id, priority, self.settings, self.stats)
 
     @asynccontextmanager
@@ -183,7 +221,13 @@ class Router:
     # --- weights
 
     def version(self, policy: str) -> int:
+        """The one that was resumed last."""
         return self.pool(policy).version
+
+    @property
+    def on_version(self) -> OnVersion:
+        """Told (policy, version) after each resume that names one."""
+        return self.policies.on_version
 
     def is_paused(self, policy: str) -> bool:
         return self.pool(policy).is_paused
@@ -192,12 +236,7 @@ class Router:
         """New calls wait, clocks stand still. Calls that cannot name their versions are cut; waits until they are."""
         pool = self.pool(policy)
         pool.shut()
-        calls = [
-            call for member in pool.members.values() for call in member.calls if not member.names_versions_of(call)
-        ]
-        cut = [call.ended for call in calls if call.is_cuttable]
-        for call in calls:
-            call.cut()
+        cut = [ended for member in pool.members.values() for ended in member.cut(is_sparing=True)]
         if cut:
             await asyncio.wait(cut)  # bounded by abort_grace_s, in the sessions whose calls they are
 
@@ -206,7 +245,11 @@ class Router:
         pool = self.pool(policy)
         if version is not None:
             pool.version = version
+            for member in pool.members.values():
+                member.version = version
         pool.open()
+        if version is not None:
+            self.policies.tell(policy, version)
 
     # --- judges
 
@@ -248,7 +291,11 @@ class Router:
             seconds = self.settings.probe_s
             raise EngineTimeout(f"engine {member.id} did not say within {seconds} s what it is") from None
         member.is_probed = True
-        member.set_health(Health.UP)
+        await self._look(member, is_anew=True)
+
+    async def _revive(self, member: Member) -> None:
+        """Shows that it can sample: one that is not up may be taken in again then."""
+        await (self._try(member) if member.is_probed else self._probe(member))
 
     async def _watch(self, member: Member) -> None:
         while True:
@@ -256,19 +303,29 @@ class Router:
             if member.health is Health.UP:
                 if not await member.engine.healthy() and member.health is Health.UP:
                     member.failed("its health check failed", self.settings.trip_after)
-                continue
-            try:
-                if member.is_probed:
-                    await self._try(member)
                 else:
-                    await self._probe(member)
+                    await self._look(member)
+                continue
+            if member.health is Health.QUARANTINED:
+                continue  # it may well sample, but from which weights?
+            try:
+                await self._revive(member)
+                await self.policies.welcome(member)
             except EngineFailure as error:
                 member.stats.last_error = error.detail
             except Exception as error:  # the vetting loads files and templates that may be anything; we look again
                 member.stats.last_error = f"{type(error).__name__}: {error}"
                 log.warning("an engine could not be vetted", extra={"engine": member.id, "error": str(error)})
             else:
-                log.info("engine is up", extra={"engine": member.id})
+                log.info("engine answers", extra={"engine": member.id, "health": str(member.health)})
+
+    async def _look(self, member: Member, *, is_anew: bool = False) -> None:
+        """How loaded it is, for its cap: before it gets its first session, and from then on. The other kinds do not
+        tell, and judges hold no sessions."""
+        spec = member.engine.spec
+        if spec.role is Role.POLICY and spec.kind in (Kind.VLLM, Kind.SGLANG):
+            load = await member.engine.load()
+            member.heard(load, asyncio.get_running_loop().time(), is_anew=is_anew)
 
     async def _try(self, member: Member) -> None:
         """One real token, or one health check of an engine that gives no tokens."""
@@ -281,4 +338,4 @@ class Router:
                     await engine.generate(GenerateRequest(f"trial-{member.id}", (1, 2, 3), Sampling(), max_tokens=1))
         except TimeoutError:
             raise EngineTimeout(f"engine {member.id} sampled nothing in {self.settings.probe_s} s") from None
-        member.set_health(Health.UP)
+        await self._look(member, is_anew=True)

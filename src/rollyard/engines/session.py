@@ -7,7 +7,7 @@ all of it is joined into one `Generation`, logprobs and version spans included.
 Invariants. No token is sampled twice. `clock` counts only while an engine generates for us; waiting for a paused
 policy, for an engine to come up, between two tries, or for the rest of an aborted call, is free. A try that sampled
 nothing costs from a bounded budget; one that sampled something costs nothing, since `max_tokens` bounds it.
-Every version span has a version: the engine's where it says, else that of the policy when the call began (a call
+Every version span has a version: the engine's where it says, else that of its weights when the call began (a call
 that an engine cannot number is cut before the weights change, so it never spans two; a streamed call is such a one).
 
 A streamed completion tells its caller every token once, and what was told is never lost: a call that does not obey
@@ -20,6 +20,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rollyard.core import Deadline, DeadlineExpired, Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout, EngineUnavailable
@@ -101,13 +102,13 @@ class RoutedSession:
                     # no id begins another: SGLang aborts all that begin with the one it is told
                     request_id=f"{self._id}-{self._calls}-{self._nonce}",
                     prompt_ids=[*prompt_ids, *kept.token_ids] if at else prompt_ids,
-                    sampling=sampling,
+                    sampling=_rest_of(sampling, at) if at else sampling,
                     max_tokens=max_tokens - at,
                     # the same seed again would draw the same numbers for other tokens
                     seed=seed if seed is None or not at else (seed + 1_000_003 * at) % (1 << 31),
                     stop_token_ids=stop_token_ids,
                     session_id=self._id,
-                    cache_salt=f"{self._pool.name}:{self._pool.version}",
+                    cache_salt=f"{self._pool.name}:{member.version}",
                     priority=self._priority,
                 )
                 self._stats.continuations += at > 0
@@ -161,6 +162,8 @@ class RoutedSession:
             try:
                 async with clock.counting(), limit.counting():
                     reply = await member.engine.chat(messages, sampling=sampling, tools=tools, session_id=self._id)
+                if reply.finish_reason == "abort" and member.is_paused:
+                    continue  # the weights are to change: it is asked again, whole, since text cannot be continued
                 member.failures_in_a_row = 0
                 member.stats.tokens += reply.completion_tokens
                 member.stats.prompt_tokens += reply.prompt_tokens
@@ -184,7 +187,7 @@ class RoutedSession:
     async def _unless(self, stop: asyncio.Future[None] | None, avoid: set[Member], clock: Deadline) -> Member:
         """`_usable`, with the clock held while it waits; `_Stopped` if nobody wants it any more."""
         member = self._member
-        if member.health is Health.UP and member not in avoid and not self._pool.is_paused and not self._is_closed:
+        if member.is_usable and member not in avoid and not self._is_closed:
             return member  # nearly always: nothing to wait for
         with clock.held():
             if stop is None:
@@ -200,7 +203,7 @@ class RoutedSession:
                 if finding.cancelled():  # by us: it is `stop` that came first
                     raise _Stopped
                 member = finding.result()
-                if not self._pool.is_paused:  # it may be again: we hear of a member some steps after it was found
+                if member.is_usable:  # it may be paused again: we hear of a member some steps after it was found
                     return member
 
     async def _usable(self, avoid: set[Member]) -> Member:
@@ -208,32 +211,49 @@ class RoutedSession:
         if self._is_closed:
             raise RuntimeError(f"session {self._id} is closed")
         while True:
-            if self._pool.is_paused:
+            if self._must_wait():
                 await self._resumed()
-            member = self._member
-            if member.health is not Health.UP or member in avoid:
+                continue
+            member: Member | None = self._member
+            if not self._member.is_usable or self._member in avoid:
                 member = self._pool.pick(avoid) or self._pool.pick()
             if member is None:
-                member = await self._pool.wait_for_one(self._settings.engine_wait_s)
+                wait_s, pause_wait_s = self._settings.engine_wait_s, self._settings.pause_wait_s
+                member = await self._pool.wait_for_one(wait_s, pause_wait_s)
             if member is not self._member:
                 self._stats.moves += 1
                 self._member.unseat()
                 self._member = member
                 member.seat()
-            if not self._pool.is_paused:  # it may have been, while we waited
+            if member.is_usable:  # it may not be, after a wait
                 return member
+
+    def _must_wait(self) -> bool:
+        """Its engine gets new weights, and it is to go on there."""
+        member = self._member
+        if not member.is_paused or member.health is not Health.UP:
+            return False
+        return not member.is_leaving or self._pool.pick() is None
 
     async def _resumed(self) -> None:
         wait_s = self._settings.pause_wait_s
         try:
             async with asyncio.timeout(wait_s):
-                await self._pool.opened()
+                while self._must_wait():
+                    await self._pool.gates_moved()
         except TimeoutError:
             raise EngineUnavailable(f"policy {self._pool.name} was paused for more than {wait_s} s") from None
 
 
 class _Stopped(Exception):
     """Nobody wants the rest of it."""
+
+
+def _rest_of(sampling: Sampling, at: int) -> Sampling:
+    """The same when so many tokens are there already: an engine refuses a least number above the most."""
+    least = {name: sampling.extra.get(name) for name in ("min_tokens", "min_new_tokens")}
+    left = {name: max(0, count - at) for name, count in least.items() if isinstance(count, int)}
+    return replace(sampling, extra={**sampling.extra, **left}) if left else sampling
 
 
 def _check_versions(part: Generation) -> None:

@@ -23,7 +23,9 @@ import msgspec
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
 from rollyard.engines import replies
-from rollyard.engines.base import EngineInfo, GenerateRequest, Generation, VersionSpan
+from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation, VersionSpan
+from rollyard.engines.control import SglangControl
+from rollyard.engines.http import Http
 from rollyard.engines.probe import TOP, logprob_semantics
 from rollyard.engines.remote import UNSTREAMED_NOTE, Question, RemoteEngine, StreamError
 from rollyard.engines.streaming import Stream
@@ -74,6 +76,10 @@ class SglangEngine(RemoteEngine):
     """See the module."""
 
     _takes_seed = True
+
+    def __init__(self, spec: EngineSpec, http: Http) -> None:
+        super().__init__(spec, http)
+        self.control = SglangControl(self._wire)
 
     async def probe(self) -> EngineInfo:
         card = await self._find_model()

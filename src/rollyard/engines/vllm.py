@@ -23,7 +23,9 @@ from typing import Any
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineRefused
 from rollyard.engines import replies
-from rollyard.engines.base import EngineInfo, GenerateRequest, Generation
+from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation
+from rollyard.engines.control import UNCONTROLLED_NOTE, VllmControl
+from rollyard.engines.http import Http
 from rollyard.engines.probe import TOP, logprob_semantics
 from rollyard.engines.remote import UNSTREAMED_NOTE, Question, RemoteEngine
 from rollyard.engines.streaming import Stream
@@ -50,6 +52,10 @@ class VllmEngine(RemoteEngine):
     _api = GENERATE
     _takes_priority = True
 
+    def __init__(self, spec: EngineSpec, http: Http) -> None:
+        super().__init__(spec, http)
+        self.control = VllmControl(self._wire)
+
     async def probe(self) -> EngineInfo:
         card = await self._find_model()
         notes: list[str] = []
@@ -71,6 +77,8 @@ class VllmEngine(RemoteEngine):
             notes.append(UNSTREAMED_NOTE)
         if not await self._accepts_priority():
             notes.append("it does not schedule by priority")
+        if not await VllmControl(self._wire).exists():
+            notes.append(UNCONTROLLED_NOTE.format(how="start vLLM with VLLM_SERVER_DEV_MODE=1"))
         self._info = EngineInfo(
             model=card.id,
             max_context=card.max_model_len,

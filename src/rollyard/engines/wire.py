@@ -55,8 +55,8 @@ class Wire:
             base["Authorization"] = f"Bearer {spec.api_key}"
         self._base_headers = _headers(base)
 
-    async def get(self, path: str) -> bytes:
-        return await self._send("GET", path, None, {})
+    async def get(self, path: str, most_bytes: int | None = None) -> bytes:
+        return self._check(path, await self._asked("GET", path, None, {}, most_bytes=most_bytes))
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
         # OPT_SERIALIZE_NUMPY costs nothing and lets a caller hold its prompt as it likes
@@ -89,18 +89,25 @@ class Wire:
         return self._check(path, await self._asked(method, path, data, headers))
 
     async def _asked(
-        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], on_body: OnBody | None = None
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: Mapping[str, str],
+        on_body: OnBody | None = None,
+        most_bytes: int | None = None,
     ) -> HttpReply:
         body = data or b""
+        most = MAX_REPLY_BYTES if most_bytes is None else most_bytes
         head = (
             f"{method} {self._target.prefix}{path} HTTP/1.1\r\n{self._base_headers}{_headers(headers)}"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         try:
-            return await self._http.request(self._target, head.encode("latin-1"), body, MAX_REPLY_BYTES, on_body)
+            return await self._http.request(self._target, head.encode("latin-1"), body, most, on_body)
         except TooLarge:
             part = "streamed a line of" if on_body is not None else "answered"
-            raise self.broken(f"{path} {part} more than {MAX_REPLY_BYTES} bytes") from None
+            raise self.broken(f"{path} {part} more than {most} bytes") from None
         except HttpFailure as error:
             raise EngineUnavailable(f"engine {self._id} cannot be reached: {str(error)[:MAX_DETAIL]}") from error
 

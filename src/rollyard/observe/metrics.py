@@ -47,6 +47,14 @@ class EngineState:
     sessions: int
     in_flight: int
     is_up: bool = True
+    cap: int | None = None  # of sessions; None: no bound
+    kv_use: float | None = None  # None: it does not tell
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyWeights:
+    version: int
+    is_paused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,8 @@ class Snapshot:
     rollouts: Mapping[str, int] = field(default_factory=dict[str, int])  # by state; ended ones may be left out
     pools: Mapping[str, PoolState] = field(default_factory=dict[str, PoolState])  # by stage
     engines: Mapping[str, EngineState] = field(default_factory=dict[str, EngineState])  # by id
+    seats_waiting: Mapping[str, int] = field(default_factory=dict[str, int])  # by policy
+    policies: Mapping[str, PolicyWeights] = field(default_factory=dict[str, PolicyWeights])  # by name
     sandboxes: Mapping[str, int] = field(default_factory=dict[str, int])  # live, by runtime
     layer_bytes: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
     open_breakers: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
@@ -237,6 +247,11 @@ _GAUGES = {
     "engine_sessions": ("rollyard_engine_sessions", "engine", "Sessions that stick to an engine."),
     "engine_in_flight": ("rollyard_engine_in_flight", "engine", "Model calls that it is answering."),
     "engine_up": ("rollyard_engine_up", "engine", "1 if it takes calls, 0 if it is unhealthy or quarantined."),
+    "engine_session_cap": ("rollyard_engine_session_cap", "engine", "Sessions that it may have; none if unbounded."),
+    "engine_kv_use": ("rollyard_engine_kv_use", "engine", "Its KV cache in use, 0 to 1, if it tells."),
+    "seats_waiting": ("rollyard_seats_waiting", "policy", "Rollouts in READY that wait for a seat at its engines."),
+    "policy_version": ("rollyard_policy_version", "policy", "The version of its weights that was resumed last."),
+    "policy_paused": ("rollyard_policy_paused", "policy", "1 while its weights are being changed, or were left so."),
     "sandboxes": ("rollyard_sandboxes", "runtime", "Live sandboxes."),
     "layer_bytes": ("rollyard_layer_bytes", "runtime", "Disk that kept set-ups take."),
     "open_breakers": ("rollyard_open_breakers", "runtime", "Images (or none) whose starts are being refused."),
@@ -272,6 +287,15 @@ class _State(Collector):
                 families["engine_sessions"].add_metric([engine], load.sessions)
                 families["engine_in_flight"].add_metric([engine], load.in_flight)
                 families["engine_up"].add_metric([engine], load.is_up)
+                if load.cap is not None:
+                    families["engine_session_cap"].add_metric([engine], load.cap)
+                if load.kv_use is not None:
+                    families["engine_kv_use"].add_metric([engine], load.kv_use)
+            for policy, count in snapshot.seats_waiting.items():
+                families["seats_waiting"].add_metric([policy], count)
+            for policy, weights in snapshot.policies.items():
+                families["policy_version"].add_metric([policy], weights.version)
+                families["policy_paused"].add_metric([policy], weights.is_paused)
             for runtime, live in snapshot.sandboxes.items():
                 families["sandboxes"].add_metric([runtime], live)
             for runtime, size_bytes in snapshot.layer_bytes.items():

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
+from rollyard.agents.base import needs_model
 from rollyard.core import (
     Blame,
     Deadline,
@@ -30,6 +31,7 @@ from rollyard.core import (
     Timings,
 )
 from rollyard.core.failure import EvalDeadline, InternalError, PolicyFailure, SandboxLost, SandboxStuck
+from rollyard.engines.seats import Seat
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
 from rollyard.pipeline.base import Shutdown, Verdict, YardDoor
@@ -58,8 +60,10 @@ class Attempt:
         self.last_beat = time.monotonic()
         self.clock = Deadline()  # of the stage it is in
         self.quarantined = 0  # sandboxes of it that could not be proven gone
+        self.is_seated = rollout.state is State.EVAL  # has its seat, or needs none: others may come after it
         self._progress = Progress(rollout, run, Summary(node=yard.settings.node))
         self._kit: stages.Kit | None = None
+        self._seat: Seat | None = None  # at its policy's engines, while it is in RUN or about to be
         self._eval_sandbox: Sandbox | None = None
         self._stop: RollyardError | Shutdown | Stale | None = None
         self._task: asyncio.Task[None] | None = None
@@ -100,6 +104,8 @@ class Attempt:
         for sandbox in (self._kit.sandbox if self._kit else None, self._eval_sandbox):
             if sandbox is not None:
                 sandbox.renew(lease_s)
+        if not self.clock.is_running:
+            self.last_beat = now  # what stands still by our own doing, a paused policy say, has not stalled
         return now - self.last_beat if self.state is State.RUN and self.clock.is_running else None
 
     # --- the way through ------------------------------------------------------------------------------
@@ -180,7 +186,11 @@ class Attempt:
         yard, progress = self.yard, self._progress
         assert self._kit is not None
         try:
+            await self._sit_down()  # before the slot: a policy that is full must not hold RUN slots of others
             await yard.run_pool.acquire(self._rank)
+        except BaseException:
+            self._stand_up()
+            raise
         finally:
             yard.ready -= 1
             yard.wake()
@@ -206,7 +216,28 @@ class Attempt:
             try:
                 await self._dispose()
             finally:
+                self._stand_up()
                 yard.run_pool.release()
+
+    async def _sit_down(self) -> None:
+        """Its seat at its policy, if its agent needs a model at all. Until then it is READY, and no clock runs."""
+        yard = self.yard
+        if needs_model(yard.shop.agent_of(self.rollout.task)):
+            seats = yard.shop.router.seats(self.run.policy)
+            self._seat = seats.try_acquire()
+            if self._seat is None:
+                yard.unseated += 1
+                yard.wake()
+                try:
+                    self._seat = await seats.acquire(self._rank)
+                finally:
+                    yard.unseated -= 1
+        self.is_seated = True
+        yard.seated(self.run.policy)
+
+    def _stand_up(self) -> None:
+        if self._seat is not None:
+            self._seat.close()
 
     async def _save(self, kit: stages.Kit, ran: stages.Ran) -> stages.Ran:
         """run → eval: artifacts out of the sandbox, then one durable row that says all EVAL needs."""

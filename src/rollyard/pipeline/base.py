@@ -31,6 +31,7 @@ class YardDoor(Protocol):
     run_pool: Pool
     eval_pool: Pool
     ready: int
+    unseated: int
     metrics: Metrics
     tracer: Tracer
 
@@ -39,3 +40,7 @@ class YardDoor(Protocol):
     def requeued(self, rollout: Rollout, delay_s: float) -> None: ...
 
     def wake(self) -> None: ...
+
+    def seated(self, policy: str) -> None:
+        """A rollout that was admitted has its seat, or needs none."""
+        ...

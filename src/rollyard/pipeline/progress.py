@@ -59,6 +59,7 @@ class Progress:
     def ran(self, ran: Ran) -> None:
         """Takes what RUN left."""
         trajectory = self.trajectory = ran.trajectory
+        oldest, newest = _versions(trajectory)
         forks = tuple(f"forked: {trace.fork_reason}" for trace in trajectory.traces if trace.fork_reason)
         self.summary = replace(
             self.summary,
@@ -68,6 +69,8 @@ class Progress:
             traces=len(trajectory.traces),
             ended_by=trajectory.ended_by,
             engine=ran.engine,
+            oldest_version=oldest,
+            newest_version=newest,
             notes=(*self.summary.notes, *forks),
         )
 
@@ -120,11 +123,26 @@ class Progress:
 
     def failed(self, failure: Failure, outcome: Outcome = Outcome.FAILED) -> Ending:
         """The end without a score."""
-        return Ending(outcome, None, failure, False, self.summary, self.timings())
+        summary = self.summary
+        if self.trajectory is None:  # cut off in RUN: what it cost stands in the record all the same
+            summary = replace(summary, sampled_tokens=self.running.sampled_tokens)
+        return Ending(outcome, None, failure, False, summary, self.timings())
 
     def lost(self, code: str, detail: str) -> LostAttempt:
         sampled = self.trajectory.sampled_tokens if self.trajectory else self.running.sampled_tokens
         return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled, self.summary.engine)
+
+
+def _versions(trajectory: Trajectory) -> tuple[int, int]:
+    """The oldest and the newest weights that sampled in it. By spans: a version changes within few of them."""
+    found = {
+        version
+        for trace in trajectory.traces
+        for span in trace.spans
+        if span.is_owned
+        for version in set(trace.versions[span.start : span.end])
+    }
+    return (min(found), max(found)) if found else (-1, -1)
 
 
 def _number(value: Json) -> float:

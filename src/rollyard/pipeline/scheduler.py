@@ -2,7 +2,8 @@
 
 Fair means start-time fair queueing: each run has a virtual time that one admission moves on by one; among the
 runs whose best rollout has the highest priority, the one furthest behind goes next. A run that was idle starts
-at the present, so it can neither save up turns nor be starved. A run at its quota (`max_live`) is passed over.
+at the present, so it can neither save up turns nor be starved. A run at its quota (`max_live`) is passed over, and so
+is one that the caller has no use for now (its policy's engines are full).
 
 Pure data: no clock of its own, no I/O. It holds as little of a rollout as `QueuedRow`; tasks stay in the store.
 """
@@ -10,6 +11,7 @@ Pure data: no clock of its own, no I/O. It holds as little of a rollout as `Queu
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollyard.core import Run
@@ -58,18 +60,18 @@ class Scheduler:
     def remove(self, rollout_id: str) -> bool:
         return self._present.pop(rollout_id, None) is not None
 
-    def pop(self, now: float) -> QueuedRow | None:
-        """The next row, counted as live in its run until `done`."""
+    def pop(self, now: float, may_go: Callable[[str], bool] = lambda _: True) -> QueuedRow | None:
+        """The next row of the runs that may go, counted as live in its run until `done`."""
         while self._delayed and self._delayed[0][0] <= now:
             _, _, row = heapq.heappop(self._delayed)
             if self._present.get(row.id) is row:
                 self._push_due(row)
         best: tuple[int, float, int, _RunQueue] | None = None
-        for queue in self._runs.values():
+        for run_id, queue in self._runs.items():
             if queue.max_live is not None and queue.live >= queue.max_live:
                 continue
             head = self._head(queue)
-            if head is None:
+            if head is None or not may_go(run_id):
                 continue
             key = (-head.priority, queue.virtual_time, head.seq, queue)
             if best is None or key[:3] < best[:3]:

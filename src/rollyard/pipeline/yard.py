@@ -2,6 +2,8 @@
 
 INIT admits a rollout when INIT has a slot, the budget of live rollouts has room, and the READY buffer could take
 it: so a slow EVAL slows admission and never a running rollout, and RUN finds set-up sandboxes waiting.
+It passes over runs whose policy's engines are full: of those only some wait in READY for a seat, beside the buffer, so
+that one policy's rollouts never keep another's from RUN.
 
 Invariants. Everything accepted is durable first. A live rollout is exactly one `Attempt` in one task. The process
 may die at any instant: the store's recovery makes it right.
@@ -12,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 
@@ -54,6 +56,8 @@ class Yard:
         self.eval_pool = Pool("eval", settings.eval_slots, self.wake)
         self.ready_slots = settings.ready_slots
         self.ready = 0
+        self.unseated = 0  # of those: they wait for a seat at their policy
+        self._ahead: dict[str, int] = {}  # by policy: admitted, and without a seat yet
         self.is_draining = False
         self.live: dict[str, Attempt] = {}
         self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
@@ -65,6 +69,7 @@ class Yard:
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
+        self.on_end: list[Callable[[Rollout], None]] = []  # told every terminal record, after its commit
         self.broken: StoreUnusable | None = None
         self.broke = asyncio.Event()  # the store cannot be used any more: whoever runs us should end
         self._is_awake = False
@@ -125,24 +130,39 @@ class Yard:
 
     async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
         """Durable when it returns. The caller has checked the tasks."""
+        with self.arriving(len(submissions)):
+            stored = await self.store.submit(submissions)
+        self.enqueue(stored)
+        return stored
+
+    @contextmanager
+    def arriving(self, count: int) -> Generator[None, None, None]:
+        """Around the storing of so many new rollouts, whoever does it. `Draining`, `QueueFull`."""
         if self.is_draining:
             raise Draining("the service is shutting down")
-        room = self.settings.max_queued - len(self.scheduler) - self._arriving
-        if len(submissions) > room:
-            raise QueueFull(f"{len(submissions)} rollouts do not fit: the queue has room for {max(0, room)}")
-        self._arriving += len(submissions)
+        if count > self.room:
+            raise QueueFull(f"{count} rollouts do not fit: the queue has room for {max(0, self.room)}")
+        self._arriving += count
         try:
-            stored = await self.store.submit(submissions)
+            yield
         finally:
-            self._arriving -= len(submissions)
+            self._arriving -= count
+
+    @property
+    def room(self) -> int:
+        """Rollouts that the queue could take."""
+        return self.settings.max_queued - len(self.scheduler) - self._arriving
+
+    def enqueue(self, stored: Sequence[Rollout]) -> None:
+        """Takes in what was stored just now, or earlier: what is known already is not taken twice."""
         for rollout in stored:
             if rollout.state is State.QUEUED and not self._has(rollout.id):
                 self.scheduler.push(_row(rollout))
                 self.hub.publish(rollout)
             elif rollout.state is State.ENDED:
                 self.hub.publish(rollout)
+                self._tell_end(rollout)
         self.wake()
-        return stored
 
     def _has(self, rollout_id: str) -> bool:
         return rollout_id in self.scheduler or rollout_id in self._taking or rollout_id in self.live
@@ -231,7 +251,7 @@ class Yard:
             pool.name: {"size": pool.size, "active": pool.active, "waiting": pool.waiting}
             for pool in (self.init_pool, self.run_pool, self.eval_pool)
         }
-        pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": 0}
+        pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": self.unseated}
         pools["live"] = {
             "size": self.max_live,
             "active": len(self.live) + self.rescoring.active,
@@ -247,6 +267,11 @@ class Yard:
         self.hub.publish(rollout)
         if rollout.ending is not None:
             self.metrics.rollout_ended(rollout)
+            self._tell_end(rollout)
+
+    def _tell_end(self, rollout: Rollout) -> None:
+        for listener in self.on_end:
+            listener(rollout)
 
     def requeued(self, rollout: Rollout, delay_s: float) -> None:
         self.metrics.attempt_lost(rollout.lost[-1])
@@ -264,12 +289,15 @@ class Yard:
     def _admit(self) -> None:
         self._is_awake = False
         while not self.is_draining and self._has_room():
-            row = self.scheduler.pop(time.monotonic())
+            row = self.scheduler.pop(time.monotonic(), self._may_go)
             if row is None:
                 break
             self.init_pool.try_acquire()
             self._taking.add(row.id)
-            self._own(partial(self._take, row))
+            run = self._runs.get(row.run)
+            if run is not None:
+                self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
+            self._own(partial(self._take, row, run))
         due = self.scheduler.next_due()
         if self._timer is not None:
             self._timer.cancel()
@@ -282,10 +310,27 @@ class Yard:
         return (
             self.init_pool.free > 0
             and self.places_free > self.rescoring.waiting
-            and self.init_pool.active + self.ready < self.ready_slots + self.run_pool.free
+            and self.init_pool.active + self.ready - self.unseated < self.ready_slots + self.run_pool.free
         )
 
-    async def _take(self, row: QueuedRow) -> None:
+    def _may_go(self, run_id: str) -> bool:
+        """Whether a rollout of this run would find a seat, or a place among those that wait for one: READY's size, at
+        most half of the budget, shared by the policies whose rollouts are on their way."""
+        run = self._runs.get(run_id)
+        if run is None or (free := self.shop.router.seats(run.policy).free) is None:
+            return True
+        may_wait = max(1, min(self.ready_slots, self.max_live // 2) // max(1, len(self._ahead)))
+        return self._ahead.get(run.policy, 0) < free + may_wait
+
+    def seated(self, policy: str) -> None:
+        left = self._ahead.get(policy, 0) - 1
+        if left > 0:
+            self._ahead[policy] = left
+        else:
+            self._ahead.pop(policy, None)
+        self.wake()
+
+    async def _take(self, row: QueuedRow, run: Run | None) -> None:
         """From the queue into INIT, unless the rollout has meanwhile gone another way."""
         rollout: Rollout | None = None
         try:
@@ -295,9 +340,11 @@ class Yard:
                 self.publish(rollout)  # cancelled on the way from the queue
         finally:
             self._taking.discard(row.id)
-            run = self._runs.get(row.run)
             is_ours = rollout is not None and rollout.state is State.QUEUED and not self.is_draining
+            is_ours = is_ours and row.run in self._runs
             if not is_ours or run is None:
+                if run is not None:
+                    self.seated(run.policy)
                 self.init_pool.release()
                 self.scheduler.done(row.run)
                 self._idle.set()  # a drain may wait for just this
@@ -312,6 +359,8 @@ class Yard:
             await attempt.main()
         finally:
             del self.live[attempt.rollout.id]
+            if not attempt.is_seated:
+                self.seated(attempt.run.policy)
             self.scheduler.done(attempt.rollout.run)
             self.quarantined += attempt.quarantined
             self._idle.set()

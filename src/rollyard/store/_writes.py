@@ -243,10 +243,13 @@ def acknowledge(connection: sqlite3.Connection, run_id: str, up_to: int) -> Step
 
 
 def forget_older(connection: sqlite3.Connection, before: float) -> Steps[int]:
-    """Rollouts that ended, and tombstones that were left, before that moment."""
+    """Rollouts that ended, and tombstones that were left, before that moment; but not those that a group is waiting
+    for, or that a live draw's trainer has not acknowledged."""
     connection.execute("DELETE FROM tombstones WHERE created_at < ?", (before,))
     rows = connection.execute(
-        "SELECT seq, id FROM rollouts WHERE ended_seq IS NOT NULL AND updated_at < ? ORDER BY updated_at LIMIT ?",
+        "SELECT seq, id FROM rollouts r WHERE ended_seq IS NOT NULL AND updated_at < ? AND NOT EXISTS ("
+        'SELECT 1 FROM groups g LEFT JOIN draws d ON d.id = g.draw WHERE g.id = r."group" AND '
+        "(g.state = 'open' OR (g.is_held AND d.is_active))) ORDER BY updated_at LIMIT ?",
         (before, CHUNK),
     ).fetchall()
     yield from _forget(connection, rows)

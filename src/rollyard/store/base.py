@@ -14,10 +14,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollyard.core import Ending, EngineSpec, Json, LostAttempt, Position, Rollout, Run, State, Trajectory
+from rollyard.core import (
+    Batch,
+    Draw,
+    Ending,
+    EngineSpec,
+    Group,
+    Json,
+    LostAttempt,
+    Position,
+    Rollout,
+    Run,
+    State,
+    Trajectory,
+)
+from rollyard.core.policy import PolicyRecord
 
 
 class Stale(Exception):
@@ -73,6 +87,45 @@ class Retention:
     """What a sweep deletes: traces and artifacts of acknowledged rollouts, whole rows beyond an age."""
 
     max_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decision of a draw, or of a group: all of it is committed, or nothing."""
+
+    submissions: tuple[Submission, ...] = ()
+    groups: tuple[Group, ...] = ()  # new or changed
+    draw: Draw | None = None
+    batches: tuple[Batch, ...] = ()  # new or changed
+    undone_after: int | None = None  # batches of the draw beyond this number are deleted first
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """An evaluation: its groups are `ID.0`, `ID.1` …, in the run that was made for it."""
+
+    id: str
+    run: str
+    policy: str
+    version: int  # the one it is pinned to
+    state: str = "running"  # running, done, failed, cancelled
+    reason: str | None = None
+    k: int = 1
+    samples: int = 1
+    tasks: int = 0
+    threshold: float = 1.0
+    max_missing: float = 0.05
+    on_update: str = "hold"
+    seed: int = 0
+    result: Mapping[str, Json] | None = None
+    created_at: float = 0.0
+    ended_at: float | None = None
+    data: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+def eval_items(eval_id: str) -> str:
+    """Under what name an evaluation's tasks are kept, beside those of draws: no draw can have it as its id."""
+    return f"eval/{eval_id}"
 
 
 class Store(Protocol):
@@ -167,6 +220,66 @@ class Store(Protocol):
         """Rollouts per state."""
         ...
 
+    # groups, draws, evaluations
+    async def put_groups(
+        self, groups: Sequence[tuple[Group, Mapping[str, Json]]], submissions: Sequence[Submission]
+    ) -> tuple[Sequence[Group], Sequence[Rollout]]:
+        """New groups, each with what idempotency compares, and their rollouts. All or nothing; a group that is there
+        already, with the same body, is returned as it stands."""
+        ...
+
+    async def step(self, step: Step) -> Sequence[Rollout]:
+        """See `Step`. Durable before it returns; the rollouts as stored."""
+        ...
+
+    async def get_group(self, group_id: str) -> Group: ...
+
+    async def unfinished_groups(self) -> Sequence[Group]:
+        """Those that are open or complete, in the order in which they began."""
+        ...
+
+    async def orphans(self) -> Sequence[str]:
+        """Rollouts that have not ended although their group has: nobody wants them any more."""
+        ...
+
+    async def delivered_groups(self, draw_id: str, after: int, limit: int) -> Sequence[Group]:
+        """In order of delivery, from place `after` + 1 on."""
+        ...
+
+    async def put_draw(self, draw: Draw, body: Mapping[str, Json]) -> Draw:
+        """Idempotent by id."""
+        ...
+
+    async def get_draw(self, draw_id: str) -> Draw: ...
+
+    async def list_draws(self) -> Sequence[Draw]: ...
+
+    async def put_items(self, draw_id: str, first: int, tasks: Sequence[Mapping[str, Json]]) -> None:
+        """Tasks number `first` and on, over what may be there. Before the draw itself is stored."""
+        ...
+
+    async def push_items(self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]]) -> int:
+        """Appends tasks, each once by its name where it has one. How many there are then."""
+        ...
+
+    async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]: ...
+
+    async def count_items(self, draw_id: str) -> int: ...
+
+    async def get_batch(self, draw_id: str, number: int) -> Batch: ...
+
+    async def acknowledge_draw(self, draw_id: str, batch: int) -> int:
+        """Batches up to there are safe with the trainer: their traces may go. Returns how many groups did."""
+        ...
+
+    async def put_eval(self, record: EvalRecord, body: Mapping[str, Json] | None = None) -> EvalRecord:
+        """With a body: a new one, idempotent by id. Without: a change."""
+        ...
+
+    async def get_eval(self, eval_id: str) -> EvalRecord: ...
+
+    async def list_evals(self) -> Sequence[EvalRecord]: ...
+
     # engines that clients added
     async def put_engine(self, spec: EngineSpec) -> None:
         """Remembers an engine, over an earlier one of that id."""
@@ -177,6 +290,13 @@ class Store(Protocol):
     async def delete_engine(self, engine_id: str) -> None:
         """Forgets it; nothing happens if it is not there."""
         ...
+
+    # policies, and the changes of their weights
+    async def put_policy(self, record: PolicyRecord) -> None:
+        """Over an earlier one of that name. Durable before it returns."""
+        ...
+
+    async def policies(self) -> Sequence[PolicyRecord]: ...
 
     # retention
     async def acknowledge(self, run_id: str, cursor: str) -> int:

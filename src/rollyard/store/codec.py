@@ -22,8 +22,11 @@ import msgspec
 
 from rollyard.core import (
     Artifact,
+    Batch,
+    Draw,
     Ending,
     EngineSpec,
+    Group,
     Json,
     LostAttempt,
     Message,
@@ -34,8 +37,9 @@ from rollyard.core import (
     Trace,
     Trajectory,
 )
+from rollyard.core.policy import PolicyRecord
 from rollyard.core.trace import LogprobsKind
-from rollyard.store.base import QueuedRow
+from rollyard.store.base import EvalRecord, QueuedRow
 
 T = TypeVar("T")
 
@@ -105,12 +109,20 @@ _DECODERS: dict[Any, Any] = {
         Run,
         Ending,
         EngineSpec,
+        Group,
+        Draw,
+        Batch,
+        EvalRecord,
+        PolicyRecord,
+        tuple[Group, ...],
+        tuple[Draw, ...],
         tuple[Run, ...],
         tuple[LostAttempt, ...],
         tuple[QueuedRow, ...],
         tuple[Mapping[str, Json], ...],
         list[list[Any]],
         dict[str, Json],
+        dict[str, Any],
         dict[str, int],
         _Text,
     )

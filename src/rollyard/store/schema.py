@@ -75,7 +75,56 @@ V1 = (
     "CREATE TABLE leavings (id TEXT PRIMARY KEY) WITHOUT ROWID",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1,)
+V2 = (
+    # is_held: its rollouts are kept whatever their age: it is open, waits for a batch, or was not acknowledged.
+    """CREATE TABLE groups (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        run TEXT NOT NULL,
+        draw TEXT,
+        state TEXT NOT NULL,
+        batch INTEGER,
+        place INTEGER,
+        is_held INTEGER NOT NULL,
+        digest TEXT NOT NULL,
+        updated_at REAL NOT NULL,
+        record TEXT NOT NULL)""",
+    "CREATE INDEX groups_open ON groups (seq) WHERE state IN ('open', 'complete')",
+    "CREATE INDEX groups_run ON groups (run)",
+    "CREATE UNIQUE INDEX groups_place ON groups (draw, place) WHERE place IS NOT NULL",
+    "CREATE INDEX groups_age ON groups (updated_at)",
+    """CREATE TABLE draws (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        run TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        is_active INTEGER NOT NULL,
+        record TEXT NOT NULL)""",
+    "CREATE INDEX draws_run ON draws (run)",
+    # The tasks of a list, or those that a client pushed; `name` is the client's, for pushing them once.
+    """CREATE TABLE draw_items (
+        draw TEXT NOT NULL,
+        item INTEGER NOT NULL,
+        name TEXT,
+        task TEXT NOT NULL,
+        PRIMARY KEY (draw, item)) WITHOUT ROWID""",
+    "CREATE UNIQUE INDEX draw_items_name ON draw_items (draw, name) WHERE name IS NOT NULL",
+    """CREATE TABLE batches (
+        draw TEXT NOT NULL,
+        number INTEGER NOT NULL,
+        record TEXT NOT NULL,
+        PRIMARY KEY (draw, number)) WITHOUT ROWID""",
+    """CREATE TABLE evals (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        run TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        record TEXT NOT NULL)""",
+    # What is known of a policy's weights, and the pause that it is in.
+    "CREATE TABLE policies (name TEXT PRIMARY KEY, record TEXT NOT NULL)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2)
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> int:

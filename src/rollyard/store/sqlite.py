@@ -29,8 +29,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
 from rollyard.core import (
+    Batch,
+    Draw,
     Ending,
     EngineSpec,
+    Group,
     IllegalMove,
     Json,
     LostAttempt,
@@ -42,13 +45,24 @@ from rollyard.core import (
     digest,
 )
 from rollyard.core.failure import InvalidRequest
-from rollyard.store import _reads, _writes
+from rollyard.core.policy import PolicyRecord
+from rollyard.store import _groups, _policies, _reads, _writes
 from rollyard.store._place import Lock, refuse_network
 from rollyard.store._readers import Readers
 from rollyard.store._recovery import recover
 from rollyard.store._rows import parse_cursor, to_rollout
 from rollyard.store._writer import Fenced, Operation, Steps, Writer
-from rollyard.store.base import Page, QueuedRow, Recovered, Retention, Stale, StoreUnusable, Submission
+from rollyard.store.base import (
+    EvalRecord,
+    Page,
+    QueuedRow,
+    Recovered,
+    Retention,
+    Stale,
+    Step,
+    StoreUnusable,
+    Submission,
+)
 from rollyard.store.codec import decode_trajectory, encode_trajectory, from_json, to_json
 from rollyard.store.schema import migrate
 
@@ -153,6 +167,7 @@ class SqliteStore:
     async def delete_run(self, run_id: str) -> None:
         while await self._from_client(partial(_writes.forget_of_run, run_id=run_id)):
             pass
+        await self._from_client(partial(_groups.forget_run, run_id=run_id))
 
     # --- engines --------------------------------------------------------------------------------------
 
@@ -165,16 +180,101 @@ class SqliteStore:
     async def delete_engine(self, engine_id: str) -> None:
         await self._from_client(partial(_writes.delete_engine, engine_id=engine_id))
 
+    # --- policies -------------------------------------------------------------------------------------
+
+    async def put_policy(self, record: PolicyRecord) -> None:
+        await self._from_client(partial(_policies.put_policy, name=record.name, record=_encode(record)))
+
+    async def policies(self) -> Sequence[PolicyRecord]:
+        return await self._read(_policies.policies)
+
     # --- submit and cancel ----------------------------------------------------------------------------
 
     async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
-        rows = [_writes.NewRow(new.rollout, _digest(new.body), _encode(new.rollout.task)) for new in submissions]
-        stored = await self._from_client(partial(_writes.submit, rows=rows))
-        return [row if isinstance(row, Rollout) else to_rollout(row) for row in stored]
+        stored = await self._from_client(partial(_writes.submit, rows=_new_rows(submissions)))
+        return _as_rollouts(stored)
 
     async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
         row = await self._from_client(partial(_writes.request_cancel, rollout_id=rollout_id, detail=detail))
         return None if row is None else to_rollout(row)
+
+    # --- groups, draws, evaluations -------------------------------------------------------------------
+
+    async def put_groups(
+        self, groups: Sequence[tuple[Group, Mapping[str, Json]]], submissions: Sequence[Submission]
+    ) -> tuple[Sequence[Group], Sequence[Rollout]]:
+        encoded = [(group, _encode(group), _digest(body)) for group, body in groups]
+        operation = partial(_groups.put_groups, groups=encoded, rows=_new_rows(submissions))
+        records, stored = await self._from_client(operation)
+        return [from_json(record, Group) for record in records], _as_rollouts(stored)
+
+    async def step(self, step: Step) -> Sequence[Rollout]:
+        operation = partial(
+            _groups.step,
+            rows=_new_rows(step.submissions),
+            groups=[(group, _encode(group)) for group in step.groups],
+            draw=None if step.draw is None else (step.draw, _encode(step.draw)),
+            batches=[(batch, _encode(batch)) for batch in step.batches],
+            undone_after=step.undone_after,
+        )
+        return _as_rollouts(await self._put(operation))
+
+    async def get_group(self, group_id: str) -> Group:
+        return await self._read(partial(_groups.get_group, group_id=group_id))
+
+    async def unfinished_groups(self) -> Sequence[Group]:
+        return await self._read(_groups.unfinished_groups)
+
+    async def orphans(self) -> Sequence[str]:
+        return await self._read(_groups.orphans)
+
+    async def delivered_groups(self, draw_id: str, after: int, limit: int) -> Sequence[Group]:
+        return await self._read(partial(_groups.delivered_groups, draw_id=draw_id, after=after, limit=limit))
+
+    async def put_draw(self, draw: Draw, body: Mapping[str, Json]) -> Draw:
+        operation = partial(_groups.put_draw, draw=draw, record=_encode(draw), digest=_digest(body))
+        return from_json(await self._from_client(operation), Draw)
+
+    async def put_items(self, draw_id: str, first: int, tasks: Sequence[Mapping[str, Json]]) -> None:
+        encoded = [_encode(task) for task in tasks]
+        await self._from_client(partial(_groups.put_items, draw_id=draw_id, first=first, tasks=encoded))
+
+    async def get_draw(self, draw_id: str) -> Draw:
+        return await self._read(partial(_groups.get_draw, draw_id=draw_id))
+
+    async def list_draws(self) -> Sequence[Draw]:
+        return await self._read(_groups.list_draws)
+
+    async def push_items(self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]]) -> int:
+        encoded = [(name, _encode(task)) for name, task in items]
+        return await self._from_client(partial(_groups.push_items, draw_id=draw_id, items=encoded))
+
+    async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]:
+        return await self._read(partial(_groups.get_item, draw_id=draw_id, item=item))
+
+    async def count_items(self, draw_id: str) -> int:
+        return await self._read(partial(_groups.count_items, draw_id=draw_id))
+
+    async def get_batch(self, draw_id: str, number: int) -> Batch:
+        return await self._read(partial(_groups.get_batch, draw_id=draw_id, number=number))
+
+    async def acknowledge_draw(self, draw_id: str, batch: int) -> int:
+        total = 0
+        operation = partial(_groups.acknowledge_draw, draw_id=draw_id, batch=batch, chunk=_writes.CHUNK)
+        while taken := await self._from_client(operation):
+            total += taken
+        return total
+
+    async def put_eval(self, record: EvalRecord, body: Mapping[str, Json] | None = None) -> EvalRecord:
+        digest = "" if body is None else _digest(body)
+        operation = partial(_groups.put_eval, record=record, encoded=_encode(record), digest=digest)
+        return from_json(await self._from_client(operation), EvalRecord)
+
+    async def get_eval(self, eval_id: str) -> EvalRecord:
+        return await self._read(partial(_groups.get_eval, eval_id=eval_id))
+
+    async def list_evals(self) -> Sequence[EvalRecord]:
+        return await self._read(_groups.list_evals)
 
     # --- what the pipeline does -----------------------------------------------------------------------
 
@@ -255,12 +355,20 @@ class SqliteStore:
         before = time.time() - retention.max_age_s
         while await self._from_client(partial(_writes.forget_older, before=before)):
             pass
+        while await self._from_client(partial(_groups.forget_older, before=before, chunk=_writes.CHUNK)):
+            pass
         self._swept = await self._from_client(partial(_writes.name_leavings, done=self._swept))
         return tuple(self._swept)
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    def _put(self, operation: Operation[T]) -> asyncio.Future[T]:
+    @overload
+    def _put(self, operation: Operation[Steps[T]]) -> asyncio.Future[T]: ...
+
+    @overload
+    def _put(self, operation: Operation[T]) -> asyncio.Future[T]: ...
+
+    def _put(self, operation: Operation[Any]) -> asyncio.Future[Any]:
         return asyncio.shield(self._writer.put(operation))
 
     @overload
@@ -343,6 +451,14 @@ def _guard(epoch: int, connection: sqlite3.Connection) -> None:
     (found,) = connection.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
     if found != epoch:
         raise Fenced(f"another server has opened this store (epoch {found}; ours was {epoch})", Stale)
+
+
+def _new_rows(submissions: Sequence[Submission]) -> list[_writes.NewRow]:
+    return [_writes.NewRow(new.rollout, _digest(new.body), _encode(new.rollout.task)) for new in submissions]
+
+
+def _as_rollouts(stored: Sequence[Any]) -> list[Rollout]:
+    return [row if isinstance(row, Rollout) else to_rollout(row) for row in stored]
 
 
 def _digest(body: Mapping[str, Json]) -> str:

@@ -126,6 +126,14 @@ class SglangVoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ProrlVoice:
+    """The reference system's /generate: ids and logprobs, whole only."""
+
+    def whole(self, done: Sampled) -> Body:
+        return {"response_ids": done.ids, "logprobs": done.logprobs() if done.has_logprobs else None}
+
+
+@dataclass(frozen=True, slots=True)
 class ChatVoice:
     """Chat completions, whole only."""
 
@@ -151,7 +159,7 @@ def spoil(done: Sampled, body: Body) -> Body:
         return body
     holders: list[Body] = body.get("choices", [body])
     for holder in holders:
-        for key in ("token_ids", "output_ids"):
+        for key in ("token_ids", "output_ids", "response_ids"):
             if key in holder:
                 holder[key] = ["x" for _ in holder[key]] if done.fault == "wrong_ids" else None
     if done.fault == "no_token_ids" and "meta_info" in body:

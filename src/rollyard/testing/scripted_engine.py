@@ -1,4 +1,5 @@
-"""An engine that says what it is told: a real HTTP server that speaks vLLM's API (or SGLang's) without a model.
+"""An engine that says what it is told: a real HTTP server that speaks vLLM's API (or SGLang's, or
+the reference system's) without a model.
 
     async with ScriptedEngine(script=lambda turn: "hello") as engine:
         spec = EngineSpec("e1", engine.url, Kind.VLLM)
@@ -46,10 +47,12 @@ from rollyard.testing.script import (
     Tokenizer,
     Turn,
 )
+from rollyard.testing.scripted_control import Controls
 from rollyard.testing.scripted_dialects import (
     ChatVoice,
     CompletionVoice,
     GenerateVoice,
+    ProrlVoice,
     SglangVoice,
     StreamVoice,
     Voice,
@@ -63,8 +66,24 @@ from rollyard.testing.scripted_work import Piece, Work
 K = TypeVar("K")
 V = TypeVar("V")
 
-Dialect = Literal["vllm", "sglang"]
+Dialect = Literal["vllm", "sglang", "prorl"]
 MAX_BODY_BYTES = 64 << 20
+_METRICS: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "kv_use": "vllm:kv_cache_usage_perc",
+        "running": "vllm:num_requests_running",
+        "total": "vllm:request_success_total",
+        "waiting": "vllm:num_requests_waiting",
+        "preemptions": "vllm:num_preemptions_total",
+    },
+    "sglang": {
+        "kv_use": "sglang:token_usage",
+        "running": "sglang:num_running_reqs",
+        "total": "sglang:num_requests_total",
+        "waiting": "sglang:num_queue_reqs",
+        "preemptions": "sglang:num_retracted_requests_total",
+    },
+}
 MAX_SESSIONS = 16_384  # whose last prompt is remembered, for cached_tokens and call numbers
 
 
@@ -116,13 +135,15 @@ class ScriptedEngine:
         self.has_old_logprobs = has_old_logprobs
         self.is_incremental = is_incremental  # SGLang's --incremental-streaming-output
         self.is_healthy = True
-        self.version = "default"
+        self.kv_use: float | Callable[[], float] | None = None  # as /metrics tells; None: it does not
+        self.preemptions = 0  # as /metrics tells, beside `kv_use`
         self.requests: deque[Recorded] = deque(maxlen=record)
         self.aborted: deque[str] = deque(maxlen=1000)
         self.total = 0
         self._port = port
         self._faults: deque[Fault | int] = deque()
         self._work = Work()
+        self.control = Controls(self._work, self._end)  # what it was told of its weights
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._prefixes: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._encoded: dict[tuple[str, bool], list[int]] = {}
@@ -179,6 +200,15 @@ class ScriptedEngine:
         return [request for request in self.requests if request.session_id and request.prompt_ids]
 
     @property
+    def version(self) -> str:
+        """Of its weights, as it says."""
+        return self.control.version
+
+    @version.setter
+    def version(self, version: str) -> None:
+        self.control.version = version
+
+    @property
     def running(self) -> int:
         return len(self._work.running)
 
@@ -198,15 +228,20 @@ class ScriptedEngine:
             "/v1/models": self._models,
             "/v1/chat/completions": self._chat,
             "/tokenize": self._tokenize,
-            "/update_weight_version": self._update_version,
+            "/update_weight_version": self._control,
             "/metrics": self._metrics,
         }
+        if self.dialect == "prorl":  # that is all it has
+            return {"/generate": self._prorl}
         if self.dialect == "sglang":
             return common | {
                 "/generate": self._sglang,
                 "/abort_request": self._sglang_abort,
                 "/get_server_info": self._version_info,
                 "/get_weight_version": self._weight_info,
+                "/pause_generation": self._control,
+                "/flush_cache": self._control,
+                "/continue_generation": self._control,
             }
         return common | {
             "/inference/v1/generate": self._generate,
@@ -215,8 +250,10 @@ class ScriptedEngine:
             "/v1/completions": self._completion,
             "/version": self._version_info,
             "/weight_info": self._weight_info,
-            "/pause": self._pause,
-            "/resume": self._resume,
+            "/pause": self._control,
+            "/is_paused": self._is_paused,
+            "/reset_prefix_cache": self._control,
+            "/resume": self._control,
         }
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -243,30 +280,35 @@ class ScriptedEngine:
         return _json({"version": "scripted"})
 
     async def _weight_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not self.control.is_there:
+            return _json({"detail": "Not Found"}, 404)
         return _json({"weight_version": self.version})
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        lines = f"vllm:num_requests_running {self.running}\nvllm:request_success_total {self.total}\n"
-        return web.Response(text=lines, content_type="text/plain")
+        labels = f'{{engine="0",model_name="{self.model}"}}'
+        names = _METRICS[self.dialect]
+        samples: dict[str, float] = {names["running"]: self.running, names["total"]: self.total}
+        if self.kv_use is not None:
+            use = self.kv_use() if callable(self.kv_use) else self.kv_use
+            samples |= {names["kv_use"]: use, names["waiting"]: 0, names["preemptions"]: self.preemptions}
+        text = "".join(f"# TYPE {name} gauge\n{name}{labels} {value}\n" for name, value in samples.items())
+        return web.Response(text=text, content_type="text/plain")
 
     async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
         tokens = self.tokenizer.encode(str((await _body(request))["prompt"]))
         return _json({"count": len(tokens), "max_model_len": self.max_context, "tokens": tokens})
 
-    async def _update_version(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.version = str((await _body(request))["new_version"])
-        self._work.new_version(self.version)
-        return _json({"success": True, "new_version": self.version})
+    async def _control(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not self.control.is_there:
+            return _json({"detail": "Not Found"}, 404)
+        raw = await request.read()
+        status, answer = await self.control.tell(request.path, request.query, orjson.loads(raw) if raw else {})
+        return _json(answer, status)
 
-    async def _pause(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._work.open.clear()
-        if request.query.get("mode", "abort") == "abort":
-            self._end(list(self._work.running))
-        return _json({"status": "paused"})
-
-    async def _resume(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._work.open.set()
-        return _json({"status": "resumed"})
+    async def _is_paused(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not self.control.is_there:
+            return _json({"detail": "Not Found"}, 404)
+        return _json({"is_paused": self.control.is_paused})
 
     async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
         self._end((await _body(request)).get("request_ids") or list(self._work.running))
@@ -308,6 +350,13 @@ class ScriptedEngine:
         limit = params.get("max_new_tokens", 128)
         voice = SglangVoice(known_as, lambda: self.version, self.tokenizer, is_incremental=self.is_incremental)
         return await self._serve(request, body, body["input_ids"], params, limit, known_as, voice)
+
+    async def _prorl(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await _body(request)
+        params, limit = {**body, "logprobs": 0}, body.get("max_tokens", 16)
+        return await self._serve(
+            request, body, body["prompt_ids"], params, limit, _request_id(request, body), ProrlVoice()
+        )
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
@@ -475,7 +524,7 @@ def main() -> None:
     parser.add_argument("--script", type=Path, help="a JSON file with rules and default")
     parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json; default: bytes")
     parser.add_argument("--model", default="scripted")
-    parser.add_argument("--dialect", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--dialect", choices=["vllm", "sglang", "prorl"], default="vllm")
     parser.add_argument("--max-context", type=int, default=32_768)
     parser.add_argument("--latency-s", type=float, default=0.0)
     parser.add_argument("--tokens-per-s", type=float)

@@ -25,6 +25,8 @@ class Piece:
     versions: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # (version, first token)
     started: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     ended: asyncio.Future[How] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    frozen_at: float | None = None
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def takes_s(self) -> float:
@@ -43,7 +45,8 @@ class Piece:
 
     def sampled(self) -> int:
         """How many tokens there are by now."""
-        passed_s = asyncio.get_running_loop().time() - self.started - self.latency_s
+        now = asyncio.get_running_loop().time() if self.frozen_at is None else self.frozen_at
+        passed_s = now - self.started - self.latency_s
         count = self.limit if passed_s >= 0 else 0
         if count and self.tokens_per_s is not None:
             count = min(count, int(passed_s * self.tokens_per_s))
@@ -61,6 +64,17 @@ class Piece:
     def end(self, how: How) -> None:
         if not self.ended.done():
             self.ended.set_result(how)
+
+    def arm(self) -> None:
+        """It is done when its time is over, unless it is frozen before."""
+        self.disarm()
+        loop = asyncio.get_running_loop()
+        self.timer = loop.call_at(max(loop.time(), self.started + self.takes_s), self.end, "done")
+
+    def disarm(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Work:
@@ -83,11 +97,12 @@ class Work:
         self.running[key] = piece
         self.idle.clear()
         self.busy.set()
-        timer: asyncio.TimerHandle | None = None
         try:
-            await self._opened_or(piece.ended)
+            if not self.open.is_set():
+                await self._opened_or(piece.ended)
+                piece.started = asyncio.get_running_loop().time()
             if not piece.is_stalling:
-                timer = asyncio.get_running_loop().call_later(piece.takes_s, piece.end, "done")
+                piece.arm()
             told = 0
             while tell is not None and not piece.ended.done():
                 await asyncio.wait({piece.ended}, timeout=piece.due_s(told))
@@ -95,8 +110,7 @@ class Work:
                     told = await tell()
             return await piece.ended
         finally:
-            if timer is not None:
-                timer.cancel()
+            piece.disarm()
             del self.running[key]
             if not self.running:
                 self.idle.set()
@@ -107,6 +121,23 @@ class Work:
             piece = self.running.get(name)
             if piece is not None and not piece.ignores_aborts:
                 piece.end("abort")
+
+    def freeze(self) -> None:
+        """Nothing is sampled from now on; what is in flight stays where it is."""
+        for piece in self.running.values():
+            if piece.frozen_at is None:
+                piece.frozen_at = asyncio.get_running_loop().time()
+                piece.disarm()
+
+    def thaw(self) -> None:
+        """All goes on."""
+        self.open.set()
+        for piece in self.running.values():
+            if piece.frozen_at is not None:
+                piece.started += asyncio.get_running_loop().time() - piece.frozen_at
+                piece.frozen_at = None
+                if not piece.is_stalling:
+                    piece.arm()
 
     def stop(self) -> None:
         for piece in self.running.values():

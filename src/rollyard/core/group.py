@@ -1,0 +1,110 @@
+"""A group: n rollouts of one task, and its one terminal record.
+
+    open ──▶ complete ──▶ delivered          complete: all its members have ended; in a draw, it was kept
+      │          ├──▶ dropped, void           too old (a draw may say so); undone by a rewind
+      └──▶ filtered, failed, cancelled, dropped, void
+
+Rollout k of group G is `G-k`. Members are the first `size` of its rollouts that infrastructure did not take away; a
+spare has an index from `size` on, and is started only for one that it did.
+
+Invariant: statistics use one score per rollout. `Stats.mean` and what follows it are over those members that are
+trained on; whoever is in neither loss nor baseline is not in them either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+_TOLERANCE = 1e-9
+"""Ten checks of 0.1 each add up to 0.9999999999999999; and what differs by less than this is equal."""
+
+
+class GroupState(StrEnum):
+    OPEN = "open"  # members are at work
+    COMPLETE = "complete"  # it has its members; in a draw it waits for a batch
+    DELIVERED = "delivered"  # in a batch
+    FILTERED = "filtered"  # the draw's filter did not keep it
+    FAILED = "failed"  # short of members, or the task cannot be done
+    CANCELLED = "cancelled"
+    DROPPED = "dropped"  # older than the draw allows
+    VOID = "void"  # undone by a rewind
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What its members got. None: nobody is counted."""
+
+    members: int = 0
+    scored: int = 0  # of them, with a reward
+    trainable: int = 0  # of those, trained on
+    mean: float | None = None
+    spread: float | None = None  # standard deviation
+    pass_rate: float | None = None  # share of rewards of at least 1
+    lowest: float | None = None
+    highest: float | None = None
+    sampled_tokens: int = 0  # of all that was started, spares too
+    infra_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """See the module."""
+
+    id: str
+    run: str
+    size: int
+    spares: int = 1
+    min_members: int | None = None  # delivered at this size at least; None: only whole
+    priority: int = 0
+    state: GroupState = GroupState.OPEN
+    reason: str | None = None  # why, where its end needs a reason
+    started: int = 0  # rollouts 0 … started − 1 exist
+    members: tuple[int, ...] = ()  # their indices, once it is complete
+    stats: Stats | None = None
+    admitted_version: int = 0  # the policy's, when it began
+    oldest_version: int = -1  # of its members' sampled tokens; −1: none was sampled
+    newest_version: int = -1
+    draw: str | None = None
+    order: int = 0  # of admission in its draw
+    epoch: int = 0
+    item: int = 0  # of the draw's source
+    tries: int = 0  # times that infrastructure has failed this item before
+    turn: int = 0  # times that this item was begun before, in this epoch
+    batch: int | None = None
+    place: int | None = None  # in the order of delivery, from 1
+    batch_version: int | None = None  # the policy's, when that batch was asked for
+    created_at: float = 0.0
+    updated_at: float = 0.0
+
+    @property
+    def staleness(self) -> int | None:
+        """How many versions older than its batch its oldest token is."""
+        if self.batch_version is None or self.oldest_version < 0:
+            return None
+        return max(0, self.batch_version - self.oldest_version)
+
+    def rollout_id(self, index: int) -> str:
+        return f"{self.id}-{index}"
+
+
+def mean_of(rewards: Sequence[float]) -> float | None:
+    return math.fsum(rewards) / len(rewards) if rewards else None
+
+
+def spread_of(rewards: Sequence[float]) -> float | None:
+    """Their standard deviation, as that of all there are; exactly 0 where they are equal."""
+    mean = mean_of(rewards)
+    if mean is None:
+        return None
+    if max(rewards) - min(rewards) <= _TOLERANCE:
+        return 0.0
+    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+
+
+def pass_rate_of(rewards: Sequence[float], threshold: float = 1.0) -> float | None:
+    if not rewards:
+        return None
+    return sum(reward >= threshold - _TOLERANCE for reward in rewards) / len(rewards)

@@ -1,0 +1,372 @@
+"""How the weights of a policy change under rollouts that are in flight.
+
+    running → pausing → paused → resuming → running
+                           └─▶ abandoned ─┘           its lease ran out: whoever held it may be dead
+
+The order of an update: every engine is paused → the trainer writes → `resume` names a version → for each engine: set
+the version, clear its caches, resume. What becomes of calls in flight is the mode's to say (`core.policy.PauseMode`).
+
+Invariants.
+- Between the pause and the resume no call begins, no clock runs, and nothing waits against a bound but `pause_wait_s`.
+- No token is stamped with a guess: a call that cannot name its versions has ended before the weights change.
+- An engine that fails a step is quarantined. Nothing brings it up but a resume that names a version and succeeds: not
+  the watch, and not the end of a lease. If all of them fail, the policy stays paused.
+- A lease that runs out resumes nothing. Its engines are quarantined until its holder renews, or somebody resumes.
+- What others may rely on (a pause, a version) is saved before the engines are told, or calls go on.
+- An engine that comes back and says other weights than were resumed is quarantined: it was started again.
+
+With `engines`, an update is for those alone: their sessions wait, or (abort) go on elsewhere from the old weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+from rollyard.core.failure import NotFound, PolicyConflict, PolicyStuck
+from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
+from rollyard.engines.base import Role
+from rollyard.engines.pins import Pins
+from rollyard.engines.policy_state import (
+    ABANDONED,
+    LEASE_S,
+    OnVersion,
+    PolicySettings,
+    PolicyStatus,
+    Update,
+    chosen,
+    record_of,
+    status_of,
+    still_paused,
+)
+from rollyard.engines.policy_steps import all_of, pause_engine, renew_engine, take_in
+from rollyard.engines.pool import Health, Member, Pool
+
+log = logging.getLogger("rollyard.engines")
+
+
+class Policies:
+    """See the module. Made by the router, whose pools and engines it works on."""
+
+    def __init__(
+        self,
+        pools: Mapping[str, Pool],
+        pool_of: Callable[[str], Pool],
+        revive: Callable[[Member], Awaitable[None]],
+        settings: PolicySettings,
+    ) -> None:
+        """`revive` has an engine that was not up show that it can sample."""
+        self._pools = pools
+        self._pool_of = pool_of
+        self._revive = revive
+        self._settings = settings
+        self._updates: dict[str, Update] = {}
+        self._known: dict[tuple[str, str], PolicyEngine] = {}  # by policy and id: of an earlier life, not come back yet
+        self.pins = Pins()
+        self.on_version: OnVersion = []
+        self.save: Callable[[PolicyRecord], Awaitable[None]] | None = None
+
+    def restore(self, records: Iterable[PolicyRecord]) -> None:
+        """What an earlier life left. A pause is still one, abandoned until its holder renews or somebody resumes."""
+        for record in records:
+            pool = self._pool_of(record.name)
+            pool.version, pool.is_named, pool.is_paused = record.version, record.is_named, record.is_paused
+            self._known |= {(record.name, engine.id): engine for engine in record.engines}
+            if record.holder is not None:
+                paused = {engine.id for engine in record.engines if engine.is_paused and engine.error is None}
+                ids = None if record.is_paused else paused
+                update = Update(record.holder, record.mode or PauseMode.ABORT, ids, record.lease_s or LEASE_S)
+                update.is_abandoned = True
+                self._updates[record.name] = update
+                log.warning("a policy is paused, and was when the service ended", extra={"policy": record.name})
+
+    async def close(self) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        for update in self._updates.values():
+            tasks |= {*update.tasks.values(), *([update.resuming] if update.resuming else [])}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for update in self._updates.values():
+            self._disarm(update)
+
+    # --- how it stands
+
+    def all(self) -> list[PolicyStatus]:
+        return [self.status(name) for name in self._pools if self._has(name)]
+
+    def status(self, name: str) -> PolicyStatus:
+        return status_of(self._known_pool(name), self._updates.get(name))
+
+    def steady(self, name: str) -> int | None:
+        """The version of its weights; None while they are being changed."""
+        return None if name in self._updates else self._pool_of(name).version
+
+    def _has(self, name: str) -> bool:
+        pool = self._pools.get(name)
+        return pool is not None and (bool(pool.members) or pool.is_named or name in self._updates)
+
+    def _known_pool(self, name: str) -> Pool:
+        if not self._has(name):
+            raise NotFound(f"there is no policy {name!r}: no engine serves it")
+        return self._pools[name]
+
+    # --- pause
+
+    async def pause(
+        self,
+        name: str,
+        *,
+        holder: str,
+        mode: PauseMode = PauseMode.ABORT,
+        lease_s: float = LEASE_S,
+        engines: Sequence[str] | None = None,
+        wait_s: float | None = None,
+    ) -> PolicyStatus:
+        """Returns when the engines are paused, or after `wait_s`: then the state is still pausing, and the same call
+        again waits on. PolicyConflict while another holds it, PolicyPinned while one needs the weights as they are."""
+        pool = self._known_pool(name)
+        update = await self._settled(name)
+        while update is None and self.pins.held(name):
+            wait_s = await self.pins.free(name, wait_s)
+            update = await self._settled(name)
+        members = chosen(pool, engines)
+        if update is not None and not update.is_abandoned and update.holder != holder:
+            raise PolicyConflict(f"policy {name!r} is {update.state}, held by {update.holder or 'a resume'}")
+        if update is None:
+            update = self._updates[name] = Update(holder, mode, None if engines is None else set(engines))
+        elif update.ids is not None:
+            update.ids = None if engines is None else update.ids | set(engines)
+        update.holder, update.mode = holder, mode
+        pool.is_paused = update.ids is None
+        for member in members:
+            member.pause(
+                holds_clocks=mode is not PauseMode.DRAIN,
+                is_leaving=mode is PauseMode.ABORT and update.ids is not None,
+            )
+            going = update.tasks.get(member)
+            if going is not None and not going.done() and mode is not PauseMode.DRAIN:
+                member.cut(is_sparing=mode is PauseMode.KEEP)  # it was to drain, and took too long
+        self._arm(pool, update, lease_s)
+        await self._save(self._record(pool, update))
+        if self._updates.get(name) is update and update.resuming is None:
+            for member in members:
+                if member not in update.tasks:
+                    work = pause_engine(member, mode, self._settings)
+                    update.tasks[member] = asyncio.create_task(work, name=f"pause {member.id}")
+            if tasks := [task for task in update.tasks.values() if not task.done()]:
+                await asyncio.wait(tasks, timeout=wait_s)
+        return self.status(name)
+
+    # --- lease
+
+    async def renew(self, name: str, *, holder: str, lease_s: float) -> PolicyStatus:
+        """Also brings back what was abandoned, if it is the same holder. PolicyConflict otherwise."""
+        pool = self._known_pool(name)
+        update = self._updates.get(name)
+        if update is None:
+            raise PolicyConflict(f"policy {name!r} is running: there is no pause to renew")
+        if update.holder != holder:
+            raise PolicyConflict(f"policy {name!r} is {update.state}, held by {update.holder or 'a resume'}")
+        if update.resuming is None:
+            self._arm(pool, update, lease_s)
+            await self._save(self._record(pool, update))
+        return self.status(name)
+
+    def _arm(self, pool: Pool, update: Update, lease_s: float) -> None:
+        self._disarm(update)
+        loop = asyncio.get_running_loop()
+        update.lease_s, update.ends_at = lease_s, loop.time() + lease_s
+        update.timer = loop.call_later(lease_s, self._expire, pool, update)
+        update.is_abandoned = False
+        for member in update.turned:
+            if member.health is Health.QUARANTINED and member.is_probed:
+                member.stats.last_error = ""
+                member.set_health(Health.UP)
+        update.turned.clear()
+
+    def _disarm(self, update: Update) -> None:
+        if update.timer is not None:
+            update.timer.cancel()
+            update.timer = None
+
+    def _expire(self, pool: Pool, update: Update) -> None:
+        update.timer = None
+        update.is_abandoned = True
+        for member in pool.members.values():
+            if update.covers(member.id) and member.health is Health.UP:
+                update.turned.add(member)
+                member.quarantine(ABANDONED)
+                if update.ids is not None:
+                    member.cut(is_sparing=False)  # the others go on: so can what it had kept
+        log.error(
+            "a change of weights was abandoned: nothing resumes until somebody names a version",
+            extra={"policy": pool.name, "holder": update.holder, "lease_s": update.lease_s},
+        )
+
+    # --- resume
+
+    async def resume(self, name: str, version: int, *, engines: Sequence[str] | None = None) -> PolicyStatus:
+        """Engines that are paused or quarantined, or those named, go on with weights of that version. PolicyStuck if
+        none of them can.
+
+        Of a policy that is not paused it tells the version: calls in flight are cut for the moment that this takes."""
+        pool = self._known_pool(name)
+        update = await self._settled(name)
+        members = chosen(pool, engines)
+        if engines is None and update is None:
+            # before any version was named, an engine is at 0 without having been told so
+            is_told = pool.is_named
+            members = [one for one in members if not (is_told and one.is_usable and one.version == version)]
+            if not members and pool.is_named and pool.version == version and pool.members:
+                return self.status(name)  # told already: a call that is sent again
+        elif engines is None and update is not None and update.ids is not None:
+            members = [member for member in members if member.is_paused or member.health is Health.QUARANTINED]
+        if update is None:
+            update = self._updates[name] = Update("", PauseMode.ABORT, {member.id for member in members})
+        self._disarm(update)
+        for member in members:
+            member.pause(is_leaving=member.is_leaving)
+        task = asyncio.create_task(self._resuming(pool, update, members, version), name=f"resume {name}")
+        update.resuming = task
+        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # its caller may be gone
+        await asyncio.shield(task)
+        return self.status(name)
+
+    async def _resuming(self, pool: Pool, update: Update, members: Sequence[Member], version: int) -> None:
+        try:
+            await self._resume_all(pool, update, members, version)
+        except BaseException:
+            if update.holder and not update.is_abandoned:
+                self._arm(pool, update, update.lease_s)
+            else:
+                update.is_abandoned = True
+            raise
+        finally:
+            update.resuming = None
+
+    async def _resume_all(self, pool: Pool, update: Update, members: Sequence[Member], version: int) -> None:
+        pausing = [update.tasks.pop(member) for member in members if member in update.tasks]
+        for task in pausing:
+            task.cancel()
+        if pausing:
+            await asyncio.wait(pausing)
+        is_sparing = update.mode is PauseMode.KEEP
+        await all_of([ended for member in members for ended in member.cut(is_sparing=is_sparing)])
+        errors = await asyncio.gather(
+            *(renew_engine(member, version, self._settings, self._revive) for member in members)
+        )
+        fresh = [member for member, error in zip(members, errors, strict=True) if error is None]
+        for member, error in zip(members, errors, strict=True):
+            update.turned.discard(member)
+            if error is not None:
+                member.quarantine(error)
+                member.cut(is_sparing=False)  # what it had kept goes on elsewhere, or waits for it like all others
+        if members and not fresh:
+            await self._save(self._record(pool, update))
+            raise PolicyStuck(
+                f"no engine of policy {pool.name!r} could be resumed: "
+                + "; ".join(f"{member.id}: {error}" for member, error in zip(members, errors, strict=True)),
+                engines={member.id: error for member, error in zip(members, errors, strict=True)},
+            )
+        pool.version, pool.is_named = version, True
+        for member in fresh:
+            member.version, member.is_joined = version, True
+            self._known.pop((pool.name, member.id), None)
+        left = still_paused(pool, update, members)
+        if left:
+            update.ids = left
+        await self._save(self._record(pool, update if left else None, fresh))
+        # from here on nothing is awaited: whoever pauses next finds the gates as they are said to be
+        pool.is_paused = False
+        if not left:
+            del self._updates[pool.name]
+        elif update.holder and not update.is_abandoned:
+            self._arm(pool, update, update.lease_s)
+        for member in fresh:
+            if member.health is not Health.GONE:
+                member.set_health(Health.UP)
+                member.unpause()
+        pool.wake()
+        log.info("a policy has new weights", extra={"policy": pool.name, "version": version, "engines": len(fresh)})
+        self.tell(pool.name, version)
+
+    def tell(self, name: str, version: int) -> None:
+        """To whoever wants to know of new versions."""
+        for listener in self.on_version:
+            try:
+                listener(name, version)
+            except Exception:  # the weights have changed, whatever a listener makes of it
+                log.exception("a listener for versions failed", extra={"policy": name})
+
+    # --- engines that come and go
+
+    def is_waiting(self, member: Member) -> bool:
+        """It was paused, or quarantined, in an earlier life: it may not be able to sample a token before a resume."""
+        known = self._known.get((member.pool.name, member.id))
+        update = self._updates.get(member.pool.name)
+        return known is not None and (known.error is not None or (update is not None and update.covers(member.id)))
+
+    async def welcome(self, member: Member) -> None:
+        """An engine answers, at first or again: it takes calls, or waits for its policy, or is quarantined."""
+        pool = member.pool
+        if member.engine.spec.role is Role.JUDGE:
+            member.is_joined = True
+            member.set_health(Health.UP)
+            return
+        while True:
+            update, version = await self._settled(pool.name), pool.version
+            if member.health in (Health.GONE, Health.QUARANTINED) or member.is_usable:
+                return
+            is_covered = pool.is_paused or (update is not None and update.covers(member.id))
+            if is_covered:
+                member.pause()
+            known = self._known.get((pool.name, member.id))
+            is_new = known is None and not member.is_joined
+            if not member.is_joined:
+                member.version = known.version if known is not None else version
+            error = known.error if known is not None else None
+            if error is None:
+                is_to_pause = is_covered and update is not None  # else whoever shut our gate tells the engine
+                if not is_covered or is_to_pause:
+                    error = await take_in(member, self._settings, is_to_pause=is_to_pause, is_new=is_new)
+            if update is self._updates.get(pool.name) and version == pool.version and not (update and update.resuming):
+                break  # nothing changed meanwhile
+        if member.health in (Health.GONE, Health.QUARANTINED):
+            return
+        self._known.pop((pool.name, member.id), None)
+        member.is_joined = True
+        if not is_covered and member.is_paused:
+            member.unpause()
+        if error is not None:
+            member.quarantine(error)
+        elif is_covered and update is not None and update.is_abandoned:
+            update.turned.add(member)
+            member.quarantine(ABANDONED)
+        else:
+            member.set_health(Health.UP)
+
+    def forget(self, member: Member) -> None:
+        """It was removed."""
+        self._known.pop((member.pool.name, member.id), None)
+        update = self._updates.get(member.pool.name)
+        if update is not None:
+            update.turned.discard(member)
+
+    # --- inside
+
+    async def _settled(self, name: str) -> Update | None:
+        """What is under way, once it is not a resume any more."""
+        while (update := self._updates.get(name)) is not None and update.resuming is not None:
+            await asyncio.wait({update.resuming})
+        return update
+
+    def _record(self, pool: Pool, update: Update | None, fresh: Sequence[Member] = ()) -> PolicyRecord:
+        absent = [engine for (name, _), engine in self._known.items() if name == pool.name]
+        return record_of(pool, update, absent, fresh)
+
+    async def _save(self, record: PolicyRecord) -> None:
+        if self.save is not None:
+            await self.save(record)

@@ -1,0 +1,261 @@
+"""Groups, draws, batches and evaluations in the store: one function per operation or question.
+
+A change to a draw is one `Step`: rollouts that are begun, groups that changed, the draw's progress, a batch that was
+opened or closed, all in one transaction. So a service that is killed finds either all of a decision or nothing of it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from rollyard.core import Batch, Draw, Group, GroupState
+from rollyard.core.failure import IdConflict, NotFound
+from rollyard.store import _writes
+from rollyard.store._rows import Row
+from rollyard.store._writer import Steps
+from rollyard.store.base import EvalRecord, eval_items
+from rollyard.store.codec import from_json
+
+HELD = (GroupState.OPEN, GroupState.COMPLETE, GroupState.DELIVERED)
+
+EncodedGroup = tuple[Group, str]
+
+
+def step(
+    connection: sqlite3.Connection,
+    rows: Sequence[_writes.NewRow],
+    groups: Sequence[EncodedGroup],
+    draw: tuple[Draw, str] | None,
+    batches: Sequence[tuple[Batch, str]],
+    undone_after: int | None,
+) -> Steps[list[Any]]:
+    """All of it or nothing. Returns the rollouts as stored."""
+    stored: list[Any] = []
+    if rows:
+        stored = yield from _writes.submit(connection, rows)
+    for group, record in groups:
+        _put_group(connection, group, record)
+        yield
+    if draw is not None:
+        put = connection.execute(
+            "UPDATE draws SET is_active = ?, record = ? WHERE id = ?", (draw[0].is_active, draw[1], draw[0].id)
+        )
+        if not put.rowcount:
+            raise NotFound(f"there is no draw {draw[0].id!r}")
+        if undone_after is not None:
+            connection.execute("DELETE FROM batches WHERE draw = ? AND number > ?", (draw[0].id, undone_after))
+    for batch, record in batches:
+        connection.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?)", (batch.draw, batch.number, record))
+    return stored
+
+
+def _put_group(connection: sqlite3.Connection, group: Group, record: str, digest: str = "") -> None:
+    connection.execute(
+        "INSERT INTO groups (id, run, draw, state, batch, place, is_held, digest, updated_at, record) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, "
+        "batch = excluded.batch, place = excluded.place, is_held = excluded.is_held, "
+        "updated_at = excluded.updated_at, record = excluded.record",
+        (
+            group.id, group.run, group.draw, group.state, group.batch, group.place,
+            group.state in HELD, digest, group.updated_at, record,
+        ),
+    )  # fmt: skip
+
+
+def put_groups(
+    connection: sqlite3.Connection, groups: Sequence[tuple[Group, str, str]], rows: Sequence[_writes.NewRow]
+) -> Steps[tuple[list[str], list[Any]]]:
+    """New groups with their rollouts; one that is there already with the same body is left as it is. The records."""
+    records: list[str] = []
+    for group, record, digest in groups:
+        found = connection.execute("SELECT digest, record FROM groups WHERE id = ?", (group.id,)).fetchone()
+        if found is None:
+            _put_group(connection, group, record, digest)
+        elif found[0] != digest:
+            raise IdConflict(f"group {group.id!r} exists already, with another body")
+        records.append(record if found is None else found[1])
+        yield
+    known = {row[0] for row in _known(connection, [new.rollout.id for new in rows])}
+    stored = yield from _writes.submit(connection, [new for new in rows if new.rollout.id not in known])
+    return records, stored
+
+
+def _known(connection: sqlite3.Connection, ids: Sequence[str]) -> list[Row]:
+    return [
+        row for one in ids if (row := connection.execute("SELECT id FROM rollouts WHERE id = ?", (one,)).fetchone())
+    ]
+
+
+def put_draw(connection: sqlite3.Connection, draw: Draw, record: str, digest: str) -> str:
+    """Idempotent like a submit. The record as stored."""
+    found = connection.execute("SELECT digest, record FROM draws WHERE id = ?", (draw.id,)).fetchone()
+    if found is None:
+        connection.execute(
+            "INSERT INTO draws (id, run, digest, is_active, record) VALUES (?, ?, ?, ?, ?)",
+            (draw.id, draw.run, digest, draw.is_active, record),
+        )
+        return record
+    if found[0] != digest:
+        raise IdConflict(f"draw {draw.id!r} exists already, with another body")
+    return found[1]
+
+
+def put_items(connection: sqlite3.Connection, draw_id: str, first: int, tasks: Sequence[str]) -> Steps[None]:
+    for number, task in enumerate(tasks, first):
+        connection.execute("INSERT OR REPLACE INTO draw_items VALUES (?, ?, NULL, ?)", (draw_id, number, task))
+        yield
+
+
+def push_items(connection: sqlite3.Connection, draw_id: str, items: Sequence[tuple[str | None, str]]) -> Steps[int]:
+    """Appends tasks; one whose name is there already is not added again. How many there are then."""
+    (count,) = connection.execute("SELECT COUNT(*) FROM draw_items WHERE draw = ?", (draw_id,)).fetchone()
+    for name, task in items:
+        if name is not None:
+            found = connection.execute(
+                "SELECT task FROM draw_items WHERE draw = ? AND name = ?", (draw_id, name)
+            ).fetchone()
+            if found is not None:
+                if found[0] != task:
+                    raise IdConflict(f"task {name!r} was pushed before, with another body")
+                continue
+        connection.execute("INSERT INTO draw_items VALUES (?, ?, ?, ?)", (draw_id, count, name, task))
+        count += 1
+        yield
+    return count
+
+
+def acknowledge_draw(connection: sqlite3.Connection, draw_id: str, batch: int, chunk: int) -> Steps[int]:
+    """Lets go of the groups of batches up to that one, and deletes their traces. How many groups it took."""
+    groups = connection.execute(
+        "SELECT seq, id FROM groups WHERE draw = ? AND batch <= ? AND is_held LIMIT ?", (draw_id, batch, chunk)
+    ).fetchall()
+    for seq, group_id in groups:
+        rows = connection.execute(
+            'SELECT r.seq, r.id FROM rollouts r JOIN trajectories USING (seq) WHERE r."group" = ?', (group_id,)
+        ).fetchall()
+        for row_seq, rollout_id in rows:
+            connection.execute("INSERT OR IGNORE INTO leavings VALUES (?)", (rollout_id,))
+            connection.execute("DELETE FROM trajectories WHERE seq = ?", (row_seq,))
+        connection.execute("UPDATE groups SET is_held = 0 WHERE seq = ?", (seq,))
+        yield
+    return len(groups)
+
+
+def put_eval(connection: sqlite3.Connection, record: EvalRecord, encoded: str, digest: str) -> str:
+    """Idempotent like a submit; with an empty digest it is a change of one that is there."""
+    found = connection.execute("SELECT digest, record FROM evals WHERE id = ?", (record.id,)).fetchone()
+    if found is None:
+        connection.execute(
+            "INSERT INTO evals (id, run, digest, record) VALUES (?, ?, ?, ?)",
+            (record.id, record.run, digest, encoded),
+        )
+        return encoded
+    if not digest:
+        connection.execute("UPDATE evals SET record = ? WHERE id = ?", (encoded, record.id))
+        return encoded
+    if found[0] != digest:
+        raise IdConflict(f"evaluation {record.id!r} exists already, with another body")
+    return found[1]
+
+
+def forget_run(connection: sqlite3.Connection, run_id: str) -> None:
+    """All that a run's draws and groups left, once its rollouts are gone."""
+    draws = [row[0] for row in connection.execute("SELECT id FROM draws WHERE run = ?", (run_id,))]
+    for draw_id in draws:
+        connection.execute("DELETE FROM draw_items WHERE draw = ?", (draw_id,))
+        connection.execute("DELETE FROM batches WHERE draw = ?", (draw_id,))
+    for (eval_id,) in connection.execute("SELECT id FROM evals WHERE run = ?", (run_id,)).fetchall():
+        connection.execute("DELETE FROM draw_items WHERE draw = ?", (eval_items(eval_id),))
+    for table in ("draws", "groups", "evals"):
+        connection.execute(f"DELETE FROM {table} WHERE run = ?", (run_id,))
+
+
+def forget_older(connection: sqlite3.Connection, before: float, chunk: int) -> int:
+    """Groups that ended before that moment and that nobody holds; those of a live draw stay while it lives."""
+    return connection.execute(
+        "DELETE FROM groups WHERE seq IN (SELECT g.seq FROM groups g LEFT JOIN draws d ON d.id = g.draw "
+        "WHERE g.updated_at < ? AND g.state NOT IN ('open') AND NOT (g.is_held AND COALESCE(d.is_active, 0)) LIMIT ?)",
+        (before, chunk),
+    ).rowcount
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+def get_group(connection: sqlite3.Connection, group_id: str) -> Group:
+    row = connection.execute("SELECT record FROM groups WHERE id = ?", (group_id,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no group {group_id!r}")
+    return from_json(row[0], Group)
+
+
+def unfinished_groups(connection: sqlite3.Connection) -> tuple[Group, ...]:
+    (rows,) = connection.execute(
+        "SELECT json_group_array(json(record)) FROM (SELECT record FROM groups "
+        "WHERE state IN ('open', 'complete') ORDER BY seq LIMIT -1)"
+    ).fetchone()
+    return from_json(rows, tuple[Group, ...])
+
+
+def orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
+    rows = connection.execute(
+        'SELECT r.id FROM rollouts r JOIN groups g ON g.id = r."group" '
+        "WHERE r.ended_seq IS NULL AND g.state != 'open'"
+    ).fetchall()
+    return tuple(row[0] for row in rows)
+
+
+def delivered_groups(connection: sqlite3.Connection, draw_id: str, after: int, limit: int) -> tuple[Group, ...]:
+    (rows,) = connection.execute(
+        "SELECT json_group_array(json(record)) FROM (SELECT record FROM groups "
+        "WHERE draw = ? AND place > ? ORDER BY place LIMIT ?)",
+        (draw_id, after, limit),
+    ).fetchone()
+    return from_json(rows, tuple[Group, ...])
+
+
+def get_draw(connection: sqlite3.Connection, draw_id: str) -> Draw:
+    row = connection.execute("SELECT record FROM draws WHERE id = ?", (draw_id,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no draw {draw_id!r}")
+    return from_json(row[0], Draw)
+
+
+def list_draws(connection: sqlite3.Connection) -> tuple[Draw, ...]:
+    (rows,) = connection.execute(
+        "SELECT json_group_array(json(record)) FROM (SELECT record FROM draws ORDER BY seq LIMIT -1)"
+    ).fetchone()
+    return from_json(rows, tuple[Draw, ...])
+
+
+def get_item(connection: sqlite3.Connection, draw_id: str, item: int) -> dict[str, Any]:
+    row = connection.execute("SELECT task FROM draw_items WHERE draw = ? AND item = ?", (draw_id, item)).fetchone()
+    if row is None:
+        raise NotFound(f"draw {draw_id!r} has no task {item}")
+    return from_json(row[0], dict[str, Any])
+
+
+def count_items(connection: sqlite3.Connection, draw_id: str) -> int:
+    (count,) = connection.execute("SELECT COUNT(*) FROM draw_items WHERE draw = ?", (draw_id,)).fetchone()
+    return int(count)
+
+
+def get_batch(connection: sqlite3.Connection, draw_id: str, number: int) -> Batch:
+    row = connection.execute("SELECT record FROM batches WHERE draw = ? AND number = ?", (draw_id, number)).fetchone()
+    if row is None:
+        raise NotFound(f"draw {draw_id!r} has no batch {number}")
+    return from_json(row[0], Batch)
+
+
+def get_eval(connection: sqlite3.Connection, eval_id: str) -> EvalRecord:
+    row = connection.execute("SELECT record FROM evals WHERE id = ?", (eval_id,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no evaluation {eval_id!r}")
+    return from_json(row[0], EvalRecord)
+
+
+def list_evals(connection: sqlite3.Connection) -> tuple[EvalRecord, ...]:
+    rows = connection.execute("SELECT record FROM evals ORDER BY seq").fetchall()
+    return tuple(from_json(record, EvalRecord) for (record,) in rows)

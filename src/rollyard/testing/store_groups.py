@@ -1,0 +1,195 @@
+"""What every store must do for groups, draws and evaluations: more checks, like those of `store_conformance`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from rollyard.core import Batch, Draw, DrawConfig, Group, GroupState, Rollout, Run, State, Task
+from rollyard.core.draw import Item, Progress, SourceKind, SourceSpec
+from rollyard.core.failure import IdConflict, NotFound
+from rollyard.store.base import EvalRecord, Retention, Step, Store, Submission
+from rollyard.testing.store_conformance import (
+    QUEUED,
+    Check,
+    Open,
+    completed,
+    opened,
+    raises,
+    trajectory,
+)
+
+GROUP_CHECKS: list[Check] = []
+"""Every check, in the order of this file."""
+
+
+def _check(check: Check) -> Check:
+    GROUP_CHECKS.append(check)
+    return check
+
+
+def group(group_id: str, draw: str | None = None, **fields: object) -> Group:
+    return replace(Group(group_id, "run", 2, draw=draw, started=2, updated_at=time.time()), **fields)  # type: ignore[arg-type]
+
+
+def members(group_id: str, count: int = 2) -> tuple[Submission, ...]:
+    return tuple(
+        Submission(Rollout(f"{group_id}-{index}", "run", Task("shell"), group=group_id, index=index), {"index": index})
+        for index in range(count)
+    )
+
+
+def draw(draw_id: str = "d", **fields: object) -> Draw:
+    return replace(Draw(draw_id, "run", DrawConfig(SourceSpec(SourceKind.TASKS, size=3))), **fields)  # type: ignore[arg-type]
+
+
+async def _ended(store: Store, group_id: str) -> None:
+    for index in range(2):
+        rollout_id = f"{group_id}-{index}"
+        await store.end(rollout_id, QUEUED, completed(), trajectory(rollout_id))
+
+
+async def _next_tick() -> None:
+    moment = time.time()
+    while time.time() <= moment:
+        await asyncio.sleep(0)
+
+
+@_check
+async def a_group_is_stored_with_its_rollouts_once(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        ((stored,), rollouts) = await store.put_groups([(group("g"), {"size": 2})], members("g"))
+        assert stored.state is GroupState.OPEN and [one.id for one in rollouts] == ["g-0", "g-1"]
+        _, again = await store.put_groups([(group("g"), {"size": 2})], members("g"))
+        assert again == []
+        both = [(group("other"), {}), (group("g"), {"size": 3})]
+        await raises(IdConflict, store.put_groups(both, members("other")))
+        await raises(NotFound, store.get_group("other"))
+        await raises(NotFound, store.get("other-0"))
+    async with opened(open_store) as store:
+        assert [one.id for one in await store.unfinished_groups()] == ["g"]
+        assert (await store.get_group("g")).size == 2
+
+
+@_check
+async def a_step_is_all_or_nothing(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_draw(draw(), {})
+        progress = Progress(order=1, epoch=2, position=3, returned=[Item(1, 2, 1, 1)], recent="101")
+        after = draw(progress=progress)
+        batch = Batch("d", 1, 4, 0, 0)
+        await store.step(Step(members("d.0.0.0"), (group("d.0.0.0", "d"),), after, (batch,)))
+        stolen = Submission(Rollout("d.0.0.0-0", "run", Task("other")), {"another": "body"})
+        worse = Step((stolen,), (group("d.0.1.0", "d"),), draw(is_active=False), (replace(batch, number=2),))
+        await raises(IdConflict, store.step(worse))
+    async with opened(open_store) as store:
+        assert (await store.get_draw("d")).progress == progress and (await store.get_draw("d")).is_active
+        await raises(NotFound, store.get_group("d.0.1.0"))
+        await raises(NotFound, store.get_batch("d", 2))
+        assert await store.get_batch("d", 1) == batch
+        assert (await store.get("d.0.0.0-1")).state is State.QUEUED
+        await raises(NotFound, store.step(Step(draw=draw("nobody's"))))
+
+
+@_check
+async def draws_are_idempotent_and_listed(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_draw(draw("d"), {"a": 1})
+        ended = draw("d", is_active=False, reason="closed")
+        await store.step(Step(draw=ended))
+        assert await store.put_draw(draw("d"), {"a": 1}) == ended
+        await raises(IdConflict, store.put_draw(draw("d"), {"a": 2}))
+        await store.put_draw(draw("e"), {})
+        assert [one.id for one in await store.list_draws()] == ["d", "e"]
+        await raises(NotFound, store.get_draw("nobody's"))
+
+
+@_check
+async def delivered_groups_come_in_their_order_and_stay(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_draw(draw(), {})
+        for place in (2, 1, 3):
+            one = group(f"g{place}", "d", state=GroupState.DELIVERED, place=place, batch=1 + place // 3)
+            await store.step(Step(groups=(one,)))
+        assert [one.id for one in await store.delivered_groups("d", 0, 10)] == ["g1", "g2", "g3"]
+        assert [one.id for one in await store.delivered_groups("d", 1, 1)] == ["g2"]
+        undone = group("g3", "d", state=GroupState.COMPLETE)
+        await store.step(Step(groups=(undone,), draw=draw(), undone_after=1, batches=(Batch("d", 1, 2, 0, 0),)))
+        assert [one.id for one in await store.delivered_groups("d", 0, 10)] == ["g1", "g2"]
+        assert [one.id for one in await store.unfinished_groups()] == ["g3"]
+
+
+@_check
+async def tasks_of_a_draw_are_kept_and_pushed_once(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_items("d", 0, [{"n": 0}, {"n": 1}])
+        await store.put_items("d", 1, [{"n": 9}])
+        assert [await store.get_item("d", item) for item in range(2)] == [{"n": 0}, {"n": 9}]
+        await raises(NotFound, store.get_item("d", 2))
+        assert await store.push_items("p", [("a", {"n": 1}), (None, {"n": 2})]) == 2
+        assert await store.push_items("p", [("a", {"n": 1}), ("b", {"n": 3})]) == 3
+        await raises(IdConflict, store.push_items("p", [("c", {"n": 4}), ("a", {"n": 5})]))
+        assert await store.count_items("p") == 3 and await store.get_item("p", 2) == {"n": 3}
+
+
+@_check
+async def what_a_live_draw_has_not_been_told_to_let_go_stays(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_draw(draw(), {})
+        for place, name in enumerate(("acked", "unacked"), 1):
+            one = group(name, "d", state=GroupState.DELIVERED, place=place, batch=place)
+            await store.step(Step(members(name), (one,)))
+            await _ended(store, name)
+        assert await store.acknowledge_draw("d", 1) == 1
+        assert await store.acknowledge_draw("d", 1) == 0
+        assert await store.trajectory("acked-0") is None and await store.trajectory("unacked-0") is not None
+        await _next_tick()
+        swept = await store.sweep(Retention(0))
+        assert set(swept) == {"acked-0", "acked-1"}
+        assert (await store.get("unacked-1")).state is State.ENDED and (await store.get_group("unacked")).place == 2
+        await raises(NotFound, store.get_group("acked"))
+        await store.step(Step(draw=draw(is_active=False)))
+        await _next_tick()
+        await store.sweep(Retention(0))
+        await raises(NotFound, store.get("unacked-1"))
+
+
+@_check
+async def rollouts_whose_group_is_over_are_found(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_groups([(group("open"), {}), (group("over"), {})], (*members("open"), *members("over")))
+        await store.end("over-0", QUEUED, completed())
+        await store.step(Step(groups=(group("over", state=GroupState.CANCELLED),)))
+        assert await store.orphans() == ("over-1",)
+
+
+@_check
+async def evaluations_are_kept(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        record = EvalRecord("e", "run", "default", 3, k=2, samples=4, tasks=5)
+        assert await store.put_eval(record, {"k": 2}) == record
+        done = replace(record, state="done", result={"pass": 0.5})
+        assert await store.put_eval(done) == done
+        assert await store.put_eval(record, {"k": 2}) == done
+        await raises(IdConflict, store.put_eval(record, {"k": 3}))
+    async with opened(open_store) as store:
+        assert await store.get_eval("e") == done and list(await store.list_evals()) == [done]
+        await raises(NotFound, store.get_eval("nobody's"))
+
+
+@_check
+async def a_deleted_run_takes_its_draws_along(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_run(Run("other"), {})
+        await store.put_draw(draw(), {})
+        await store.put_items("d", 0, [{"n": 0}])
+        await store.put_eval(EvalRecord("e", "run", "default", 0), {})
+        await store.step(Step(groups=(group("g", "d", state=GroupState.FILTERED),), batches=(Batch("d", 1, 1, 0, 0),)))
+        await store.put_draw(replace(draw("theirs"), run="other"), {})
+        await store.delete_run("run")
+        await raises(NotFound, store.get_draw("d"))
+        await raises(NotFound, store.get_group("g"))
+        await raises(NotFound, store.get_batch("d", 1))
+        await raises(NotFound, store.get_eval("e"))
+        assert await store.count_items("d") == 0 and [one.id for one in await store.list_draws()] == ["theirs"]

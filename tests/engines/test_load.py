@@ -1,0 +1,101 @@
+"""What an engine's /metrics say of its load, whatever they are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.engines import EngineSpec, Kind
+from rollyard.engines import load as load_module
+from rollyard.engines.http import Http
+from rollyard.engines.load import Load, parse_load, read_load
+from rollyard.engines.wire import Wire
+from rollyard.testing.scripted_engine import ScriptedEngine
+from tests.engines.parts import answering, probed
+
+VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a } b"} 3.0
+vllm:num_requests_running{engine="1",model_name="a } b"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="a } b"} 1.0
+vllm:num_requests_waiting{engine="1",model_name="a } b"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 70.0
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+vllm:kv_cache_usage_perc{engine="0",model_name="a } b"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="a } b"} 0.75
+vllm:num_preemptions_total{engine="0"} 2.0
+vllm:num_preemptions_total{engine="1"} 1e+01
+vllm:num_preemptions_created{engine="0"} 1.7e+09
+"""
+
+SGLANG = b"""sglang:token_usage{model_name="m"} 0.28 1700000000000
+sglang:num_running_reqs{model_name="m"} 162.0
+sglang:num_queue_reqs{model_name="m"} 2826.0
+sglang:num_retracted_reqs{model_name="m"} 4.0
+sglang:num_retracted_requests_total{model_name="m"} 9.0
+"""
+
+
+def test_of_several_ranks_the_fullest_cache_counts_and_the_rest_adds_up() -> None:
+    assert parse_load(VLLM) == Load(0.75, running=7, waiting=1, preemptions=12)
+
+
+def test_sglang_tells_the_same_by_other_names() -> None:
+    assert parse_load(SGLANG) == Load(0.28, running=162, waiting=2826, preemptions=9)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>Not Found</html>",
+        b'{"detail": "Not Found"}',
+        b"vllm:num_requests_running 3\n",  # no KV use: there is nothing to go by
+        b"vllm:kv_cache_usage_perc NaN\n",
+        b"vllm:kv_cache_usage_perc +Inf\n",
+        b"vllm:kv_cache_usage_perc -0.5\n",
+        b"vllm:kv_cache_usage_perc much\n",
+        b"vllm:kv_cache_usage_perc 0.5\nvllm:num_preemptions_total 1e300\n",
+        b"not_vllm:kv_cache_usage_perc 0.5\n",
+        b"vllm:kv_cache_usage_percent 0.5\n",
+        b"# vllm:kv_cache_usage_perc 0.5\n",
+    ],
+)
+def test_nonsense_and_silence_are_no_load(body: bytes) -> None:
+    assert parse_load(body) is None
+
+
+def test_a_cache_is_never_more_than_full() -> None:
+    assert parse_load(b"vllm:kv_cache_usage_perc 1.0000001\n") == Load(1.0)
+
+
+@given(st.binary(max_size=300) | st.from_regex(rb"vllm:(kv_cache_usage_perc|num_preemptions_total)[^\x00]*\n"))
+def test_no_bytes_break_the_reader(body: bytes) -> None:
+    found = parse_load(body)
+    assert found is None or (0 <= found.kv_use <= 1 and found.preemptions >= 0)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_an_engine_is_asked_and_tells(dialect: str, http: Http) -> None:
+    async with ScriptedEngine(dialect=dialect) as server:  # type: ignore[arg-type]
+        engine = await probed(server, http)
+        assert await engine.load() is None  # it was not told to tell
+        server.kv_use, server.preemptions = 0.5, 3
+        assert await engine.load() == Load(0.5, running=0, waiting=0, preemptions=3)
+        await engine.close()
+
+
+async def test_whatever_is_on_the_wire_the_answer_is_none(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wire(url: str) -> Wire:
+        return Wire(EngineSpec("e1", url, Kind.VLLM), http)
+
+    assert await read_load(wire("http://127.0.0.1:1")) is None
+    monkeypatch.setattr(load_module, "MAX_METRICS_BYTES", 100)
+    async with answering(VLLM) as url:
+        assert await read_load(wire(url)) is None  # too large
+        monkeypatch.setattr(load_module, "MAX_METRICS_BYTES", 10_000)
+        assert await read_load(wire(url)) == parse_load(VLLM)
+    monkeypatch.setattr(load_module, "LOAD_S", 0.05)
+    async with answering(None) as url:
+        assert await read_load(wire(url)) is None  # silent

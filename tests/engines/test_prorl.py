@@ -1,0 +1,106 @@
+"""The reference system's engine protocol, spoken to the scripted engine in that dialect."""
+
+import asyncio
+import re
+
+import pytest
+
+from rollyard.core import Sampling
+from rollyard.core.failure import EngineBroken, EngineUnavailable
+from rollyard.engines import EngineSpec, GenerateRequest, Kind, ProrlEngine
+from rollyard.engines.http import Http
+from rollyard.engines.prorl import kind_at
+from rollyard.testing.engine_conformance import CHECKS, Check, Context
+from rollyard.testing.script import Fault, Reply
+from rollyard.testing.scripted_engine import ScriptedEngine
+from rollyard.testing.scripted_sampling import scripted_logprob
+from tests.engines.parts import END_ID, PROMPT, complete, routed, text_of
+
+ALPHABET = Reply(token_ids=tuple(65 + i % 26 for i in range(1000)))
+
+CANNOT = re.compile("abort|stream|hang|hung|cancel|chat|context|broken|tokenize|version")
+"""What this protocol has no words for."""
+
+
+async def prorl(server: ScriptedEngine, http: Http) -> ProrlEngine:
+    engine = ProrlEngine(EngineSpec("e1", server.url, Kind.PRORL, tokenizer="/models/Qwen3-8B"), http)
+    await engine.probe()
+    return engine
+
+
+def asked(max_tokens: int = 50, **fields: object) -> GenerateRequest:
+    return GenerateRequest("r1", PROMPT, Sampling(), max_tokens, seed=3, stop_token_ids=(END_ID,), **fields)  # type: ignore[arg-type]
+
+
+CHECKED = [check for check in CHECKS if not CANNOT.search(check.name)]
+
+
+@pytest.mark.parametrize("check", CHECKED, ids=lambda check: check.name)
+async def test_it_conforms_as_far_as_it_can(check: Check, http: Http) -> None:
+    assert len(CHECKED) >= 3
+    async with ScriptedEngine(lambda _: ALPHABET, tokens_per_s=5000, dialect="prorl") as server:
+        engine = await prorl(server, http)
+        try:
+            await check.run(engine, Context(PROMPT, long_tokens=900))
+        finally:
+            await engine.close()
+
+
+async def test_what_is_sent_and_what_comes_back(http: Http) -> None:
+    async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
+        engine = await prorl(server, http)
+        found = await engine.generate(asked())
+        sent = server.requests[-1].body
+        assert sent["prompt_ids"] == PROMPT
+        assert (sent["temperature"], sent["top_p"], sent["max_tokens"], sent["seed"]) == (1.0, 1.0, 50, 3)
+        assert text_of(found) == "hello"
+        assert (found.finish_reason, found.versions, found.prompt_tokens) == ("stop", (), len(PROMPT))
+        assert found.logprobs is not None
+        assert found.logprobs[0] == pytest.approx(scripted_logprob(PROMPT[-1], len(PROMPT), ord("h")))
+        cut = await engine.generate(asked(max_tokens=3))
+        assert (text_of(cut), cut.finish_reason) == ("hel", "length")
+        assert (engine.info.model, engine.info.logprobs_kind, engine.info.api) == ("Qwen3-8B", "unknown", "generate")
+        assert await engine.healthy()
+    assert not await engine.healthy()
+
+
+@pytest.mark.parametrize("fault", ["wrong_ids", "fewer_logprobs", "positive_logprob", "not_json"])
+async def test_nonsense_is_not_repaired(fault: Fault, http: Http) -> None:
+    async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
+        engine = await prorl(server, http)
+        server.fail_next(1, fault)
+        with pytest.raises(EngineBroken):
+            await engine.generate(asked())
+
+
+async def test_tokens_told_at_once_are_told_all_the_same(http: Http) -> None:
+    async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
+        engine = await prorl(server, http)
+        told: list[int] = []
+        found = await engine.generate(asked(), told.extend)
+        assert told == list(found.token_ids)
+
+
+async def test_a_session_samples_from_it_with_the_policys_version() -> None:
+    async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server, routed() as router:
+        await router.add(EngineSpec("e1", server.url, Kind.PRORL))
+        async with router.session("default", "s1") as session:
+            found = await complete(session)
+        assert text_of(found) == "hello"
+        assert [(span.version, span.start, span.end) for span in found.versions] == [(0, 0, len(found.token_ids))]
+
+
+async def test_what_answers_at_an_address_is_found_out(http: Http) -> None:
+    async with (
+        ScriptedEngine() as vllm,
+        ScriptedEngine(dialect="sglang") as sglang,
+        ScriptedEngine(dialect="prorl") as own,
+    ):
+        assert await asyncio.gather(*(kind_at(it.url, http) for it in (vllm, sglang, own))) == [
+            Kind.VLLM,
+            Kind.SGLANG,
+            Kind.PRORL,
+        ]
+        assert await kind_at(f"{vllm.url}/v1", http) is Kind.VLLM
+    with pytest.raises(EngineUnavailable):
+        await kind_at("http://127.0.0.1:1", http)

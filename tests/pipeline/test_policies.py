@@ -1,0 +1,28 @@
+"""A rollout whose policy is paused: nothing of it is counted, and nothing of it is lost."""
+
+import asyncio
+from pathlib import Path
+
+from rollyard.core import Outcome
+from rollyard.testing.script import Reply
+from tests.pipeline.site import finish, quick, says, shell, shell_task, site
+
+
+async def test_a_rollout_that_stood_still_for_new_weights_has_not_stalled(tmp_path: Path):
+    async with site(tmp_path, says(Reply(shell("touch done"), stall_after=5), finish())) as yard:
+        rollout_id = await yard.submit(quick(shell_task(), stall_s=2.0))
+        await yard.engines[0].busy()
+        await yard.router.policies.pause("default", holder="trainer")
+        await asyncio.sleep(2.5)  # more than its stall bound, all of it ours
+        # long enough for the watch to look at it, and for no bound of its own
+        yard.engines[0].script = says(Reply(shell("touch done"), latency_s=0.3), finish())
+        await yard.router.policies.resume("default", 1)
+        rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None
+        assert rollout.ending.outcome is Outcome.COMPLETED and rollout.attempt == 1 and not rollout.lost
+        trajectory = await yard.store.trajectory(rollout_id)
+        assert trajectory is not None
+        (trace,) = trajectory.traces
+        first = trace.spans[0]
+        assert list(trace.versions[first.start : first.end]) == [0] * 5 + [1] * (first.end - first.start - 5)
+        yard.nothing_left()

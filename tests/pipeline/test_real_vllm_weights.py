@@ -1,0 +1,198 @@
+"""Changing weights under the real vLLM: the versions in a trace switch at the token where the pause had cut it, and a
+trainer that is killed in between leaves the engine paused until somebody names a version.
+
+The weights themselves stay what they are: what is tested is that every step of the handshake is obeyed."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollyard.core import Deadline, Sampling
+from rollyard.core.policy import PauseMode
+from rollyard.engines import EngineSpec, GenerateRequest, Kind, Router, VersionSpan
+from tests.service.site import TRAINER, Site, open_site, task
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+TOKENS = 64
+PROMPT = tuple(range(100, 400))  # more than two blocks of its cache, which are 128 tokens on a CPU
+SAMPLING = Sampling(temperature=0.8, extra={"min_tokens": TOKENS, "ignore_eos": True})
+
+
+class Vllm:
+    """The real one, as a trainer and a test see it."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self._url = url
+        self._http = http
+
+    async def sampled(self) -> float:
+        """All tokens that it ever sampled. It has no event for that."""
+        async with self._http.get(f"{self._url}/metrics") as reply:
+            found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", await reply.text(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    async def goes_on(self, tokens: int = 4) -> None:
+        """Waits until it has sampled some more."""
+        before = await self.sampled()
+        async with asyncio.timeout(120):
+            while await self.sampled() < before + tokens:
+                await asyncio.sleep(0.02)
+
+    async def is_paused(self) -> bool:
+        async with self._http.get(f"{self._url}/is_paused") as reply:
+            return (await reply.json())["is_paused"]
+
+    async def post(self, path: str, body: Any = None) -> None:
+        async with self._http.post(f"{self._url}{path}", json=body) as reply:
+            reply.raise_for_status()
+
+
+@asynccontextmanager
+async def real(url: str) -> AsyncGenerator[Vllm, None]:
+    """It is shared: it is left as it was found."""
+    async with aiohttp.ClientSession() as http:
+        vllm = Vllm(url, http)
+        try:
+            yield vllm
+        finally:
+            await vllm.post("/abort_requests", {})
+            await vllm.post("/resume")
+            await vllm.post("/update_weight_version", {"new_version": "default"})
+
+
+@asynccontextmanager
+async def served(folder: Path, url: str, vllm_folder: Path) -> AsyncGenerator[Site, None]:
+    engine = {"id": "real", "url": url, "tokenizer": str(vllm_folder / "smollm2")}
+    async with open_site(folder, engines=[engine]) as site:
+        async with asyncio.timeout(120):
+            while not any(entry["state"] == "up" for entry in (await site.get("/v1/engines")).body["engines"]):
+                await asyncio.sleep(0.1)
+        yield site
+
+
+async def begin(site: Site, rollout_id: str) -> None:
+    sampling = {"temperature": 0.8, "max_tokens": TOKENS, "extra": dict(SAMPLING.extra)}
+    limits = {"run_s": 200, "model_s": 200, "max_turns": 2}
+    answer = await site.post(
+        "/v1/rollouts", {"id": rollout_id, "task": task("say anything", sampling=sampling, limits=limits)}
+    )
+    assert answer.status == 202, answer.body
+
+
+async def versions_of(site: Site, rollout_id: str) -> list[list[int]]:
+    """Of the sampled tokens of its trace, span by span."""
+    (trace,) = (await site.get(f"/v1/rollouts/{rollout_id}/traces")).body["traces"]
+    return [trace["versions"][span["start"] : span["end"]] for span in trace["spans"]]
+
+
+async def test_a_pause_in_the_midst_of_a_turn_switches_the_versions_of_its_trace_at_that_token(
+    tmp_path: Path, vllm_url: str, vllm_folder: Path
+) -> None:
+    async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_folder) as site:
+        assert (await site.post("/v1/policies/default/resume", {"version": 7})).body["version"] == 7
+        member = site.served.house.router.pool("default").members["real"]
+        before = member.stats.tokens
+        await begin(site, "r1")
+        await vllm.goes_on()
+        paused = await site.post("/v1/policies/default/pause", {"mode": "abort"}, token=TRAINER)
+        assert paused.body["state"] == "paused", paused.body
+        cut = member.stats.tokens - before
+        assert await vllm.is_paused() and 0 < cut < TOKENS
+        resumed = await site.post("/v1/policies/default/resume", {"version": 8}, token=TRAINER)
+        assert (resumed.body["state"], resumed.body["engines"][0]["version"]) == ("running", 8), resumed.body
+        ended = await site.ended("r1")
+        assert ended["failure"] is None or ended["failure"]["blame"] == "policy", ended
+        first, *later = await versions_of(site, "r1")
+        assert first == [7] * cut + [8] * (TOKENS - cut)
+        assert all(set(versions) == {8} for versions in later)
+
+
+async def test_kept_calls_are_frozen_and_name_their_versions_and_no_old_kv_is_left(
+    vllm_url: str, vllm_folder: Path
+) -> None:
+    async with real(vllm_url) as vllm, Router() as router:
+        await router.add(EngineSpec("real", vllm_url, Kind.VLLM, tokenizer=str(vllm_folder / "smollm2")))
+        await router.policies.resume("default", 3)
+        engine = router.engine("real")
+
+        async def cached(name: str) -> int | None:
+            return (await engine.generate(GenerateRequest(name, PROMPT, Sampling(), max_tokens=1))).cached_tokens
+
+        await cached("first")
+        assert await cached("second")
+        async with router.session("default", "s1") as session:
+
+            def call(max_tokens: int) -> Any:
+                return session.generate(
+                    PROMPT,
+                    sampling=SAMPLING,
+                    max_tokens=max_tokens,
+                    seed=1,
+                    stop_token_ids=(),
+                    clock=Deadline(),
+                    model_s=200.0,
+                )
+
+            await call(TOKENS)  # which shows that it names its versions
+            kept = asyncio.create_task(call(TOKENS))
+            await vllm.goes_on()
+            status = await router.policies.pause("default", holder="me", mode=PauseMode.KEEP)
+            assert status.engines[0].is_paused and await vllm.is_paused() and not kept.done()
+            at = await vllm.sampled()
+            await router.policies.resume("default", 4)
+            generation = await kept
+        assert [span.version for span in generation.versions] == [3, 4] and len(generation.token_ids) == TOKENS
+        rest = await vllm.sampled() - at
+        cut = generation.versions[0].end
+        assert generation.versions == (VersionSpan(3, 0, cut), VersionSpan(4, cut, TOKENS)) and TOKENS - cut == rest
+        assert router.list()[0].stats.aborts == 0, "it was never cut"
+        assert not await cached("third"), "the cache was cleared"
+
+
+TRAIN = """
+import sys, time
+from rollyard.client import Client
+with Client(sys.argv[1], sys.argv[2]) as yard, yard.policy("default").update(version=1, lease_s=1.0):
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+async def test_a_trainer_killed_in_between_leaves_the_engine_quarantined_until_a_version_is_named(
+    tmp_path: Path, vllm_url: str, vllm_folder: Path
+) -> None:
+    async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_folder) as site:
+        await begin(site, "r1")
+        await vllm.goes_on()
+        trainer = subprocess.Popen([sys.executable, "-c", TRAIN, site.url, TRAINER], stdout=subprocess.PIPE)
+        assert trainer.stdout is not None
+        try:
+            assert (await asyncio.to_thread(trainer.stdout.readline)).strip() == b"writing"
+        finally:
+            trainer.kill()
+            trainer.wait()
+            trainer.stdout.close()
+        async with asyncio.timeout(30):
+            while (found := (await site.get("/v1/policies/default")).body)["state"] != "abandoned":
+                await asyncio.sleep(0.05)
+        assert [(e["state"], e["paused"]) for e in found["engines"]] == [("quarantined", True)]
+        clock = site.served.house.yard.live["r1"].clock
+        at, used_s = await vllm.sampled(), clock.used_s
+        await asyncio.sleep(2.0)
+        assert await vllm.sampled() == at and await vllm.is_paused(), "nothing resumed by itself"
+        assert not clock.is_running and clock.used_s == used_s, "its clock stands still"
+        assert (await site.get("/v1/rollouts/r1")).body["state"] == "run"
+        assert (await site.post("/v1/policies/default/resume", {"version": 1})).body["state"] == "running"
+        ended = await site.ended("r1")
+        assert ended["failure"] is None or ended["failure"]["blame"] == "policy", ended
+        first, *later = await versions_of(site, "r1")
+        assert first == sorted(first) and set(first) == {0, 1} and all(set(versions) == {1} for versions in later)

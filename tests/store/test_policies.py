@@ -1,0 +1,30 @@
+"""What is known of policies outlives the process: the newest record of each, and a pause that was under way."""
+
+from __future__ import annotations
+
+from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
+from rollyard.store.base import Store
+from tests.store.conftest import SqliteOpener
+
+PAUSED = PolicyRecord(
+    "actor",
+    version=7,
+    is_named=True,
+    is_paused=True,
+    mode=PauseMode.KEEP,
+    lease_s=12.5,
+    holder="a1b2",
+    engines=(PolicyEngine("e1", 7), PolicyEngine("e2", 6, is_paused=True, error="it did not resume: ü")),
+)
+
+
+async def test_a_policy_is_there_as_it_was_put_and_the_newest_counts(open_store: SqliteOpener) -> None:
+    store: Store = await open_store()
+    assert list(await store.policies()) == []
+    await store.put_policy(PolicyRecord("actor"))
+    await store.put_policy(PolicyRecord("critic", version=1, is_named=True))
+    await store.put_policy(PAUSED)
+    await store.close()
+    store = await open_store()
+    assert list(await store.policies()) == [PAUSED, PolicyRecord("critic", version=1, is_named=True)]
+    await store.close()
