@@ -77,12 +77,11 @@ async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, knowing: Yard, 
     assert (made["mode"], made["seed"]) == ("eval", 3)
     again = await cli("eval", tmp_path / "t.jsonl", "--k", 4, "--run", "known", "--seed", 3, "--json")
     assert again.json[0]["tasks"] == body["tasks"] and again.json[0]["all"] == body["all"]
-    other = await cli("eval", tmp_path / "t.jsonl", "--run", "known", "--seed", 4)
-    assert other.status == 1 and "there is a run known already, with another mode, policy, seed" in other.err
     changed = lines(tmp_path / "c.jsonl", *reversed(TASKS))
-    other = await cli("eval", changed, "--run", "known", "--seed", 3)
-    assert other.status == 1 and "run known has sampled other tasks: rollout 'known-0-0'" in other.err
-    assert "give the command as it was, or another --run" in other.err
+    for words in ((tmp_path / "t.jsonl", "--seed", 4), (changed, "--seed", 3)):
+        other = await cli("eval", *words, "--run", "known")
+        assert other.status == 1 and "there is an evaluation or a run known already, with other tasks" in other.err
+        assert "give the command as it was, or another --run" in other.err
 
 
 async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, tmp_path: Path):
@@ -104,11 +103,15 @@ async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, 
         return "ok"
 
     async with ScriptedEngine(script, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
-        words = ("--k", 4, "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
+        words = ("--k", 4, "--by", "family", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
         said = await cli("eval", "t.jsonl", *words)
     assert said.status == 0, said.err
     (body,) = said.json
     assert [task["correct"] for task in body["tasks"]] == list(skills)
+    families = {"leg_counting": skills[:3], "gcd": skills[3:]}
+    assert {name: it["pass_at"]["2"]["mean"] for name, it in body["by"].items()} == pytest.approx(
+        {name: by_hand(4, part, 2) for name, part in families.items()}
+    )
     assert {k: it["mean"] for k, it in body["environments"]["reasoning_gym"]["pass_at"].items()} == pytest.approx(
         {str(k): by_hand(4, skills, k) for k in (1, 2, 3, 4)}, abs=1e-12
     )
@@ -116,12 +119,14 @@ async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, 
 
 async def test_more_samples_than_k_a_table_and_the_trajectories(cli: Cli, knowing: Yard, tmp_path: Path):
     tasks = lines(tmp_path / "t.jsonl", *TASKS)
-    said = await cli("eval", tasks, "--k", 2, "--n", 4, "--limit", 2, "--out", tmp_path / "o.jsonl")
+    words = ("--k", 2, "--n", 4, "--limit", 2, "--by", "answer", "--out", tmp_path / "o.jsonl")
+    said = await cli("eval", tasks, *words)
     assert said.status == 0, said.err
     rows = {line.split()[0]: line.split() for line in said.out.splitlines() if line.strip()}
     assert rows["tasks"] == ["tasks", "2"] and rows["samples"] == ["samples", "8"]
     assert rows["pass@1"][1] == "0.750" and rows["pass@2"][1] == f"{by_hand(4, SKILL[:2], 2):.3f}"
     assert "pass@3" not in rows
+    assert rows["42"][1:3] == ["1", "0"] and rows["7"][1:3] == ["1", "0"]  # by answer: tasks, missing
     assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 8
 
 

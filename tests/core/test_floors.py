@@ -19,8 +19,22 @@ BELOW: dict[str, set[str]] = {
     "agents": {"tools", "gateway", "engines", "tokens", "sandbox", "core"},
     "envs": {"tools", "gateway", "engines", "sandbox", "core"},  # gateway: a dialect, to read Gym's rows
     "pipeline": {"envs", "agents", "gateway", "tools", "sandbox", "engines", "tokens", "store", "core"},
+    "sampling": {"pipeline", "envs", "store", "core"},
     "client": {"core"},
-    "service": {"pipeline", "store", "engines", "sandbox", "envs", "agents", "gateway", "tools", "tokens", "core"},
+    "trainers": {"client", "core"},
+    "service": {
+        "sampling",
+        "pipeline",
+        "store",
+        "engines",
+        "sandbox",
+        "envs",
+        "agents",
+        "gateway",
+        "tools",
+        "tokens",
+        "core",
+    },
 }
 ROOT = Path(rollyard.__file__).parent
 

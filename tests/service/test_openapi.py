@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from rollyard.core import CODES
 from rollyard.gateway.app import PATHS
 from rollyard.service import openapi
+from rollyard.service.app import PARTS
 from rollyard.service.door import CALLS
-from rollyard.service.routes import engines, events, health, rollouts, runs, sessions, status
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
 
@@ -26,6 +26,28 @@ CONTRACT = {
     "DELETE /v1/rollouts/{rollout_id}",
     "GET /v1/rollouts/{rollout_id}/traces",
     "POST /v1/rollouts/{rollout_id}/rescore",
+    "POST /v1/groups",
+    "GET /v1/groups/{group_id}",
+    "DELETE /v1/groups/{group_id}",
+    "POST /v1/draws",
+    "GET /v1/draws",
+    "GET /v1/draws/{draw_id}",
+    "DELETE /v1/draws/{draw_id}",
+    "POST /v1/draws/{draw_id}/batches",
+    "GET /v1/draws/{draw_id}/batches/{number}",
+    "GET /v1/draws/{draw_id}/groups",
+    "POST /v1/draws/{draw_id}/tasks",
+    "POST /v1/draws/{draw_id}/ack",
+    "POST /v1/draws/{draw_id}/rewind",
+    "POST /v1/evals",
+    "GET /v1/evals",
+    "GET /v1/evals/{eval_id}",
+    "DELETE /v1/evals/{eval_id}",
+    "GET /v1/policies",
+    "GET /v1/policies/{name}",
+    "POST /v1/policies/{name}/pause",
+    "POST /v1/policies/{name}/resume",
+    "POST /v1/policies/{name}/renew",
     "POST /v1/sessions",
     "GET /v1/sessions/{session_id}",
     "POST /v1/sessions/{session_id}/reward",
@@ -50,7 +72,7 @@ CONTRACT = {
 
 def described() -> dict[str, Any]:
     app = FastAPI(title="Rollyard", version="0")
-    for part in (runs, rollouts, sessions, engines, status, events, health):
+    for part in PARTS:
         app.include_router(part.router)
     return openapi.describe(app)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rollyard.service.routes import events
+from rollyard.service import sse
 from rollyard.testing.script import Reply
 from tests.service.site import TRAINER, Site, engine_table, finish, open_site, scripted, shell, task
 
@@ -245,7 +245,7 @@ async def test_events_tell_each_change_and_can_be_resumed(tmp_path: Path) -> Non
 
 
 async def test_a_silent_stream_is_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     async with open_site(tmp_path) as site:
         headers = {"Authorization": f"Bearer {site.token}"}
         async with asyncio.timeout(20), site.http.get(f"{site.url}/v1/events", headers=headers) as reply:

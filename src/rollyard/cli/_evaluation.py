@@ -1,8 +1,6 @@
-"""What an evaluation says: pass@k and rewards of each environment and over all, and what is missing from them.
+"""An evaluation as it is shown: the service's numbers, and what became of each task's samples.
 
-The numbers are those of `core.passk`: means over tasks, with 95 % intervals. A sample without a reward (blame infra,
-task or client) is neither right nor wrong: it is left out, counted and told, and so is a task that is left with fewer
-than k samples.
+Which sample counts, and which is missing, is decided where the service decides it (`sampling.evaluation`).
 """
 
 from __future__ import annotations
@@ -13,12 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollyard.cli._console import note, number, plain, seconds, table
-from rollyard.core import passk
+from rollyard.core import Blame
+from rollyard.sampling.evaluation import Sample, TaskSamples, placed
+from rollyard.sampling.membership import fate_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollyard.client import Record
+    from rollyard.client import Evaluation, Record
 
 ALL = "all"
 TOLD = 10  # tasks with too few samples that are named
@@ -26,141 +26,99 @@ ALL_ROWS = 8  # up to this k the table has every pass@j, beyond it powers of two
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """By what samples are judged. `seed` is of the bootstrap."""
+class Evaluated:
+    """All of it. `tasks` are each task's place and its samples."""
 
-    k: int
-    n: int
-    threshold: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One task and its samples, ended."""
-
-    place: str
-    records: tuple[Record, ...]
-
-    @property
-    def environment(self) -> str:
-        return str(self.records[0].task.get("environment", ""))
-
-    @property
-    def rewards(self) -> tuple[float, ...]:
-        return tuple(record.reward for record in self.records if record.reward is not None)
-
-    @property
-    def missing(self) -> Counter[str]:
-        """By what became of them instead."""
-        return Counter(
-            str((record.failure or {}).get("code", record.outcome)) for record in self.records if record.reward is None
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """All of it."""
-
-    run: str
-    policy: str
-    rules: Rules
-    tasks: tuple[Sampled, ...]
+    found: Evaluation
+    result: Mapping[str, Any]
+    tasks: tuple[tuple[str, TaskSamples], ...]
     took_s: float
 
     @property
-    def missing(self) -> Counter[str]:
-        return sum((task.missing for task in self.tasks), Counter[str]())
+    def state(self) -> str:
+        return self.found.state
 
     @property
-    def missing_share(self) -> float:
-        return self.missing.total() / sum(len(task.records) for task in self.tasks)
+    def detail(self) -> str:
+        return str(self.found.raw.get("detail") or self.found.reason)
 
     @property
-    def too_few(self) -> list[Sampled]:
-        return [task for task in self.tasks if len(task.rewards) < self.rules.k]
+    def k(self) -> int:
+        return int(self.result["k"])
 
-    def parts(self) -> dict[str, list[Sampled]]:
-        """The tasks of each environment; where there are several, all of them, too."""
-        found: dict[str, list[Sampled]] = {}
-        for task in self.tasks:
-            found.setdefault(task.environment, []).append(task)
-        return found if len(found) == 1 else {**found, ALL: list(self.tasks)}
+    @property
+    def too_few(self) -> list[tuple[str, int]]:
+        """Places and numbers of scored samples."""
+        return [(place, len(task.rewards)) for place, task in self.tasks if len(task.rewards) < self.k]
+
+    def parts(self) -> dict[str, Mapping[str, Any]]:
+        """The numbers of each environment; where there are several, of all of them, too."""
+        found = dict(self.result["environments"])
+        return found if len(found) == 1 else {**found, ALL: self.result[ALL]}
 
     def as_body(self) -> dict[str, Any]:
-        rules = self.rules
-        parts = {name: measured(part, rules) for name, part in self.parts().items()}
-        overall = parts.pop(ALL) if ALL in parts else next(iter(parts.values()))
         return {
-            "run": self.run,
-            "policy": self.policy,
-            "k": rules.k,
-            "samples_per_task": rules.n,
-            "threshold": rules.threshold,
-            "seed": rules.seed,
+            "run": self.found.run,
+            "policy": self.found.policy,
+            "version": self.found.version,
+            "state": self.state,
+            "reason": self.found.reason,
             "took_s": round(self.took_s, 3),
-            "missing": dict(self.missing),
-            ALL: overall,
-            "environments": parts,
-            "tasks": [_task_body(task, rules) for task in self.tasks],
+            **self.result,
+            "tasks": [self._task_body(place, task) for place, task in self.tasks],
+        }
+
+    def _task_body(self, place: str, task: TaskSamples) -> dict[str, Any]:
+        return {
+            "place": place,
+            "environment": task.environment,
+            "rollouts": [sample.rollout for sample in task.samples],
+            "rewards": [sample.reward for sample in task.samples],
+            "correct": task.correct(float(self.result["threshold"])),
+            "missing": dict(task.missing),
         }
 
 
-def measured(tasks: Sequence[Sampled], rules: Rules) -> dict[str, Any]:
-    """The numbers of some tasks. An estimate is null where no task has enough samples."""
-    rewards = [task.rewards for task in tasks]
-    scored = [record for task in tasks for record in task.records if record.reward is not None]
-    passes = {
-        str(k): _estimate_body(passk.pass_over_tasks(rewards, k, threshold=rules.threshold, seed=rules.seed))
-        for k in range(1, rules.k + 1)
-    }
-    return {
-        "tasks": len(tasks),
-        "samples": len(scored),
-        "missing": sum(len(task.records) for task in tasks) - len(scored),
-        "reward": _estimate_body(passk.reward_over_tasks(rewards, seed=rules.seed)),
-        "pass_at": passes,
-        "turns": _mean(scored, "summary", "turns"),
-        "sampled_tokens": _mean(scored, "summary", "sampled_tokens"),
-        "run_s": _mean(scored, "timings", "run_s"),
-    }
+def read_evaluation(found: Evaluation, places: Sequence[str], records: Sequence[Record], took_s: float) -> Evaluated:
+    """`records` are all its rollouts."""
+    result = found.result or {}
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.group or "", []).append(record)
+    size, version = int(result["samples_per_task"]), -1 if found.version is None else found.version
+    tasks: list[tuple[str, TaskSamples]] = []
+    for at, place in enumerate(places):
+        group = groups.get(f"{found.id}.{at}", [])
+        environment = str(group[0].task.get("environment", "")) if group else ""
+        tasks.append((place, TaskSamples(environment, placed(map(_sample, group), size, version))))
+    return Evaluated(found, result, tuple(tasks), took_s)
 
 
-def _estimate_body(estimate: passk.Estimate | None) -> dict[str, Any] | None:
-    if estimate is None:
-        return None
-    low, high = estimate.interval or (None, None)
-    return {"mean": estimate.mean, "low": low, "high": high, "tasks": estimate.tasks, "missing": estimate.missing}
-
-
-def _mean(records: Sequence[Record], group: str, name: str) -> float | None:
-    """Per sample."""
-    values = [float((getattr(record, group) or {}).get(name) or 0.0) for record in records]
-    return sum(values) / len(values) if values else None
-
-
-def _task_body(task: Sampled, rules: Rules) -> dict[str, Any]:
-    return {
-        "place": task.place,
-        "environment": task.environment,
-        "rollouts": [record.id for record in task.records],
-        "rewards": [record.reward for record in task.records],
-        "correct": sum(passk.is_correct(reward, rules.threshold) for reward in task.rewards),
-        "missing": dict(task.missing),
-    }
+def _sample(record: Record) -> Sample:
+    failure, summary = record.failure or {}, record.summary or {}
+    blame = failure.get("blame")
+    return Sample(
+        index=record.index,
+        rollout=record.id,
+        reward=record.reward,
+        code=str(failure.get("code", record.outcome)),
+        fate=fate_of(record.reward is not None, None if blame is None else Blame(blame)),
+        oldest_version=int(summary.get("oldest_version", -1)),
+        newest_version=int(summary.get("newest_version", -1)),
+    )
 
 
 # --- for a person -------------------------------------------------------------------------------------
 
 
-def evaluation_table(evaluation: Evaluation) -> Table:
+def evaluation_table(evaluation: Evaluated) -> Table:
     """One column for each environment, one row for each number."""
-    parts = {name: measured(part, evaluation.rules) for name, part in evaluation.parts().items()}
+    parts = evaluation.parts()
     made = table("", *map(plain, parts), right=tuple(map(plain, parts)))
     for name in ("tasks", "samples", "missing"):
         made.add_row(name, *(number(part[name]) for part in parts.values()))
     made.add_row("mean reward", *(_estimate(part["reward"]) for part in parts.values()))
-    for k in shown_ks(evaluation.rules.k):
+    for k in shown_ks(evaluation.k):
         made.add_row(f"pass@{k}", *(_estimate(part["pass_at"][str(k)]) for part in parts.values()))
     made.add_row("turns", *(_average(part["turns"]) for part in parts.values()))
     made.add_row("tokens", *(_average(part["sampled_tokens"]) for part in parts.values()))
@@ -186,16 +144,27 @@ def _average(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}"
 
 
-def tell_missing(evaluation: Evaluation) -> None:
+def by_table(evaluation: Evaluated, by: str) -> Table:
+    """One row for each value of the key."""
+    k = evaluation.k
+    columns = ("tasks", "missing", "mean reward", *dict.fromkeys(("pass@1", f"pass@{k}")))
+    made = table(plain(by), *columns, right=columns)
+    for label, part in evaluation.result["by"].items():
+        passes = (_estimate(part["pass_at"][str(j)]) for j in dict.fromkeys((1, k)))
+        counts = number(part["tasks"]), number(part["missing"])
+        made.add_row(plain(label or "–"), *counts, _estimate(part["reward"]), *passes)
+    return made
+
+
+def tell_missing(evaluation: Evaluated) -> None:
     """On stderr: what the numbers do not hold."""
-    if not evaluation.missing:
+    missing: Counter[str] = Counter(evaluation.result["missing"])
+    if not missing:
         return
-    causes = ", ".join(f"{count} {code}" for code, count in evaluation.missing.most_common())
-    note(f"{evaluation.missing.total()} samples have no score and are in no number: {causes}")
-    k = evaluation.rules.k
-    for task in evaluation.too_few[:TOLD]:
-        count = len(task.rewards)
-        note(f"{task.place}: {count} scored samples; it is in no pass@k beyond {count}" if count else
-             f"{task.place}: no scored sample; it is in no number")  # fmt: skip
+    causes = ", ".join(f"{count} {code}" for code, count in missing.most_common())
+    note(f"{missing.total()} samples have no score and are in no number: {causes}")
+    for place, count in evaluation.too_few[:TOLD]:
+        note(f"{place}: {count} scored samples; it is in no pass@k beyond {count}" if count else
+             f"{place}: no scored sample; it is in no number")  # fmt: skip
     if len(evaluation.too_few) > TOLD:
-        note(f"… and {len(evaluation.too_few) - TOLD} more tasks have fewer than {k} scored samples")
+        note(f"… and {len(evaluation.too_few) - TOLD} more tasks have fewer than {evaluation.k} scored samples")

@@ -11,9 +11,12 @@ from rollyard.cli.agents import agents
 from rollyard.cli.bench import command as bench
 from rollyard.cli.config import config
 from rollyard.cli.doctor import doctor
+from rollyard.cli.draws import draws
 from rollyard.cli.engines import engines
 from rollyard.cli.evaluate import evaluate
+from rollyard.cli.gym_agent import gym_agent
 from rollyard.cli.images import images
+from rollyard.cli.policies import policies
 from rollyard.cli.rollouts import rollouts
 from rollyard.cli.runs import runs
 from rollyard.cli.serve import serve
@@ -70,10 +73,13 @@ app.command("eval", epilog=_example("rollyard eval tasks.jsonl --k 8 --engine ht
 app.add_typer(tasks, name="tasks", epilog=_example("rollyard tasks validate tasks.jsonl --run"))
 app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list --state ended --limit 20"))
 app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))
+app.add_typer(policies, name="policies", epilog=_example("rollyard policies pause actor --mode drain"))
 app.add_typer(agents, name="agents", epilog=_example("rollyard agents try mini-swe-agent"))
 app.add_typer(images, name="images", epilog=_example("rollyard images pull docker://ubuntu:24.04"))
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
+app.add_typer(draws, name="draws", epilog=_example("rollyard draws show grpo-7b"))
 app.add_typer(tokens, name="tokens", epilog=_example("rollyard tokens check Qwen/Qwen3-0.6B"))
+app.command("gym-agent", epilog=_example("rollyard gym-agent --port 8130 --server counter"))(gym_agent)
 app.command(epilog=_example("rollyard top --interval 0.5"))(top)
 app.command(epilog=_example("rollyard shell tasks.jsonl:3 --eval"))(shell)
 app.command(epilog=_example("rollyard doctor --json"))(doctor)

@@ -42,8 +42,10 @@ def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) 
 
 
 def engines_table(found: list[dict[str, Any]]) -> Any:
-    """Sessions are live/capacity; calls are all of them, and in brackets those in flight."""
-    numbers = ("sessions", "calls", "failed", "tokens", "cached")
+    """Sessions are live/cap, or live/capacity of one without a cap; calls are all of them, and in brackets those in
+    flight; kv is how full its cache is, where one tells."""
+    tells_kv = any(engine.get("kv_use") is not None for engine in found)
+    numbers = ("sessions", *(["kv"] if tells_kv else []), "calls", "failed", "tokens", "cached")
     has_trouble = any(engine.get("last_error") for engine in found)
     made = table("id", "state", "policy", "model", *numbers, *(["trouble"] if has_trouble else []), right=numbers)
     for engine in found:
@@ -54,7 +56,8 @@ def engines_table(found: list[dict[str, Any]]) -> Any:
             f"[{style}]{plain(state)}[/]",
             plain(engine.get("policy")) + (" (judge)" if engine.get("role") == "judge" else ""),
             plain(engine.get("model") or "–"),
-            f"{number(engine.get('sessions'))}/{number(engine.get('capacity'))}",
+            f"{number(engine.get('sessions'))}/{number(engine.get('cap') or engine.get('capacity'))}",
+            *([_share(engine.get("kv_use"))] if tells_kv else []),
             f"{number(engine.get('calls'))} ({number(engine.get('in_flight'))})",
             *(number(engine.get(name)) for name in ("failures", "tokens", "cached_tokens")),
             *([plain(engine.get("last_error") or "")] if has_trouble else []),
@@ -62,17 +65,24 @@ def engines_table(found: list[dict[str, Any]]) -> Any:
     return made
 
 
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
 @engines.command("add", epilog="Example: rollyard engines add http://gpu1:8000 --policy actor --capacity 512")
 def add(
     engine_url: Annotated[str, typer.Argument(metavar="URL", help="Where the engine is.")],
     id: Annotated[str | None, typer.Option("--id", help="A name for it; else its address.")] = None,
-    kind: Annotated[str | None, typer.Option(help="vllm, sglang or openai. [default: vllm]")] = None,
+    kind: Annotated[str | None, typer.Option(help="vllm, sglang, openai or prorl. [default: vllm]")] = None,
     policy: Annotated[str | None, typer.Option(help="Whose weights it serves. [default: default]")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name there; else the first it lists.")] = None,
     role: Annotated[str | None, typer.Option(help="policy or judge. [default: policy]")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A folder or a hub name; else as the engine says.")] = None,
     renderer: Annotated[str | None, typer.Option(help="The chat renderer; else by the model's name.")] = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Sessions it should hold at once.")] = None,
+    admission: Annotated[
+        str | None, typer.Option(help="Sessions it gets: adaptive, up to capacity, or fixed. [default: adaptive]")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="ROLLYARD_ENGINE_API_KEY", help="Sent to the engine as a bearer token.")
     ] = None,
@@ -94,6 +104,7 @@ def add(
                 tokenizer=tokenizer,
                 renderer=renderer,
                 capacity=capacity,
+                admission=admission,
                 api_key=api_key,
             )
 

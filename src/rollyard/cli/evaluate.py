@@ -1,36 +1,41 @@
-"""`rollyard eval`: n samples of each task by one policy, and pass@k with intervals.
+"""`rollyard eval`: n samples of each task by one version of a policy, and pass@k with intervals.
 
-The run's name makes the ids, and they the sampling seeds: the same command with the same `--run` takes up what is there
-already, and on another service samples alike. With `--engine` the whole service is in this process, in a folder that is
+The service does it (`POST /v1/evals`): this command hands in the tasks, waits, and shows. The name makes the ids, and
+they the sampling seeds: the same command with the same `--run` takes up what is there already, and on another service
+samples alike. With `--engine` the whole service is in this process, in a folder that is
 gone afterwards; images and installed agents are the settings'.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, Token, Trouble, Url, connect, note, print_json, run, show
+from rollyard.cli._console import AsJson, Token, Trouble, Url, connect, err, note, print_json, run, show
 from rollyard.cli._tasks import TaskLine, read_defaults, read_tasks
-from rollyard.cli.submit import RETRY_S, watch, with_place
+from rollyard.cli.submit import RETRY_S
 
 if TYPE_CHECKING:
-    from rollyard.cli._evaluation import Evaluation, Rules
-    from rollyard.client import AsyncClient, Record
-    from rollyard.core import Json
+    from rollyard.cli._evaluation import Evaluated
+    from rollyard.client import AsyncClient, Evaluation, Record
+    from rollyard.core import RollyardError
     from rollyard.service.settings import Settings
 
 SHARED = ("images", "agents", "python")
 """Below the settings' data folder: what a service in this process uses of it."""
 
 DRAIN_S = 1.0  # when it ends nothing is under way, unless it was interrupted
+
+LOOK_S = 2.0  # between two looks at how far it is
+PAGE = 1000  # records that are read at once
 
 
 def evaluate(
@@ -50,6 +55,13 @@ def evaluate(
     max_missing: Annotated[
         float, typer.Option(min=0, max=1, help="Ends with 1 if a larger share of the samples has no score.")
     ] = 0.05,
+    by: Annotated[str | None, typer.Option(help="A key of the tasks' data: numbers for each of its values.")] = None,
+    pool_share: Annotated[
+        float | None, typer.Option(help="Of the service's RUN slots, at most. [default: 0.25, with --engine 1]")
+    ] = None,
+    on_update: Annotated[
+        str | None, typer.Option(help="hold: a change of weights waits for its end; fail: it fails. [default: hold]")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write trajectories there: .jsonl (all) or .arrow (traces).")] = None,
     engine: Annotated[
         str | None, typer.Option(metavar="URL", help="Without a service: this engine, and a service in this process.")
@@ -63,7 +75,8 @@ def evaluate(
 
     A sample that failed for a reason outside of the policy has no score: it is left out of the numbers and told.
     """
-    from rollyard.cli._evaluation import Rules, evaluation_table, tell_missing
+    from rollyard.cli._evaluation import by_table, evaluation_table, tell_missing
+    from rollyard.client._bodies import given
     from rollyard.core import new_id
 
     if n is not None and n < k:
@@ -81,13 +94,24 @@ def evaluate(
     if not tasks:
         raise Trouble(f"there is no task in {', '.join(files)}", "write one JSON object per line")
     name = run_id or new_id("eval")
-    rules = Rules(k, n or k, threshold, seed)
-    job = _Job(tasks, name, policy, laid, rules, out)
+    wanted = given(
+        policy=policy,
+        k=k,
+        samples=n,
+        threshold=threshold,
+        max_missing=max_missing,
+        seed=seed,
+        by=by,
+        pool_share=1.0 if pool_share is None and engine is not None else pool_share,
+        on_update=on_update,
+        defaults=laid,
+    )
+    job = _Job(tasks, name, wanted, out)
     try:
         if engine is None:
             found = run(job.on_service(url, token))
         else:
-            found = run(job.alone(engine, tokenizer))
+            found = run(job.alone(engine, tokenizer, policy or "default"))
     except KeyboardInterrupt:
         if engine is None:
             note(f"rollyard: interrupted; what was submitted goes on. To go on with it: --run {name}")
@@ -96,78 +120,102 @@ def evaluate(
         print_json(found.as_body())
     else:
         show(evaluation_table(found))
+        if by is not None:
+            show(by_table(found, by))
     tell_missing(found)
-    if found.missing_share > max_missing:
-        note(f"{found.missing_share:.1%} of the samples have no score, which is more than --max-missing allows")
+    if found.state != "done":
+        note(f"it has failed: {found.detail}")
         raise typer.Exit(1)
 
 
 class _Job:
-    """What is to be evaluated, wherever the service is."""
+    """What is to be evaluated, wherever the service is. `wanted` are the words of `AsyncClient.evaluate`."""
 
-    def __init__(
-        self,
-        tasks: Sequence[TaskLine],
-        name: str,
-        policy: str | None,
-        defaults: dict[str, Json] | None,
-        rules: Rules,
-        out: Path | None,
-    ) -> None:
+    def __init__(self, tasks: Sequence[TaskLine], name: str, wanted: Mapping[str, Any], out: Path | None) -> None:
         self._tasks = tasks
         self._name = name
-        self._policy = policy
-        self._defaults = defaults
-        self._rules = rules
+        self._wanted = wanted
         self._out = out
 
-    async def on_service(self, url: str | None, token: str | None) -> Evaluation:
+    async def on_service(self, url: str | None, token: str | None) -> Evaluated:
         async with connect(url, token) as quick:
             await quick.status()  # nobody there, or the wrong token: known at once, not after all the retries
         async with connect(url, token, retry_s=RETRY_S) as client:
             return await self._evaluate(client)
 
-    async def alone(self, engine: str, tokenizer: str) -> Evaluation:
-        async with _service(engine, tokenizer, self._policy or "default") as client:
+    async def alone(self, engine: str, tokenizer: str, policy: str) -> Evaluated:
+        async with _service(engine, tokenizer, policy) as client:
             return await self._evaluate(client)
 
-    async def _evaluate(self, client: AsyncClient) -> Evaluation:
-        from rollyard.cli._evaluation import Evaluation, Sampled
-        from rollyard.core import RollyardError
-        from rollyard.core.failure import IdConflict
+    async def _evaluate(self, client: AsyncClient) -> Evaluated:
+        from rollyard.cli._evaluation import read_evaluation
 
         began = time.monotonic()
-        remedy = "give the command as it was, or another --run"
-        try:
-            made = await client.create_run(
-                self._name, mode="eval", policy=self._policy, defaults=self._defaults, seed=self._rules.seed
-            )
-        except IdConflict as error:
-            what = f"there is a run {self._name} already, with another mode, policy, seed or defaults"
-            raise Trouble(what, remedy) from error
-        n = self._rules.n
-        try:
-            records: Sequence[Record] = await client.submit(
-                [line.task for line in self._tasks],
-                run=self._name,
-                ids=[f"{self._name}-{number}" for number in range(len(self._tasks))],
-                group_size=n,
-            )
-        except IdConflict as error:
-            raise Trouble(f"run {self._name} has sampled other tasks: {error.detail}", remedy) from error
-        except RollyardError as error:
-            raise with_place(error, self._tasks, n) from error
-        records = await watch(client, records)
+        found = await _watch(client, await self._begin(client))
+        if found.result is None:
+            raise Trouble(f"evaluation {found.id} is {found.state}: {found.raw.get('detail') or found.reason}")
+        records = await _records(client, found.run)
         if self._out is not None:
             from rollyard.cli._results import write_trajectories
 
             await write_trajectories(client, records, self._out)
             note(f"trajectories are in {self._out}")
-        sampled = tuple(
-            Sampled(line.place, tuple(records[at * n : (at + 1) * n])) for at, line in enumerate(self._tasks)
-        )
-        policy = str(made.get("policy", ""))
-        return Evaluation(self._name, policy, self._rules, sampled, time.monotonic() - began)
+        return read_evaluation(found, [line.place for line in self._tasks], records, time.monotonic() - began)
+
+    async def _begin(self, client: AsyncClient) -> Evaluation:
+        from rollyard.core import RollyardError
+        from rollyard.core.failure import IdConflict
+
+        try:
+            with suppress(TimeoutError):  # it has begun
+                tasks = [line.task for line in self._tasks]
+                return await client.evaluate(tasks, id=self._name, timeout_s=0.0, **self._wanted)
+        except IdConflict as error:
+            what = f"there is an evaluation or a run {self._name} already, with other tasks or by other rules"
+            raise Trouble(what, "give the command as it was, or another --run") from error
+        except RollyardError as error:
+            raise _with_place(error, self._tasks) from error
+        return await client.get_eval(self._name)
+
+
+def _with_place(error: RollyardError, tasks: Sequence[TaskLine]) -> Exception:
+    """The service names the task by its number in the call; a person wants the file and the line."""
+    found = re.match(r"source, task (\d+): (?:task\.?:? ?)?", error.detail)
+    if found is None or int(found[1]) >= len(tasks):
+        return error
+    remedy = f"{error.remedy} (nothing was begun)".strip()
+    return Trouble(f"{tasks[int(found[1])].place}: {error.detail[found.end() :]}", remedy)
+
+
+async def _watch(client: AsyncClient, found: Evaluation) -> Evaluation:
+    """Waits for its end, with a bar on a terminal's stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = err()
+    if not console.is_terminal:
+        note(f"{found.total} rollouts submitted to run {found.run}")
+    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=found.total)
+        while not found.is_ended:
+            bar.update(task, completed=found.done)
+            found = await client.get_eval(found.id, wait_s=LOOK_S)
+    return found
+
+
+async def _records(client: AsyncClient, run_id: str) -> list[Record]:
+    """All its rollouts, in the order of tasks and samples."""
+    found: list[Record] = []
+    after: str | None = None
+    while (page := await client.list(state="ended", run=run_id, after=after, limit=PAGE)).rollouts:
+        found += page.rollouts
+        after = page.next
+    return sorted(found, key=lambda record: (_task_number(record), record.index))
+
+
+def _task_number(record: Record) -> int:
+    number = (record.group or "").rpartition(".")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 @asynccontextmanager

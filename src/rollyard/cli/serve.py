@@ -18,12 +18,17 @@ def serve(
     engine: Annotated[
         list[str] | None, typer.Option("--engine", metavar="URL", help="An engine to begin with; may be repeated.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="What the engines named here speak: vllm, sglang or openai.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="What the engines named here speak: vllm, sglang, openai or prorl.")
+    ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer of the engines named here: a folder or a hub name.")
+        str | None, typer.Option(help="Tokenizer of the engines named here, or with --prorl: a folder or a hub name.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model of the engines named here; else the first they list.")
+    ] = None,
+    prorl: Annotated[
+        bool | None, typer.Option("--prorl", help="Answer the reference system's own API too, for its trainers.")
     ] = None,
     runtime: Annotated[
         str | None, typer.Option(help="Sandbox runtime of tasks that name none; allows it, too.")
@@ -47,6 +52,8 @@ def serve(
     """
     about = {"kind": kind, "tokenizer": tokenizer, "model": model}
     given = {key: value for key, value in about.items() if value is not None}
+    if prorl and not engine and set(given) == {"tokenizer"}:
+        given = {}  # of engines that come by /add_llm_server
     if given and not engine:
         raise Trouble(f"--{next(iter(given))} says something of the engines named here", "name one with --engine", 2)
 
@@ -58,6 +65,8 @@ def serve(
         "port": port,
         "data_dir": data_dir,
         "engines": [{"url": url, **given} for url in engine] if engine else None,
+        "prorl": prorl,
+        "prorl_tokenizer": tokenizer if prorl else None,
         "init_slots": init_slots,
         "run_slots": run_slots,
         "eval_slots": eval_slots,

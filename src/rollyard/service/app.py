@@ -11,13 +11,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard import __version__
-from rollyard.service import openapi, problems
-from rollyard.service.auth import Gate
+from rollyard.service import openapi, problems, prorl
+from rollyard.service.auth import OPEN_PATHS, Gate
 from rollyard.service.bounds import BodyLimit, ClientGone
 from rollyard.service.door import GatewayDoor
 from rollyard.service.house import House
-from rollyard.service.routes import engines, events, health, rollouts, runs, sessions, status
+from rollyard.service.routes import (
+    draws,
+    engines,
+    evals,
+    events,
+    groups,
+    health,
+    policies,
+    rollouts,
+    runs,
+    sessions,
+    status,
+)
 from rollyard.service.scrape import Counted
+
+PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, status, events, health)
+"""The wings of the API, in the order of its description."""
 
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."
 
@@ -31,14 +46,23 @@ def create_app(house: House) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.house = house
-    for part in (runs, rollouts, sessions, engines, status, events, health):
+    for part in PARTS:
         app.include_router(part.router)
+    if house.settings.prorl:
+        prorl.mount(app, house)
     problems.install(app)
     app.add_exception_handler(ClientGone, _nobody_listens)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     app.add_middleware(BodyLimit, limit_bytes=house.settings.max_body_bytes)
     door = GatewayDoor(house.keys, house.sessions, limit_bytes=house.settings.max_body_bytes)
-    app.add_middleware(Gate, tokens=house.tokens, hosts=house.settings.allowed_hosts, door=door)
+    app.add_middleware(
+        Gate,
+        tokens=house.tokens,
+        hosts=house.settings.allowed_hosts,
+        door=door,
+        open_paths=OPEN_PATHS | prorl.open_paths(house.settings),
+        url_paths=prorl.PATHS,
+    )
     app.add_middleware(problems.CatchAll)
     app.add_middleware(Counted, metrics=house.yard.metrics)
     return app

@@ -65,11 +65,12 @@ def traces_stream(trajectory: Trajectory, rollout: Rollout, *, with_record: bool
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
         for index, trace in enumerate(trajectory.traces):
-            writer.write_batch(_batch(schema, trajectory, rollout, index, trace))
+            writer.write_batch(row(schema, trajectory, rollout, index, trace))
     return sink.getvalue().to_pybytes()
 
 
-def _batch(schema: pa.Schema, trajectory: Trajectory, rollout: Rollout, index: int, trace: Trace) -> pa.RecordBatch:
+def row(schema: pa.Schema, trajectory: Trajectory, rollout: Rollout, index: int, trace: Trace) -> pa.RecordBatch:
+    """One trace. A schema may have the columns `group` and `rollout_index` besides."""
     columns: dict[str, pa.Array] = {
         "token_ids": _list(trace.token_ids, pa.int32()),
         "mask": _list(trace.mask, pa.uint8()),
@@ -79,6 +80,8 @@ def _batch(schema: pa.Schema, trajectory: Trajectory, rollout: Rollout, index: i
         "columns": pa.array([list(trace.columns.items())], pa.map_(pa.string(), pa.binary())),
     }
     scalars = {
+        "group": rollout.group,
+        "rollout_index": rollout.index,
         "rollout_id": trajectory.rollout_id,
         "attempt": trajectory.attempt,
         "index": index,
@@ -93,7 +96,8 @@ def _batch(schema: pa.Schema, trajectory: Trajectory, rollout: Rollout, index: i
         "sampling": encode(trace.sampling).decode(),
     }
     for name, value in scalars.items():
-        columns[name] = pa.array([value], schema.field(name).type)
+        if schema.get_field_index(name) >= 0:
+            columns[name] = pa.array([value], schema.field(name).type)
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 

@@ -12,6 +12,7 @@ page) are refused before the token is looked at.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import os
@@ -173,8 +174,20 @@ class Gate:
     """ASGI: lets a call in if its Host is ours, it comes from no browser, and its token is known. Calls that have a
     door of their own are handed to that instead of having their token looked at."""
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Sequence[str] = (), door: Door | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens,
+        hosts: Sequence[str] = (),
+        door: Door | None = None,
+        open_paths: frozenset[str] = OPEN_PATHS,
+        url_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        """`url_paths` take a token in the URL too: `http://anyone:TOKEN@host`, which clients send as Basic."""
         self._app = app
+        self._open_paths = open_paths
+        self._url_paths = url_paths
         self._tokens = tokens
         self._door = door
         self._hosts = frozenset(host.lower() for host in hosts)
@@ -187,8 +200,11 @@ class Gate:
         try:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             self._check_origin(scope, headers)
-            if door is None and scope["path"] not in OPEN_PATHS:
-                scope["rollyard.caller"] = self._tokens.caller(headers.get(b"authorization"))
+            if door is None and scope["path"] not in self._open_paths:
+                given = headers.get(b"authorization")
+                scope["rollyard.caller"] = self._tokens.caller(
+                    _from_url(given) if scope["path"] in self._url_paths else given
+                )
         except RollyardError as error:
             refusal = problem(error) if door is None else door.refusal(scope, error)
             await refusal(scope, receive, send)
@@ -201,6 +217,18 @@ class Gate:
             raise ForeignHost(f"the Host header says {host[:100]!r}, which is not this service")
         if b"origin" in headers:
             raise ForeignHost("a call with an Origin header comes from a browser's page")
+
+
+def _from_url(authorization: str | None) -> str | None:
+    """The password of a Basic header as a bearer's token; any other header as it is."""
+    scheme, _, encoded = (authorization or "").partition(" ")
+    if scheme.lower() != "basic":
+        return authorization
+    try:
+        _, _, password = base64.b64decode(encoded.strip(), validate=True).decode("latin-1").partition(":")
+    except ValueError:
+        return None
+    return f"Bearer {password}"
 
 
 def split_host(host: str) -> tuple[str, int]:

@@ -28,6 +28,7 @@ from rollyard.envs.registry import Environments
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, open_tracer
 from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
+from rollyard.sampling.sampler import Sampler
 from rollyard.sandbox import Runtime
 from rollyard.sandbox.images import ImageStore
 from rollyard.sandbox.layers import Layers
@@ -40,6 +41,7 @@ from rollyard.service.models import EngineBody, check_body
 from rollyard.service.runtimes import make_runtime
 from rollyard.service.scrape import snapshot
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
+from rollyard.service.tasks import checked_task
 from rollyard.store.sqlite import SqliteStore
 from rollyard.tools.mcp import OutsideServer
 
@@ -95,6 +97,8 @@ async def open_house(
                 vet=lambda engine: vet(engine, renderers),
             )
         )
+        router.policies.restore(await store.policies())
+        router.policies.save = store.put_policy
         specs = all_engines(settings, await store.engines())
         refused = await stack.enter_async_context(_engines(router, specs))
         shop = Workshop(
@@ -114,7 +118,10 @@ async def open_house(
         yard = await stack.enter_async_context(
             Yard(store, shop, pipeline_settings(settings), metrics=metrics, tracer=tracer)
         )
-        house = House(settings, tokens, store, router, shop, yard, keys, _sessions(agents), probes, refused)
+        sampler = await stack.enter_async_context(
+            Sampler(yard, make_task=lambda raw, run: checked_task(shop, raw, run), folders=settings.task_folder_paths)
+        )
+        house = House(settings, tokens, store, router, shop, yard, sampler, keys, _sessions(agents), probes, refused)
         metrics.watch(lambda: snapshot(yard, router))
         try:
             yield house

@@ -14,6 +14,7 @@ from rollyard.core import Run, check_id
 from rollyard.core.failure import NotFound
 from rollyard.engines.router import Router
 from rollyard.pipeline import Workshop, Yard
+from rollyard.sampling.sampler import Sampler
 from rollyard.service.auth import Tokens
 from rollyard.service.keys import SessionKeys
 from rollyard.service.settings import Settings
@@ -32,6 +33,7 @@ class House:
     router: Router
     shop: Workshop
     yard: Yard
+    sampler: Sampler
     keys: SessionKeys
     sessions: SessionAgent  # knows those that are open
     runtimes: Mapping[str, Mapping[str, str]]  # what each runtime's probe found at start

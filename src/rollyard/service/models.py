@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from starlette.requests import Request
 
 from rollyard.core import AgentSpec, Json, Limits, Mode, Run, Sampling, SandboxOptions, Task, check_id, new_id
+from rollyard.core.engine import Admission
 from rollyard.core.failure import InvalidRequest
 from rollyard.engines.base import EngineSpec, Kind, Role
 from rollyard.service.problems import invalid
@@ -238,13 +239,14 @@ class PoolsBody(Body):
 class EngineBody(Body):
     id: str | None = None
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+", max_length=2048)]
-    kind: Literal["vllm", "sglang", "openai"] = "vllm"
+    kind: Literal["vllm", "sglang", "openai", "prorl"] = "vllm"
     policy: Name = "default"
     model: Text = ""
     role: Literal["policy", "judge"] = "policy"
     tokenizer: Text = ""
     renderer: Text = ""
     capacity: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    admission: Literal["adaptive", "fixed"] = "adaptive"
     api_key: Text = ""
 
     def to_spec(self) -> EngineSpec:
@@ -258,6 +260,7 @@ class EngineBody(Body):
             tokenizer=self.tokenizer,
             renderer=self.renderer,
             capacity=self.capacity,
+            admission=Admission(self.admission),
             api_key=self.api_key,
         )
 

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from rollyard.service import door, models
+from rollyard.service import door, draw_models, eval_models, models, policy_models
 
 BODIES: tuple[type[BaseModel], ...] = (
     models.RunBody,
@@ -25,6 +25,17 @@ BODIES: tuple[type[BaseModel], ...] = (
     models.RewardBody,
     models.EngineBody,
     models.PoolsBody,
+    draw_models.SingleGroupBody,
+    draw_models.GroupsBody,
+    draw_models.DrawBody,
+    draw_models.BatchBody,
+    draw_models.TasksBody,
+    draw_models.DrawAckBody,
+    draw_models.RewindBody,
+    eval_models.EvalBody,
+    policy_models.PauseBody,
+    policy_models.ResumeBody,
+    policy_models.RenewBody,
 )
 
 PROBLEM: dict[str, Any] = {

@@ -170,7 +170,7 @@ def engine_object(status: EngineStatus) -> dict[str, Json]:
     spec, stats, info = status.spec, status.stats, status.info
     return {
         "id": spec.id,
-        "url": _without_password(spec.url),
+        "url": without_password(spec.url),
         "kind": spec.kind,
         "policy": spec.policy,
         "model": info.model if info else spec.model,
@@ -178,17 +178,23 @@ def engine_object(status: EngineStatus) -> dict[str, Json]:
         "tokenizer": spec.tokenizer,
         "renderer": spec.renderer,
         "state": status.health,
+        "version": status.version,
+        "paused": status.is_paused,
         "capacity": spec.capacity,
+        "admission": spec.admission,
+        "cap": status.cap,
+        "kv_use": status.load.kv_use if status.load else None,
+        "waiting": status.load.waiting if status.load else None,
         "sessions": stats.sessions,
         "in_flight": stats.in_flight,
         "calls": stats.calls,
         "failures": stats.failures,
         "tokens": stats.tokens,
         "cached_tokens": stats.cached_tokens,
-        "last_error": _without_password(stats.last_error) or None,
+        "last_error": without_password(stats.last_error) or None,
         "info": msgspec.to_builtins(info),
     }
 
 
-def _without_password(text: str) -> str:
+def without_password(text: str) -> str:
     return re.sub(r"(https?://)[^/\s]*@", r"\1", text)

@@ -8,9 +8,10 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard.core import State
+from rollyard.engines.policy_state import PolicyState
 from rollyard.engines.pool import Health
 from rollyard.engines.router import Router
-from rollyard.observe.metrics import EngineState, Metrics, PoolState, Snapshot
+from rollyard.observe.metrics import EngineState, Metrics, PolicyWeights, PoolState, Snapshot
 from rollyard.pipeline import Yard
 
 NO_ROUTE = "none"
@@ -54,8 +55,19 @@ def snapshot(yard: Yard, router: Router) -> Snapshot:
         rollouts={state.value: states[state.value] for state in State if state is not State.ENDED},
         pools={pool.name: PoolState(pool.size, pool.active, pool.waiting) for pool in pools},
         engines={
-            status.spec.id: EngineState(status.stats.sessions, status.stats.in_flight, status.health is Health.UP)
+            status.spec.id: EngineState(
+                status.stats.sessions,
+                status.stats.in_flight,
+                status.health is Health.UP,
+                status.cap,
+                status.load.kv_use if status.load else None,
+            )
             for status in router.list()
+        },
+        seats_waiting=router.waiting(),
+        policies={
+            policy.name: PolicyWeights(policy.version, policy.state is not PolicyState.RUNNING)
+            for policy in router.policies.all()
         },
         layer_bytes={name: layers.size_bytes for name, layers in yard.shop.layers.items()},
         open_breakers=dict.fromkeys(yard.shop.runtimes, 0) | yard.shop.breakers.open_by_runtime(),

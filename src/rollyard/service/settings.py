@@ -86,13 +86,16 @@ class EngineSettings(BaseModel):
 
     url: str = Field(pattern=r"^https?://", description="Where the engine is.")
     id: str = Field(default="", description="A name for it; empty: made from the URL.")
-    kind: Literal["vllm", "sglang", "openai"] = Field(default="vllm", description="Which API it speaks.")
+    kind: Literal["vllm", "sglang", "openai", "prorl"] = Field(default="vllm", description="Which API it speaks.")
     policy: str = Field(default="default", description="Whose weights it serves.")
     model: str = Field(default="", description="The model's name there; empty: the first that it lists.")
     role: Literal["policy", "judge"] = Field(default="policy", description="What it is for.")
     tokenizer: str = Field(default="", description="A folder or hub name; empty: as the engine says.")
     renderer: str = Field(default="", description="The chat renderer; empty: by the model's name.")
     capacity: Count = Field(default=256, description="Sessions it should hold at once.")
+    admission: Literal["adaptive", "fixed"] = Field(
+        default="adaptive", description="Sessions it gets: as its KV cache allows, up to its capacity, or just that."
+    )
     api_key: SecretStr = Field(default=SecretStr(""), description="Sent to the engine as a bearer token.")
 
 
@@ -153,6 +156,8 @@ class Settings(BaseModel):
         default=20 << 30, ge=0, description="Disk that kept set-ups may take, per runtime; the oldest go first."
     )
 
+    task_folders: Words = Field(default=(), description="Folders that draws and evaluations may read task files from.")
+
     engines: Engines = Field(default=(), description="Engines to begin with: URLs or tables.")
     engine_wait_s: Seconds = Field(default=120.0, description="How long a rollout waits for an engine to be up.")
     health_s: Seconds = Field(default=2.0, description="Between two looks at the health of an engine.")
@@ -162,6 +167,16 @@ class Settings(BaseModel):
     gym_servers: GymServers = Field(
         default={}, description="NeMo Gym resources servers that tasks may name: URLs, by name."
     )
+
+    prorl: bool = Field(
+        default=False, description="Answer the reference system's own API too: /start, /process and so on."
+    )
+    prorl_tokenizer: str = Field(default="", description="Tokenizer of engines added by /add_llm_server.")
+    prorl_images: str = Field(
+        default="",
+        description="Images of its SWE tasks: a folder of .sif files or a template, as `tasks import` takes.",
+    )
+    prorl_timeout_s: Seconds = Field(default=900.0, description="How long a /process waits before it answers 504.")
 
     init_slots: Count = Field(default=16, description="Rollouts being set up at once.")
     run_slots: Count = Field(default=256, description="Agents at work at once.")
@@ -221,6 +236,10 @@ class Settings(BaseModel):
     @property
     def image_folders(self) -> tuple[Path, ...]:
         return tuple(Path(folder).expanduser() for folder in self.images)
+
+    @property
+    def task_folder_paths(self) -> tuple[Path, ...]:
+        return tuple(Path(folder).expanduser() for folder in self.task_folders)
 
     @property
     def is_loopback(self) -> bool:

@@ -11,17 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import DeadlineExpired, Rollout, RollyardError, State, Trajectory, check_id, new_id
+from rollyard.core import DeadlineExpired, Rollout, State, Trajectory, check_id, new_id
 from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
 from rollyard.pipeline import Yard
 from rollyard.service import arrow
 from rollyard.service.auth import caller_of, require_mine
 from rollyard.service.bounds import while_wanted
 from rollyard.service.house import House, house_of
-from rollyard.service.models import SingleBody, SubmitBody, read_submit, to_task
+from rollyard.service.models import SingleBody, SubmitBody, read_submit
 from rollyard.service.openapi import json_body
-from rollyard.service.problems import field_path
 from rollyard.service.records import record, reply, traces, trajectory_object
+from rollyard.service.tasks import checked_task
 from rollyard.store.base import Page, Submission
 
 router = APIRouter(prefix="/v1", tags=["rollouts"])
@@ -61,12 +61,7 @@ async def submit(request: Request) -> Response:
     submissions: list[Submission] = []
     for number, body in enumerate(bodies):
         path = ("task",) if isinstance(body, SingleBody) else ("rollouts", number, "task")
-        task = to_task(body.task, run.defaults, path)
-        try:
-            house.shop.check(task, run)
-        except RollyardError as error:
-            error.data["path"] = field_path(path)  # of a thousand tasks, which one
-            raise
+        task = checked_task(house.shop, body.task, run, path)
         rollout = Rollout(
             id=new_id("ro") if body.id is None else check_id(body.id, "rollout id"),
             run=run.id,

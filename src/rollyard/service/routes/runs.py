@@ -53,6 +53,7 @@ async def delete_run(request: Request, run_id: str) -> Response:
     run = await house.store.get_run(check_id(run_id, "run"))
     if not caller.is_admin and caller.name != run.owner:
         raise Forbidden(f"run {run_id!r} was made with another token")
+    await house.sampler.close_run(run.id)
     try:
         await house.yard.delete_run(run.id)
     except Stale as error:

@@ -14,6 +14,7 @@ from rollyard.service.auth import require_admin
 from rollyard.service.house import house_of
 from rollyard.service.models import PoolsBody, read_body
 from rollyard.service.openapi import json_body
+from rollyard.service.policy_models import policy_object
 from rollyard.service.records import engine_object, layers_object, reply
 
 router = APIRouter(prefix="/v1", tags=["status"])
@@ -34,6 +35,7 @@ async def status(request: Request) -> Response:
             "pools": house.yard.pools(),
             "engines": [engine_object(engine) for engine in house.router.list()],
             "refused_engines": house.refused_engines,
+            "policies": [policy_object(policy) for policy in house.router.policies.all()],
             "runtimes": {
                 name: {
                     "is_default": name == house.shop.default_runtime,
@@ -44,6 +46,7 @@ async def status(request: Request) -> Response:
                 }
                 for name, runtime in house.shop.runtimes.items()
             },
+            "draws": house.sampler.active(),
             "environments": house.shop.environments.names,
             "agents": house.shop.agents.names,
             "recovered": {

@@ -1,0 +1,90 @@
+"""`rollyard draws`: dynamic sampling, looked at from outside. A trainer makes draws; a person looks and ends them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import (
+    AsJson,
+    Token,
+    Url,
+    connect,
+    note,
+    number,
+    plain,
+    print_json,
+    print_lines,
+    run,
+    show,
+    table,
+)
+
+draws = typer.Typer(help="Streams of useful groups: list, show, close.", no_args_is_help=True)
+
+DrawId = Annotated[str, typer.Argument(metavar="ID", help="The draw.")]
+
+COLUMNS = ("id", "run", "state", "reason", "batch", "acked", "version", "epoch")
+FIGURES = ("open", "complete", "delivered", "filtered", "failed", "keep_rate")
+
+
+@draws.command("list", epilog="Example: rollyard draws list")
+def list_draws(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """List the draws and how far each is."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with connect(url, token) as client:
+            return await client.draws()
+
+    found = run(work())
+    if as_json:
+        print_lines(found)
+        return
+    made = table(*COLUMNS, *FIGURES, right=(*COLUMNS[4:], *FIGURES))
+    for draw in found:
+        figures = draw.get("figures") or {}
+        made.add_row(
+            *(plain(number(draw.get(name))) for name in COLUMNS),
+            *(plain(number(figures.get(name))) for name in FIGURES),
+        )
+    show(made)
+
+
+@draws.command("show", epilog="Example: rollyard draws show grpo-7b")
+def show_draw(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """Show one draw: how it stands, what it was asked for, and its figures."""
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await (await client.get_draw(id)).status()
+
+    draw = run(work())
+    if as_json:
+        print_json(draw)
+        return
+    made = table("what", "value", right=("value",))
+    for name in (*COLUMNS, "detail"):
+        made.add_row(name, plain(number(draw.get(name))))
+    for part in ("figures", "config"):
+        made.add_section()
+        for name, value in (draw.get(part) or {}).items():
+            made.add_row(name, plain(number(value)))
+    show(made)
+
+
+@draws.command("close", epilog="Example: rollyard draws close grpo-7b")
+def close(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """End a draw: what is at work for it is cancelled, what was delivered stays."""
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            draw = await client.get_draw(id)
+            await draw.close()
+            return await draw.status()
+
+    closed = run(work())
+    if as_json:
+        print_json(closed)
+    else:
+        note(f"{id} has ended ({closed.get('reason')})")

@@ -1,0 +1,128 @@
+"""`rollyard policies`: the weights of each policy, and by hand what a trainer does around an update of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import (
+    AsJson,
+    Token,
+    Url,
+    connect,
+    note,
+    number,
+    plain,
+    print_json,
+    print_lines,
+    run,
+    seconds,
+    show,
+    table,
+)
+
+policies = typer.Typer(help="The weights in use: list, pause, resume with a version.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="POLICY", help="Its name, as `rollyard policies list` shows it.")]
+Engines = Annotated[
+    list[str] | None, typer.Option("--engine", metavar="ID", help="Only this engine of it; may be repeated.")
+]
+
+
+@policies.command("list", epilog="Example: rollyard policies list")
+def list_policies(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """List the policies: version, state, and how each engine stands."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with connect(url, token) as client:
+            return await client.policies()
+
+    found = run(work())
+    if as_json:
+        print_lines(found)
+    elif found:
+        show(policies_table(found))
+    else:
+        note("there is no policy; it comes with its first engine: rollyard engines add URL --policy NAME")
+
+
+def policies_table(found: list[dict[str, Any]]) -> Any:
+    """One line for each engine; the policy's own columns are on its first."""
+    made = table("policy", "state", "version", "lease", "engine", "its state", "its version", "trouble")
+    for policy in found:
+        state = str(policy.get("state"))
+        style = {"running": "green", "abandoned": "red"}.get(state, "yellow")
+        left = policy.get("lease_left_s")
+        own = [
+            plain(policy.get("name")),
+            f"[{style}]{plain(state)}[/]",
+            number(policy.get("version")),
+            "–" if left is None else seconds(left),
+        ]
+        for engine in policy.get("engines") or [{}]:
+            paused = " (paused)" if engine.get("paused") else ""
+            made.add_row(
+                *own,
+                plain(engine.get("id") or "–"),
+                plain(engine.get("state") or "–") + paused,
+                number(engine.get("version")),
+                plain(engine.get("error") or ""),
+            )
+            own = ["", "", "", ""]
+    return made
+
+
+@policies.command("pause", epilog="Example: rollyard policies pause actor --mode drain --lease-s 3600")
+def pause(
+    name: Name,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="What becomes of calls in flight. abort: they keep their tokens and go on after the resume; "
+            "drain: they end by themselves; keep: the engine freezes them."
+        ),
+    ] = "abort",
+    lease_s: Annotated[
+        float, typer.Option(min=0.1, help="Seconds until the pause counts as abandoned. Nothing resumes then, either.")
+    ] = 600.0,
+    engine: Engines = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Give up waiting after so many seconds; the pause goes on.")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pause a policy's engines, so that their weights can be written. Every clock stands still until a resume."""
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await client.policy(name).pause(mode=mode, lease_s=lease_s, engines=engine, timeout_s=timeout_s)
+
+    _tell(run(work()), as_json)
+
+
+@policies.command("resume", epilog="Example: rollyard policies resume actor 7")
+def resume(
+    name: Name,
+    version: Annotated[int, typer.Argument(min=0, help="The version of the weights that the engines have now.")],
+    engine: Engines = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a policy's engines go on with weights of this version: also after a trainer died in an update."""
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await client.policy(name).resume(version, engines=engine)
+
+    _tell(run(work()), as_json)
+
+
+def _tell(policy: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(policy)
+    else:
+        show(policies_table([policy]))

@@ -1,0 +1,1 @@
+"""Groups, draws, filters, staleness, evaluations: what a trainer really wants of rollouts."""

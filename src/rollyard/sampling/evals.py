@@ -1,0 +1,211 @@
+"""All evaluations of a service: made once by their ids, found, waited for, cancelled, taken up after a restart.
+
+An evaluation has a run of its own, of mode eval, so that none of its rollouts is ever trained on: with its own
+priority, and a quota that is its share of the RUN slots. Its tasks are read, checked and copied before it begins, as a
+draw's are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from rollyard.core import Group, Json, Mode, Run, Task
+from rollyard.core.draw import SourceSpec
+from rollyard.core.failure import InvalidRequest, NotFound
+from rollyard.pipeline import Yard
+from rollyard.sampling.bell import Bell
+from rollyard.sampling.eval_keeper import RUNNING, EvalKeeper
+from rollyard.sampling.evaluation import label_of
+from rollyard.sampling.groups import Groups
+from rollyard.sampling.sources import RawTask, copy_source
+from rollyard.store.base import EvalRecord, eval_items
+
+log = logging.getLogger("rollyard.sampling")
+
+MOST_LABELS = 256
+"""Values of `by`: each has numbers of its own in the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPlan:
+    """What a client asked for."""
+
+    id: str
+    run: str
+    owner: str
+    policy: str
+    source: SourceSpec
+    k: int
+    samples: int
+    threshold: float = 1.0
+    priority: int = 10
+    pool_share: float = 0.25
+    max_missing: float = 0.05
+    on_update: str = "hold"
+    seed: int = 0
+    by: str | None = None
+    defaults: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+class Evals:
+    """See the module. `own` keeps a task until the service ends."""
+
+    def __init__(
+        self,
+        yard: Yard,
+        groups: Groups,
+        *,
+        make_task: Callable[[RawTask, Run], Task],
+        folders: Sequence[Path],
+        own: Callable[[Coroutine[Any, Any, None], str], None],
+    ) -> None:
+        self.bell = Bell()  # some evaluation has ended
+        self._yard = yard
+        self._store = yard.store
+        self._groups = groups
+        self._make_task = make_task
+        self._folders = folders
+        self._own = own
+        self._keepers: dict[str, EvalKeeper] = {}
+        self._makings: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        groups.on_over.append(self._group_over)
+
+    async def load(self, groups: Sequence[Group]) -> None:
+        """Takes up those that an earlier process left. `groups` are all that are open and belong to no draw."""
+        open_groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for group in groups:
+            open_groups[group.run, group.id.rpartition(".")[0]].append(group.id)
+        for record in await self._store.list_evals():
+            left = open_groups.get((record.run, record.id), [])
+            run = self._yard.run_of(record.run)
+            if record.state == RUNNING and run is not None:
+                self._keep(record, run).load(left)
+            else:
+                for group_id in left:
+                    await self._groups.cancel(group_id)
+
+    async def create(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
+        """An evaluation, made now or earlier with the same body."""
+        lock = self._makings.setdefault(plan.id, asyncio.Lock())  # the same call twice at once: the second finds it
+        async with lock:
+            with suppress(NotFound):
+                return await self._store.put_eval(await self._store.get_eval(plan.id), body)
+            return await self._make(plan, tasks, body)
+
+    async def _make(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
+        if plan.samples > self._yard.settings.max_queued:
+            raise InvalidRequest(f"samples: the queue holds {self._yard.settings.max_queued} rollouts, not that many")
+        if self._yard.run_of(plan.run) is not None:
+            await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})  # IdConflict, unless it was for this
+        now = time.time()
+        run = Run(
+            plan.run,
+            Mode.EVAL,
+            policy=plan.policy,
+            defaults=plan.defaults,
+            seed=plan.seed,
+            priority=plan.priority,
+            max_live=max(1, round(plan.pool_share * self._yard.run_pool.size)),
+            created_at=now,
+            owner=plan.owner,
+        )
+        labels: set[str] = set()
+
+        def check(raw: RawTask) -> None:
+            task = self._make_task(raw, run)
+            if plan.by is not None:
+                labels.add(label_of(task.data, plan.by))
+                if len(labels) > MOST_LABELS:
+                    raise InvalidRequest(f"by: {plan.by!r} has more than {MOST_LABELS} values")
+
+        source = await copy_source(
+            plan.source,
+            tasks,
+            draw_id=eval_items(plan.id),
+            store=self._store,
+            environments=self._yard.shop.environments,
+            folders=self._folders,
+            check=check,
+        )
+        assert source.size is not None
+        record = EvalRecord(
+            id=plan.id,
+            run=plan.run,
+            policy=plan.policy,
+            version=-1,
+            k=plan.k,
+            samples=plan.samples,
+            tasks=source.size,
+            threshold=plan.threshold,
+            max_missing=plan.max_missing,
+            on_update=plan.on_update,
+            seed=plan.seed,
+            created_at=now,
+            data={"priority": plan.priority, "pool_share": plan.pool_share, "by": plan.by, "begun": 0},
+        )
+        run = await self._store.put_run(run, {**body, "eval": plan.id})
+        self._yard.know(run)
+        record = await self._store.put_eval(record, body)
+        self._keep(record, run)
+        return record
+
+    def done(self, record: EvalRecord) -> int:
+        """Samples that have ended."""
+        keeper = self._keepers.get(record.id)
+        told = record.data.get("done", 0)
+        return keeper.done if keeper is not None and record.state == RUNNING else told if isinstance(told, int) else 0
+
+    async def wait(self, eval_id: str, within_s: float) -> EvalRecord:
+        """The record, at its end or when the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    heard = self.bell.next()
+                    record = await self._store.get_eval(eval_id)
+                    if record.state != RUNNING:
+                        return record
+                    await heard
+        return await self._store.get_eval(eval_id)
+
+    async def cancel(self, eval_id: str) -> EvalRecord:
+        """Ends it, unless it has ended."""
+        keeper = self._keepers.get(eval_id)
+        if keeper is not None:
+            await keeper.cancel()
+        return await self._store.get_eval(eval_id)
+
+    async def close_run(self, run_id: str) -> None:
+        """Ends the evaluations of a run that is about to be deleted."""
+        for keeper in [keeper for keeper in self._keepers.values() if keeper.record.run == run_id]:
+            await keeper.cancel("its run was deleted")
+            await keeper.over.wait()
+
+    def versioned(self, policy: str) -> None:
+        """That policy's weights were told."""
+        for keeper in self._keepers.values():
+            if keeper.record.policy == policy:
+                keeper.wake()
+
+    def _keep(self, record: EvalRecord, run: Run) -> EvalKeeper:
+        keeper = EvalKeeper(self._yard, self._groups, self.bell, record, run, lambda raw: self._make_task(raw, run))
+        self._keepers[record.id] = keeper
+        self._own(self._kept(keeper), f"evaluation {record.id}")
+        return keeper
+
+    async def _kept(self, keeper: EvalKeeper) -> None:
+        await keeper.main()
+        del self._keepers[keeper.record.id]
+
+    def _group_over(self, group_id: str) -> None:
+        keeper = self._keepers.get(group_id.rpartition(".")[0])
+        if keeper is not None:
+            keeper.group_over(group_id)

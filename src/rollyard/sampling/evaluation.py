@@ -1,0 +1,179 @@
+"""What an evaluation says: pass@k and rewards of each environment and over all, and what is missing from them.
+
+A sample without a reward is neither right nor wrong: it is left out, counted by what became of it, and so is a task
+that is left with fewer than k samples. So is a sample that other weights than those evaluated had a part in, and all of
+a task that cannot be done as it was given: which of its samples would have been scored before that was known depends on
+how long they took.
+
+Pure: the same samples and rules give the same numbers. Thousands of tasks take a second or so: call it in a thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rollyard.core import Json, Rollout
+from rollyard.core.passk import is_correct
+from rollyard.sampling.estimates import Estimate, pass_curve, reward_over_tasks
+from rollyard.sampling.membership import Fate, end_of
+
+VERSION_CHANGED = "version_changed"
+NOT_BEGUN = "not_begun"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """By what samples are judged. `seed` is of the bootstrap."""
+
+    k: int
+    samples: int  # of each task
+    threshold: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout of a task."""
+
+    index: int
+    rollout: str
+    reward: float | None = None
+    code: str = ""  # what became of it instead
+    fate: Fate = Fate.STOOD
+    oldest_version: int = -1
+    newest_version: int = -1
+    turns: int = 0
+    sampled_tokens: int = 0
+    run_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSamples:
+    """A task's samples, one for each place: those with a reward are in the numbers, the others are missing."""
+
+    environment: str
+    samples: tuple[Sample, ...]
+    label: str = ""  # what `by` asked for
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(sample.reward for sample in self.samples if sample.reward is not None)
+
+    @property
+    def missing(self) -> Counter[str]:
+        return Counter(sample.code for sample in self.samples if sample.reward is None)
+
+    def correct(self, threshold: float) -> int:
+        return sum(is_correct(reward, threshold) for reward in self.rewards)
+
+
+def sample_of(rollout: Rollout, otherwise: str) -> Sample:
+    """A rollout that has ended, or, called `otherwise`, one that has not."""
+    ending = rollout.ending
+    if ending is None:
+        return Sample(rollout.index, rollout.id, code=otherwise, fate=Fate.CANCELLED)
+    end, summary = end_of(rollout), ending.summary
+    return Sample(
+        index=rollout.index,
+        rollout=rollout.id,
+        reward=end.reward,
+        code=end.code or str(ending.outcome),
+        fate=end.fate,
+        oldest_version=end.oldest_version,
+        newest_version=end.newest_version,
+        turns=summary.turns,
+        sampled_tokens=summary.sampled_tokens,
+        run_s=ending.timings.run_s,
+    )
+
+
+def placed(samples: Iterable[Sample], size: int, version: int, otherwise: str = NOT_BEGUN) -> tuple[Sample, ...]:
+    """A task's `size` places, from all its rollouts: see the module. One that infrastructure took away leaves its
+    place to a spare; where there is none left, it is missing."""
+    found = sorted(samples, key=lambda sample: sample.index)
+    hopeless = next((sample for sample in found if sample.fate is Fate.HOPELESS), None)
+    if hopeless is not None:
+        return tuple(
+            replace(sample, reward=None, code=hopeless.code)
+            for sample in _filled([one for one in found if one.index < size], size, hopeless.code)
+        )
+    stood = [sample for sample in found if sample.fate is not Fate.LOST][:size]
+    lost = [sample for sample in found if sample.fate is Fate.LOST]
+    short = min(size - len(stood), len(lost))
+    chosen = sorted([*stood, *lost[len(lost) - short :]], key=lambda sample: sample.index)
+    return tuple(_pinned(sample, version) for sample in _filled(chosen, size, otherwise))
+
+
+def _filled(samples: Sequence[Sample], size: int, code: str) -> list[Sample]:
+    return [*samples, *(Sample(-1, "", code=code) for _ in range(size - len(samples)))]
+
+
+def _pinned(sample: Sample, version: int) -> Sample:
+    if sample.reward is None or {sample.oldest_version, sample.newest_version} <= {-1, version}:
+        return sample
+    return replace(sample, reward=None, code=VERSION_CHANGED)
+
+
+def evaluated(tasks: Sequence[TaskSamples], rules: Rules, *, has_labels: bool = False) -> dict[str, Json]:
+    """The result of an evaluation, as it is stored and told."""
+    missing = sum((task.missing for task in tasks), Counter[str]())
+    environments = _parts(tasks, lambda task: task.environment)
+    parts = {name: measured(part, rules) for name, part in environments.items()}
+    result: dict[str, Json] = {
+        "k": rules.k,
+        "samples_per_task": rules.samples,
+        "threshold": rules.threshold,
+        "seed": rules.seed,
+        "missing": dict(missing.most_common()),
+        "missing_share": missing.total() / max(1, len(tasks) * rules.samples),
+        "all": next(iter(parts.values())) if len(parts) == 1 else measured(tasks, rules),
+        "environments": parts,
+    }
+    if has_labels:
+        labels = sorted(_parts(tasks, lambda task: task.label).items())
+        result["by"] = {label: measured(part, rules) for label, part in labels}
+    return result
+
+
+def _parts(tasks: Iterable[TaskSamples], key: Callable[[TaskSamples], str]) -> dict[str, list[TaskSamples]]:
+    found: dict[str, list[TaskSamples]] = {}
+    for task in tasks:
+        found.setdefault(key(task), []).append(task)
+    return found
+
+
+def measured(tasks: Sequence[TaskSamples], rules: Rules) -> dict[str, Json]:
+    """The numbers of some tasks. An estimate is null where no task has enough samples."""
+    scored = [sample for task in tasks for sample in task.samples if sample.reward is not None]
+    counts = [(len(task.rewards), task.correct(rules.threshold)) for task in tasks]
+    curve = pass_curve(counts, range(1, rules.k + 1), seed=rules.seed)
+    return {
+        "tasks": len(tasks),
+        "samples": len(scored),
+        "missing": sum(len(task.samples) for task in tasks) - len(scored),
+        "reward": _told(reward_over_tasks([task.rewards for task in tasks], seed=rules.seed)),
+        "pass_at": {str(k): _told(estimate) for k, estimate in curve.items()},
+        "turns": _mean([sample.turns for sample in scored]),
+        "sampled_tokens": _mean([sample.sampled_tokens for sample in scored]),
+        "run_s": _mean([sample.run_s for sample in scored]),
+    }
+
+
+def _told(estimate: Estimate | None) -> Json:
+    if estimate is None:
+        return None
+    low, high = estimate.interval or (None, None)
+    return {"mean": estimate.mean, "low": low, "high": high, "tasks": estimate.tasks, "missing": estimate.missing}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    """Per sample."""
+    return sum(values) / len(values) if values else None
+
+
+def label_of(data: Mapping[str, Json], by: str) -> str:
+    """What a task's data says under that key: "" if nothing."""
+    value = data.get(by)
+    return value if isinstance(value, str) else "" if value is None else str(value)[:256]

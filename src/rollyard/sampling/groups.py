@@ -1,0 +1,158 @@
+"""Groups that a client asks for one by one: n rollouts, one record at the end.
+
+One task watches over all of them: it begins a spare when infrastructure took a member away, and writes the group's end
+when its members have ended. Every end of a rollout comes here by `ended`; after a restart the store tells what came
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from rollyard.core import Group, GroupState, Json, Rollout, Task
+from rollyard.pipeline import Yard
+from rollyard.sampling.bell import Bell
+from rollyard.sampling.opening import OpenGroup, catch_up
+from rollyard.store.base import Step
+
+log = logging.getLogger("rollyard.sampling")
+
+
+class Groups:
+    """See the module."""
+
+    def __init__(self, yard: Yard) -> None:
+        self.bell = Bell()  # some group has ended
+        self.on_over: list[Callable[[str], None]] = []  # told its id
+        self._yard = yard
+        self._store = yard.store
+        self._open: dict[str, OpenGroup] = {}
+        self._touched: dict[str, None] = {}
+        self._news = asyncio.Event()
+
+    async def load(self, groups: Sequence[Group]) -> None:
+        """Takes up those that an earlier process left open."""
+        for group in groups:
+            self._open[group.id] = opened = OpenGroup(group)
+            await catch_up(self._store, opened)
+            self._touch(group.id)
+
+    async def put(self, wanted: Sequence[tuple[Group, Task, Mapping[str, Json]]]) -> list[Group]:
+        """Durable when it returns. One that is there already, with the same body, is returned as it stands."""
+        opened = [OpenGroup(group, task) for group, task, _ in wanted]
+        submissions = [new for one in opened for new in one.begin(range(one.group.size))]
+        with self._yard.arriving(len(submissions)):
+            for one in opened:
+                self._open.setdefault(one.id, one)  # before the commit: a member may end as soon as that is done
+            known = {one.id for one in opened if self._open[one.id] is not one}
+            bodies = [(one.group, body) for one, (_, _, body) in zip(opened, wanted, strict=True)]
+            try:
+                groups, stored = await self._store.put_groups(bodies, submissions)
+            except BaseException:
+                for one in opened:
+                    if one.id not in known:
+                        self._open.pop(one.id, None)
+                raise
+        for group in groups:
+            if group.state is not GroupState.OPEN and group.id not in known:
+                self._open.pop(group.id, None)
+        self._yard.enqueue(stored)
+        return list(groups)
+
+    def opened(self, group_id: str) -> OpenGroup | None:
+        """One that is at work."""
+        return self._open.get(group_id)
+
+    def ended(self, rollout: Rollout) -> None:
+        """A rollout has ended; perhaps one of ours."""
+        opened = self._open.get(rollout.group or "")
+        if opened is not None and opened.take(rollout):
+            self._touch(opened.id)
+
+    async def cancel(self, group_id: str) -> Group:
+        """Ends it and its rollouts, unless it has ended."""
+        opened = self._open.pop(group_id, None)
+        if opened is None:
+            return await self._store.get_group(group_id)
+        group = opened.over(GroupState.CANCELLED, reason="cancelled")
+        await self._store.step(Step(groups=(group,)))
+        await _cancel_all(self._yard, opened.at_work(), "its group was cancelled")
+        self._tell(group_id)
+        return group
+
+    async def wait(self, group_id: str, within_s: float) -> Group:
+        """The record, when it is open no more, or as it stands when the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    heard = self.bell.next()
+                    group = await self._store.get_group(group_id)
+                    if group.state is not GroupState.OPEN:
+                        return group
+                    await heard
+        return await self._store.get_group(group_id)
+
+    async def main(self) -> None:
+        """For ever: see the module."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            touched, self._touched = self._touched, {}
+            for group_id in touched:
+                opened = self._open.get(group_id)
+                if opened is not None:
+                    await self._look(opened)
+
+    def _touch(self, group_id: str) -> None:
+        self._touched[group_id] = None
+        self._news.set()
+
+    async def _look(self, opened: OpenGroup) -> None:
+        now = opened.standing()
+        if now.start:
+            if self._yard.is_draining:
+                return  # the next process begins it
+            stored = await self._store.step(Step(tuple(opened.begin(now.start)), (opened.group,)))
+            self._yard.enqueue(stored)
+            return
+        if not now.is_over:
+            return
+        if now.failure is None:
+            group = opened.over(GroupState.COMPLETE, now.members)
+        else:
+            group = opened.over(GroupState.FAILED, reason=now.failure)
+        await self._store.step(Step(groups=(group,)))
+        self._open.pop(opened.id, None)
+        await _cancel_all(self._yard, opened.at_work(), f"its group has failed: {now.failure}")
+        self._tell(opened.id)
+
+    def _tell(self, group_id: str) -> None:
+        self.bell.ring()
+        for listener in self.on_over:
+            listener(group_id)
+
+
+async def _cancel_all(yard: Yard, ids: Sequence[str], why: str) -> None:
+    for rollout_id in ids:
+        await yard.cancel(rollout_id, why)
+
+
+def new_group(
+    group_id: str, run: str, size: int, spares: int, min_members: int | None, priority: int, version: int
+) -> Group:
+    now = time.time()
+    return Group(
+        id=group_id,
+        run=run,
+        size=size,
+        spares=spares,
+        min_members=min_members,
+        priority=priority,
+        admitted_version=version,
+        created_at=now,
+        updated_at=now,
+    )

@@ -1,0 +1,121 @@
+"""Which groups a trainer can learn from: the declared filter of a draw.
+
+A filter sees one reward per trained member, and the task. Whether a rollout reaches the trainer may depend on that, and
+never on how long it took: a filter is not told.
+
+`is_hopeless` is what early termination rests on: it may say so only if the group will be rejected whatever its missing
+members score, and whether or not they can be trained on. So a group that is accepted always has all its members, and
+one that is given up would have been rejected anyway.
+
+An installed filter is a function of a `Judged` group and the options that the draw names, registered under the entry
+point group `rollyard.filters`. It is asked once, when all members have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from rollyard.core import Json
+from rollyard.core.draw import KeepSpec
+from rollyard.core.failure import InvalidRequest
+from rollyard.core.group import pass_rate_of, spread_of
+from rollyard.core.task import Task
+
+ENTRY_POINTS = "rollyard.filters"
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a filter may decide by."""
+
+    rewards: tuple[float, ...]  # of the members that are trained on, by index
+    task: Task
+
+
+class Keep(Protocol):
+    def keeps(self, judged: Judged) -> bool: ...
+
+    def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool: ...
+
+
+class All:
+    """Every group."""
+
+    def keeps(self, judged: Judged) -> bool:
+        return True
+
+    def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Rewards that differ by more than that, as a standard deviation."""
+
+    above: float = 0.0
+
+    def keeps(self, judged: Judged) -> bool:
+        spread = spread_of(judged.rewards)
+        return spread is not None and spread > self.above
+
+    def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool:
+        return False  # a reward has no bounds: one missing member may make any spread
+
+
+@dataclass(frozen=True, slots=True)
+class PassRate:
+    """A share of solved members within a range, both ends included."""
+
+    low: float
+    high: float
+    threshold: float = 1.0
+
+    def keeps(self, judged: Judged) -> bool:
+        rate = pass_rate_of(judged.rewards, self.threshold)
+        return rate is not None and self.low - _TOLERANCE <= rate <= self.high + _TOLERANCE
+
+    def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool:
+        total = len(rewards) + missing
+        if not total:
+            return True
+        passes = round((pass_rate_of(rewards, self.threshold) or 0.0) * len(rewards))
+        # A missing member that cannot be trained on is not counted at all. That moves the rate up from its lowest
+        # (all of them fail) and down from its highest (all of them pass), so these two bound every case.
+        return passes / total > self.high + _TOLERANCE or (passes + missing) / total < self.low - _TOLERANCE
+
+
+class Named:
+    """An installed filter."""
+
+    def __init__(self, name: str, judge: Callable[..., object], options: Mapping[str, Json]) -> None:
+        self._name = name
+        self._judge = judge
+        self._options = options
+
+    def keeps(self, judged: Judged) -> bool:
+        return bool(self._judge(judged, **self._options))
+
+    def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool:
+        return False
+
+
+def keep_of(spec: KeepSpec) -> Keep:
+    """The filter that a draw names; InvalidRequest if there is none."""
+    if spec.kind == "all":
+        return All()
+    if spec.kind == "spread":
+        return Spread(spec.above)
+    if spec.kind == "pass_rate":
+        return PassRate(spec.low, spec.high, spec.threshold)
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if spec.name not in installed:
+        known = ", ".join(sorted(installed)) or "none is installed"
+        raise InvalidRequest(f"keep: there is no filter {spec.name!r} ({known})")
+    try:
+        return Named(spec.name, installed[spec.name].load(), spec.options)
+    except Exception as error:  # somebody else's module, which may do anything when it is imported
+        raise InvalidRequest(f"keep: the filter {spec.name!r} cannot be loaded: {error}") from error

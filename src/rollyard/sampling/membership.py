@@ -1,0 +1,125 @@
+"""Who is in a group, when it is whole, and when a spare is needed. Pure rules.
+
+The group is the first `size` of its rollouts, by index, that did not fail by infrastructure's fault. So a spare takes a
+place only where a member was lost, in the order of indices, never because it was faster; and nobody is left out for
+being slow. One that was cancelled, or that the policy itself kept from being scored, keeps its place: no spare is for
+that.
+
+A task that cannot be done fails the whole group at once: its other rollouts would meet the same end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollyard.core import Blame, Group, Rollout
+from rollyard.core.group import Stats, mean_of, pass_rate_of, spread_of
+
+
+class Fate(StrEnum):
+    """How a rollout came out, as far as its group cares."""
+
+    STOOD = "stood"  # it has its place, with a reward or without
+    LOST = "lost"  # infrastructure's fault: a spare may take its place
+    HOPELESS = "hopeless"  # the task as given cannot be done
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A rollout that has ended."""
+
+    index: int
+    fate: Fate
+    reward: float | None = None
+    is_trainable: bool = False
+    sampled_tokens: int = 0  # of all its attempts
+    oldest_version: int = -1
+    newest_version: int = -1
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What follows from the ends so far. `is_over`: nothing more can change; `members` are then those of a whole
+    group, or of one that may be delivered short."""
+
+    start: range = range(0)  # spares that are to be begun
+    is_over: bool = False
+    members: tuple[int, ...] = ()
+    failure: str | None = None  # why it is over without being a group
+
+
+_FATES = {Blame.INFRA: Fate.LOST, Blame.TASK: Fate.HOPELESS, Blame.CLIENT: Fate.CANCELLED}
+
+
+def fate_of(is_scored: bool, blame: Blame | None) -> Fate:
+    return Fate.STOOD if is_scored or blame is None else _FATES.get(blame, Fate.STOOD)
+
+
+def end_of(rollout: Rollout) -> End:
+    """The end of an ended rollout."""
+    ending = rollout.ending
+    assert ending is not None
+    failure, summary = ending.failure, ending.summary
+    return End(
+        index=rollout.index,
+        fate=fate_of(ending.score is not None, failure.blame if failure else None),
+        reward=None if ending.score is None else ending.score.reward,
+        is_trainable=ending.is_trainable,
+        sampled_tokens=summary.sampled_tokens + sum(lost.tokens_lost for lost in rollout.lost),
+        oldest_version=summary.oldest_version,
+        newest_version=summary.newest_version,
+        code=failure.code if failure else "",
+    )
+
+
+def standing(group: Group, ends: Mapping[int, End]) -> Standing:
+    """See the module. `group.started` rollouts exist; those that are not in `ends` are at work."""
+    hopeless = next((end for end in ends.values() if end.fate is Fate.HOPELESS), None)
+    if hopeless is not None:
+        return Standing(is_over=True, failure=hopeless.code)
+    lost = {index for index, end in ends.items() if end.fate is Fate.LOST}
+    places = [index for index in range(group.size + group.spares) if index not in lost][: group.size]
+    missing = [index for index in places if index >= group.started]
+    if missing:
+        return Standing(start=range(group.started, missing[-1] + 1))
+    if any(index not in ends for index in places):
+        return Standing()
+    members = tuple(index for index in places if ends[index].fate is Fate.STOOD)
+    if len(members) >= (group.size if group.min_members is None else group.min_members):
+        return Standing(is_over=True, members=members)
+    cancelled = len(places) - len(members)
+    return Standing(is_over=True, failure="cancelled" if cancelled else "short_of_members")
+
+
+def counted(ends: Mapping[int, End], members: Sequence[int]) -> list[float]:
+    """The rewards that are in loss and baseline: one per member that is trained on."""
+    found = (ends[index] for index in members if index in ends)
+    return [end.reward for end in found if end.reward is not None and end.is_trainable]
+
+
+def stats_of(ends: Mapping[int, End], members: Sequence[int]) -> Stats:
+    rewards = counted(ends, members)
+    return Stats(
+        members=len(members),
+        scored=sum(ends[index].reward is not None for index in members if index in ends),
+        trainable=len(rewards),
+        mean=mean_of(rewards),
+        spread=spread_of(rewards),
+        pass_rate=pass_rate_of(rewards),
+        lowest=min(rewards, default=None),
+        highest=max(rewards, default=None),
+        sampled_tokens=sum(end.sampled_tokens for end in ends.values()),
+        infra_failures=sum(end.fate is Fate.LOST for end in ends.values()),
+    )
+
+
+def versions_of(ends: Mapping[int, End], members: Sequence[int]) -> tuple[int, int]:
+    """The oldest and the newest weights that sampled for its members; −1: nobody sampled."""
+    found = [ends[index] for index in members if index in ends and ends[index].oldest_version >= 0]
+    if not found:
+        return -1, -1
+    return min(end.oldest_version for end in found), max(end.newest_version for end in found)

@@ -1,0 +1,193 @@
+"""All groups, draws and evaluations of a service: found by their ids, told of every rollout's end, taken up again
+after a restart.
+
+Opened after the yard, closed before it: what is at work then goes on in the next process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from rollyard.core import Draw, DrawConfig, Group, GroupState, Json, Rollout, RollyardError, Run, Task
+from rollyard.core.failure import NotFound
+from rollyard.pipeline import Yard
+from rollyard.sampling.draws import DrawKeeper
+from rollyard.sampling.evals import Evals
+from rollyard.sampling.groups import Groups
+from rollyard.sampling.keep import keep_of
+from rollyard.sampling.sources import RawTask, copy_source
+from rollyard.store.base import Step, StoreUnusable
+
+log = logging.getLogger("rollyard.sampling")
+
+
+class Sampler:
+    """See the module. `make_task` turns what a client or a file says into a checked task of a run."""
+
+    def __init__(self, yard: Yard, *, make_task: Callable[[RawTask, Run], Task], folders: Sequence[Path] = ()) -> None:
+        self.groups = Groups(yard)
+        self.evals = Evals(yard, self.groups, make_task=make_task, folders=folders, own=self._own)
+        self._yard = yard
+        self._store = yard.store
+        self._router = yard.shop.router
+        self._make_task = make_task
+        self._folders = folders
+        self._draws: dict[str, DrawKeeper] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._yard.on_end.append(self._ended)  # first: what ends while we read the store is taken in too
+        self._router.on_version.append(self._versioned)
+        unfinished: dict[str | None, list[Group]] = defaultdict(list)
+        for group in await self._store.unfinished_groups():
+            unfinished[group.draw].append(group)
+        for draw in await self._store.list_draws():
+            if draw.is_active:
+                await self._take_up(draw, unfinished.pop(draw.id, []))
+        lone = [group for group in unfinished[None] if group.state is GroupState.OPEN]
+        await self.groups.load(lone)
+        await self.evals.load(lone)
+        self._own(self.groups.main(), "groups")
+        for rollout_id in await self._store.orphans():
+            await self._yard.cancel(rollout_id, "its group was given up")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._yard.on_end.remove(self._ended)
+        self._router.on_version.remove(self._versioned)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # --- draws ----------------------------------------------------------------------------------------
+
+    async def create(
+        self, draw_id: str, run: Run, config: DrawConfig, tasks: Sequence[RawTask], body: Mapping[str, Json]
+    ) -> DrawKeeper:
+        """A draw, made now or earlier with the same body. Its tasks are read, checked and copied first."""
+        keep_of(config.keep)
+        with suppress(NotFound):
+            found = await self._store.get_draw(draw_id)
+            await self._store.put_draw(found, body)  # IdConflict if it is another one
+            return await self.keeper(draw_id)
+        source = await copy_source(
+            config.source,
+            tasks,
+            draw_id=draw_id,
+            store=self._store,
+            environments=self._yard.shop.environments,
+            folders=self._folders,
+            check=lambda raw: self._make_task(raw, run),
+        )
+        now = time.time()
+        draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
+        stored = await self._store.put_draw(draw, body)
+        if draw_id in self._draws:  # two calls at once: the first has it
+            return self._draws[draw_id]
+        return await self._load(stored, [])
+
+    async def keeper(self, draw_id: str) -> DrawKeeper:
+        """A draw, ended or not. NotFound."""
+        if draw_id not in self._draws:
+            draw = await self._store.get_draw(draw_id)
+            if draw_id not in self._draws:
+                return await self._load(draw, [])
+        return self._draws[draw_id]
+
+    async def rewind(self, draw_id: str, batch: int, version: int) -> DrawKeeper:
+        keeper = await self.keeper(draw_id)
+        was_active = keeper.draw.is_active
+        await keeper.rewind(batch, version)
+        if not was_active:
+            self._own(keeper.main(), f"draw {draw_id}")
+        return keeper
+
+    async def close_run(self, run_id: str) -> None:
+        """Ends all draws and evaluations of a run that is about to be deleted."""
+        await self.evals.close_run(run_id)
+        for keeper in list(self._draws.values()):
+            if keeper.draw.run == run_id:
+                await keeper.close("closed", "its run was deleted")
+                del self._draws[keeper.draw.id]
+
+    async def _take_up(self, draw: Draw, groups: Sequence[Group]) -> None:
+        """A draw of an earlier process. If its filter is not installed any more, say, that is its own end, not ours."""
+        try:
+            await self._load(draw, groups)
+        except RollyardError as error:
+            log.error("a draw cannot be taken up", extra={"draw": draw.id, "code": error.code, "detail": error.detail})
+            ended = [replace(group, state=GroupState.CANCELLED, reason="unusable") for group in groups]
+            draw = replace(draw, is_active=False, reason="unusable", detail=error.detail)
+            await self._store.step(Step(groups=tuple(ended), draw=draw))
+
+    async def _load(self, draw: Draw, groups: Sequence[Group]) -> DrawKeeper:
+        run = self._yard.run_of(draw.run)
+        if run is None:
+            raise NotFound(f"there is no run {draw.run!r}")
+        keeper = DrawKeeper(
+            self._yard,
+            draw,
+            run,
+            keep_of(draw.config.keep),
+            lambda raw: self._make_task(raw, run),
+            partial(self._router.version, run.policy),
+            on_change=self.groups.bell.ring,
+        )
+        self._draws[draw.id] = keeper
+        await keeper.load(groups)
+        if draw.is_active:
+            self._own(keeper.main(), f"draw {draw.id}")
+        return keeper
+
+    def active(self) -> list[dict[str, Json]]:
+        """The draws that go on, in a few words each."""
+        return [
+            {
+                "id": keeper.draw.id,
+                "run": keeper.draw.run,
+                "batch": keeper.draw.progress.batch,
+                "open": keeper.drawing.open_count,
+                "complete": len(keeper.drawing.flying) - keeper.drawing.open_count,
+                "keep_rate": round(keeper.drawing.keep_rate, 4),
+            }
+            for keeper in self._draws.values()
+            if keeper.draw.is_active
+        ]
+
+    # --- what happens ---------------------------------------------------------------------------------
+
+    def _ended(self, rollout: Rollout) -> None:
+        if rollout.group is None:
+            return
+        self.groups.ended(rollout)
+        draw_id = rollout.group.rsplit(".", 3)[0]  # DRAW.epoch.item.turn: its name says whose it is
+        keeper = self._draws.get(draw_id)
+        if keeper is not None:
+            keeper.ended(rollout)
+
+    def _versioned(self, policy: str, version: int) -> None:
+        self.evals.versioned(policy)
+        for keeper in self._draws.values():
+            if keeper.run.policy == policy:
+                keeper.wake()
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(self._guarded(work), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except StoreUnusable as error:  # the yard sees it too, and ends the service
+            log.error("the store cannot be used", extra={"error": str(error)})

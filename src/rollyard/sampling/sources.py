@@ -1,0 +1,126 @@
+"""Where a draw's tasks come from, and their copy in the store.
+
+A list, a file or what an environment generates is read once, when the draw is made, task by task, and copied: so a
+restart, or a file that changes, cannot change what a draw draws from. A file may only lie below the folders that the
+operator allows. Rows of a dataset become tasks by their environment's own reading of them (`from_row`).
+
+Whatever is wrong is told with its place (`FILE:LINE`) before anything is begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from rollyard.core import Json, RollyardError
+from rollyard.core.draw import SourceKind, SourceSpec
+from rollyard.core.failure import Forbidden, InvalidRequest
+from rollyard.envs.base import Environment
+from rollyard.envs.registry import Environments
+from rollyard.envs.rows import RowsUnreadable, is_dataset, read_rows
+from rollyard.store.base import Store
+
+CHUNK = 500
+"""Tasks that are read, checked and stored between two turns of the event loop."""
+
+MOST_TASKS = 2_000_000
+"""Of one source. An environment may generate without end."""
+
+RawTask = Mapping[str, Json]
+
+
+async def copy_source(
+    spec: SourceSpec,
+    tasks: Sequence[RawTask],
+    *,
+    draw_id: str,
+    store: Store,
+    environments: Environments,
+    folders: Sequence[Path],
+    check: Callable[[RawTask], object],
+) -> SourceSpec:
+    """Stores every task; the spec with its size. `check` raises for a task that can never run here."""
+    if spec.kind is SourceKind.PUSH:
+        return spec
+    found = _places(spec, tasks, environments, folders)
+    size = 0
+    while chunk := await asyncio.to_thread(_chunk, found):
+        for place, task in chunk:
+            try:
+                check(task)
+            except RollyardError as error:
+                error.detail = f"source, {place}: {error.detail}"
+                raise
+        await store.put_items(draw_id, size, [task for _, task in chunk])
+        size += len(chunk)
+        if size > MOST_TASKS:
+            raise InvalidRequest(f"source: it has more than {MOST_TASKS:,} tasks; a draw takes no more")
+    if not size:
+        raise InvalidRequest("source: it has no tasks")
+    return replace(spec, size=size)
+
+
+def _chunk(found: Iterator[tuple[str, RawTask]]) -> list[tuple[str, RawTask]]:
+    try:
+        return list(islice(found, CHUNK))
+    except RowsUnreadable as error:
+        raise InvalidRequest(f"source: {error}") from error
+    except OSError as error:
+        raise InvalidRequest(f"source: {error.strerror or error}") from error
+
+
+def _places(
+    spec: SourceSpec, tasks: Sequence[RawTask], environments: Environments, folders: Sequence[Path]
+) -> Iterator[tuple[str, RawTask]]:
+    if spec.kind is SourceKind.TASKS:
+        return iter([(f"task {number}", task) for number, task in enumerate(tasks)])
+    environment = environments.get(spec.environment) if spec.environment else None
+    if spec.kind is SourceKind.ENVIRONMENT:
+        assert environment is not None
+        return _generated(environment, spec.options)
+    path = allowed(Path(spec.file), folders)
+    if environment is not None and path.is_dir() and not is_dataset(path):
+        return ((f"{path.name}/{n}", _task(environment, body)) for n, body in _folder(environment, path, spec.options))
+    return _rows(path, spec, environment)
+
+
+def allowed(path: Path, folders: Sequence[Path]) -> Path:
+    """The file as it really is, if it lies below one of the folders."""
+    real = path.resolve()
+    if not any(real.is_relative_to(folder.resolve()) for folder in folders):
+        names = ", ".join(map(str, folders)) or "none: the operator sets them with task_folders"
+        raise Forbidden(f"source.file: {path} does not lie below a folder that is allowed ({names})")
+    if not real.exists():
+        raise InvalidRequest(f"source.file: there is no {path}")
+    return real
+
+
+def _rows(path: Path, spec: SourceSpec, environment: Environment | None) -> Iterator[tuple[str, RawTask]]:
+    for place, row in read_rows(path, split=spec.split):
+        if environment is None:
+            yield place, row
+            continue
+        try:
+            body = environment.from_row(row, spec.options)
+        except RollyardError as error:
+            error.detail = f"source, {place}: {error.detail}"
+            raise
+        yield place, _task(environment, body)
+
+
+def _folder(
+    environment: Environment, path: Path, options: Mapping[str, str]
+) -> Iterator[tuple[int, Mapping[str, Json]]]:
+    return enumerate(environment.from_folder(path, options))
+
+
+def _task(environment: Environment, body: Mapping[str, Json]) -> RawTask:
+    return {"environment": environment.name, **body}
+
+
+def _generated(environment: Environment, options: Mapping[str, str]) -> Iterator[tuple[str, RawTask]]:
+    for number, body in enumerate(environment.generate(options)):
+        yield f"{environment.name} {number}", _task(environment, body)

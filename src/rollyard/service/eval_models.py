@@ -1,0 +1,99 @@
+"""The body of an evaluation, and an evaluation as clients get it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rollyard.core import Json, check_id, new_id
+from rollyard.sampling.evals import EvalPlan
+from rollyard.service.draw_models import DRAW_ID_LENGTH, GroupSize, SourceBody
+from rollyard.service.models import Body, Name, Number, Object, Priority, Whole, to_task
+from rollyard.service.records import JsonObject
+from rollyard.store.base import EvalRecord
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class EvalBody(Body):
+    """So many samples of each task, by one version of a policy."""
+
+    id: Annotated[str, Field(max_length=DRAW_ID_LENGTH)] | None = None
+    run: str | None = Field(default=None, description="The name of the run that is made for it; unset: its own id.")
+    policy: Name = "default"
+    source: SourceBody
+    k: GroupSize = Field(default=1, description="pass@1 to pass@k are told.")
+    samples: GroupSize | None = Field(default=None, description="Of each task, k or more; unset: k.")
+    threshold: Number = Field(default=1.0, description="The reward from which a sample counts as correct.")
+    priority: Priority = Field(default=10, description="Higher goes first.")
+    pool_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
+        default=0.25, description="Of the RUN slots: it never has more rollouts at work than that."
+    )
+    max_missing: Share = Field(default=0.05, description="It fails if a larger share of the samples has no score.")
+    on_update: Literal["hold", "fail"] = Field(
+        default="hold", description="A change of its policy's weights waits for its end, or makes it fail."
+    )
+    seed: Whole = Field(default=0, description="Of sampling and of the intervals.")
+    by: Name | None = Field(default=None, description="A key of the tasks' data: numbers for each of its values, too.")
+    defaults: Object = Field(default_factory=dict, description="A partial task, laid under each task.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> EvalBody:
+        if self.samples is not None and self.samples < self.k:
+            raise ValueError(f"samples: pass@{self.k} cannot be told from {self.samples} samples of a task")
+        if self.source.push:
+            raise ValueError("source: tasks cannot be pushed to an evaluation")
+        return self
+
+    def identity(self) -> dict[str, Json]:
+        return self.model_dump(exclude_unset=True, exclude={"id"})
+
+    def to_plan(self, owner: str) -> EvalPlan:
+        """Checks the defaults as far as a part of a task can be."""
+        to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
+        name = new_id("ev") if self.id is None else check_id(self.id, "evaluation id")
+        return EvalPlan(
+            id=name,
+            run=name if self.run is None else check_id(self.run, "run"),
+            owner=owner,
+            policy=self.policy,
+            source=self.source.to_spec(),
+            k=self.k,
+            samples=self.samples or self.k,
+            threshold=self.threshold,
+            priority=self.priority,
+            pool_share=self.pool_share,
+            max_missing=self.max_missing,
+            on_update=self.on_update,
+            seed=self.seed,
+            by=self.by,
+            defaults=self.defaults,
+        )
+
+
+def eval_object(record: EvalRecord, done: int) -> JsonObject:
+    return {
+        "id": record.id,
+        "run": record.run,
+        "policy": record.policy,
+        "state": record.state,
+        "reason": record.reason,
+        "detail": record.data.get("detail"),
+        "version": record.version if record.version >= 0 else None,
+        "tasks": record.tasks,
+        "k": record.k,
+        "samples": record.samples,
+        "threshold": record.threshold,
+        "priority": record.data.get("priority"),
+        "pool_share": record.data.get("pool_share"),
+        "max_missing": record.max_missing,
+        "on_update": record.on_update,
+        "seed": record.seed,
+        "by": record.data.get("by"),
+        "done": done,
+        "total": record.tasks * record.samples,
+        "result": record.result,
+        "created_at": record.created_at,
+        "ended_at": record.ended_at,
+    }

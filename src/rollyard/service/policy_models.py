@@ -1,0 +1,56 @@
+"""The bodies of /v1/policies, and a policy as it is shown."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollyard.core import Json
+from rollyard.engines.policy_state import LEASE_S, PolicyStatus
+from rollyard.service.models import Body, Name, Seconds
+from rollyard.service.records import without_password
+
+Version = Annotated[int, Field(ge=0, le=2**31 - 1)]  # as many bits as a trace has for it
+EngineIds = Annotated[list[Name], Field(min_length=1, max_length=10_000)]
+
+
+class PauseBody(Body):
+    """`engines`: only these, the others go on. `wait_s`: how long the call waits; then the state is still pausing, and
+    sending it again waits on."""
+
+    mode: Literal["drain", "abort", "keep"] = "abort"
+    lease_s: Seconds = LEASE_S
+    engines: EngineIds | None = None
+    wait_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] | None = None
+
+
+class ResumeBody(Body):
+    version: Version
+    engines: EngineIds | None = None
+
+
+class RenewBody(Body):
+    lease_s: Seconds = LEASE_S
+
+
+def policy_object(status: PolicyStatus) -> dict[str, Json]:
+    return {
+        "name": status.name,
+        "version": status.version,
+        "state": status.state,
+        "mode": status.mode,
+        "lease_s": status.lease_s,
+        "lease_left_s": status.lease_left_s,
+        "holder": status.holder,
+        "engines": [
+            {
+                "id": engine.id,
+                "version": engine.version,
+                "state": engine.health,
+                "paused": engine.is_paused,
+                "error": without_password(engine.error) if engine.error else None,
+            }
+            for engine in status.engines
+        ],
+    }

@@ -1,0 +1,212 @@
+"""Jobs as rollouts of the run `prorl`: which rollout a call means, and waiting for its end.
+
+A job with a `job_id` is the rollout of that id, for good. Its trainer sends none with plain batches: then a job is
+what was asked for, in this period (`intake.py`), so that a call that is repeated (it timed out, the service was
+restarted) waits for the same rollout. Two calls mean one job only if they name a `trajectory_id`: without, nothing
+tells a sibling from a repetition, and each call is a job of its own. A job whose rollout was lost to infrastructure is
+begun anew by the next call, for that is what its trainer repeats it for.
+
+A `/start` follows a change of weights, so it names the policy's next version: every token has one, and no prefix that
+the old weights left in an engine's cache is used again.
+
+Invariants. The rollout is durable before anyone waits for it. Who goes away while waiting, or waits too long (504),
+leaves it as it is. Waiting ends at once when it is cancelled, and when the service closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+
+from rollyard.core import Json, Rollout, RollyardError, Run, State, Trajectory, check_id, new_id
+from rollyard.core.engine import Role
+from rollyard.core.failure import ArtifactLost, Blame, MalformedId, NotFound
+from rollyard.service.house import House
+from rollyard.service.models import merge, to_task
+from rollyard.service.prorl.handlers import Choices, task_body
+from rollyard.service.prorl.intake import FILE, IntakeFile
+from rollyard.service.prorl.sampling import asked_of
+from rollyard.store.base import Submission
+
+log = logging.getLogger("rollyard.service")
+
+RUN = "prorl"
+PREFIX = f"{RUN}."  # of rollouts' ids
+PATCH = "patch"  # the artifact of `swe`
+STOPPED = "the intake was stopped"
+STOP_S = 20.0  # for sandboxes to be gone; its trainer waits 30 s for a /stop
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    instance: Mapping[str, Json]
+    sampling_params: Mapping[str, Json]
+    job_id: str | None = None
+
+    @property
+    def identity(self) -> dict[str, Json]:
+        return {RUN: {"instance": self.instance, "sampling_params": self.sampling_params}}
+
+
+def rollout_id(job_id: str) -> str:
+    """Of a job that its client named. Names that are no ids here are hashed."""
+    try:
+        return check_id(PREFIX + check_id(job_id))
+    except MalformedId:
+        return f"{PREFIX}sha-{hashlib.sha256(job_id.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+class Jobs:
+    """See the module."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self.intake = IntakeFile(house.settings.data_dir / FILE)
+        self.waiting = 0  # calls that wait for an end
+        self._stops = 0
+        self._choices = Choices(house.settings.prorl_images, tuple(house.settings.mcp_servers))
+
+    async def start(self) -> bool:
+        """Opens the intake, with a new version of the weights. False: it was open."""
+        is_news = await self.intake.begin()
+        await self._name_version()
+        return is_news
+
+    async def _name_version(self) -> None:
+        """The next one, for the engines there are. Who names versions under /v1/policies goes on doing so: a version
+        beyond ours is not ours to change."""
+        router, policy, ours = self._house.router, self.policy, self.intake.now.version
+        if not self.has_engine or router.version(policy) > ours:
+            return
+        await self.intake.name_version(ours + 1)
+        try:
+            await router.policies.resume(policy, ours + 1)
+        except RollyardError as error:  # the engines are quarantined, and say so; the next /start tries again
+            log.warning("new weights could not be told", extra={"policy": policy, "detail": error.detail})
+
+    @property
+    def policy(self) -> str:
+        run = self._house.yard.run_of(RUN)
+        return run.policy if run else "default"
+
+    @property
+    def has_engine(self) -> bool:
+        specs = [status.spec for status in self._house.router.list()]
+        return any(spec.role is Role.POLICY and spec.policy == self.policy for spec in specs)
+
+    async def begin(self, job: Job) -> Rollout:
+        """The job's rollout, which is stored when this returns."""
+        stops = self._stops
+        rollout = await self._begin(job)
+        if stops != self._stops:  # it was stored behind the back of who cancelled all there were
+            await self._house.yard.cancel(rollout.id, STOPPED)
+        return rollout
+
+    async def _begin(self, job: Job) -> Rollout:
+        if job.job_id is not None:
+            return await self._submit(job, rollout_id(job.job_id))
+        if job.instance.get("trajectory_id") is None:
+            return await self._submit(job, new_id(RUN))
+        digest = hashlib.sha256(msgspec.json.encode(job.identity, order="deterministic")).hexdigest()[:24]
+        name = f"{PREFIX}p{self.intake.now.period}-{digest}"
+        for number in count(1):  # at most one further than the calls before: each of those made one
+            again = name if number == 1 else f"{name}.{number}"
+            try:
+                found = await self._house.store.get(again)
+            except NotFound:
+                return await self._submit(job, again)
+            failure = found.ending.failure if found.ending else None
+            if failure is None or failure.blame is not Blame.INFRA:
+                return found
+        raise AssertionError("count ends never")
+
+    async def ended(self, rollout: Rollout, within_s: float) -> Rollout:
+        self.waiting += 1
+        try:
+            return await self._house.yard.wait(rollout.id, within_s)
+        finally:
+            self.waiting -= 1
+
+    async def cancel(self, job_id: str) -> None:
+        await self._house.yard.cancel(rollout_id(job_id), "cancelled by the client")
+
+    async def cancel_all(self) -> None:
+        """All that has not ended; returns when it has, or has had its time: then weights may change."""
+        self._stops += 1
+        for state in State:
+            if state is State.ENDED:
+                continue
+            after: str | None = None
+            while True:
+                page = await self._house.store.list(state=state, run=RUN, after=after, limit=1000)
+                for rollout in page.rollouts:
+                    await self._house.yard.cancel(rollout.id, STOPPED)
+                after = page.next_cursor
+                if after is None or not page.rollouts:
+                    break
+        yard = self._house.yard
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                while any(attempt.run.id == RUN for attempt in yard.live.values()):
+                    await yard.changed()
+
+    async def counts(self) -> dict[str, int]:
+        """The reference's counters, of this run alone."""
+        yard = self._house.yard
+        states = [attempt.state for attempt in yard.live.values() if attempt.run.id == RUN]
+        evals = states.count(State.EVAL)
+        eval_queue = min(evals, yard.eval_pool.waiting)
+        counts = {
+            "init_queue": await self._queued(),
+            "run_queue": states.count(State.READY),
+            "eval_queue": eval_queue,
+            "active_init": states.count(State.INIT),
+            "active_run": states.count(State.RUN),
+            "active_eval": evals - eval_queue,
+        }
+        return {**counts, "total": sum(counts.values())}
+
+    async def patch_of(self, trajectory: Trajectory | None) -> str | None:
+        """What the agent changed, where the task is about that."""
+        artifact = next((it for it in trajectory.artifacts if it.name == PATCH), None) if trajectory else None
+        if trajectory is None or artifact is None or artifact.kind != "file":
+            return None
+        try:
+            path = await self._house.shop.artifacts.load(artifact, trajectory.rollout_id, trajectory.attempt)
+            return (await asyncio.to_thread(path.read_bytes)).decode("utf-8", "replace")
+        except (ArtifactLost, OSError):
+            return None  # it was swept; the verdict stands
+
+    async def _submit(self, job: Job, name: str) -> Rollout:
+        house = self._house
+        run = await self._run()
+        body = merge(task_body(job.instance, house.shop.environments, self._choices), run.defaults)
+        task = to_task(merge(body, asked_of(job.sampling_params)), {}, ("instance",))
+        house.shop.check(task, run)
+        rollout = Rollout(id=name, run=run.id, task=task, priority=run.priority)
+        (stored,) = await house.yard.submit([Submission(rollout, job.identity)])
+        return stored
+
+    async def _run(self) -> Run:
+        """Made on first use, unless the operator has made it, with defaults of their own."""
+        found = self._house.yard.run_of(RUN)
+        if found is None:
+            found = await self._house.store.put_run(Run(RUN, created_at=time.time()), {})
+            self._house.yard.know(found)
+        return found
+
+    async def _queued(self) -> int:
+        found, after = 0, None
+        while True:
+            page = await self._house.store.list(state=State.QUEUED, run=RUN, after=after, limit=1000)
+            found, after = found + len(page.rollouts), page.next_cursor
+            if after is None or not page.rollouts:
+                return found

@@ -1,0 +1,128 @@
+"""A trajectory's messages with the tokens of its trace on them.
+
+The reference's trainer joins the `token_ids` of all messages, and trains on those of the messages whose role is
+assistant, with their `logprobs`.
+
+Invariants, whatever the messages are: the joined `token_ids` are exactly the trace's; the tokens on assistant messages
+are exactly those with mask 1, in order, with the trace's logprobs. So what was sampled in one call stands on one
+assistant message; what the policy was told in between, template and all, stands on the last message before it that is
+no assistant's, and the others there have none. An assistant message that this trace does not own (a copy in a fork, an
+example in the prompt) has no tokens of its own: they are told. The list ends with what was sampled last.
+
+`input_ids`, the prompt of a call, is every token before it, which the reader has already: only the first assistant
+message has it, for else a result would grow with the square of its turns. Who wants all of them says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rollyard.core import Json, Message, Span, Trace, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A span, and the message that it is the text of."""
+
+    span: Span
+    message: int
+
+
+def trained_trace(trajectory: Trajectory) -> int | None:
+    """Which trace the messages are of: there is place for one, so the one with the most sampled tokens. None: none."""
+    sizes = [trace.sampled_tokens for trace in trajectory.traces]
+    return max(range(len(sizes)), key=sizes.__getitem__) if any(sizes) else None
+
+
+def messages_of(trajectory: Trajectory, *, with_all_input_ids: bool = False) -> list[dict[str, Any]]:
+    """See the module. Without a trace (a text engine's), messages without tokens; without an assistant's, none."""
+    chosen = trained_trace(trajectory)
+    if chosen is None:
+        return _text_only(trajectory.messages)
+    trace = trajectory.traces[chosen]
+    spans = sorted((span for span in trace.spans if span.is_owned), key=lambda span: span.start)
+    places = _places(trajectory, spans)
+    if places is None:  # whoever wrote these messages did not write one for each call
+        messages: Sequence[Message] = [{"role": "assistant", "content": ""} for _ in spans]
+        places = [_Place(span, index) for index, span in enumerate(spans)]
+    else:
+        messages = trajectory.messages
+    return _joined(messages, trace, places, with_all_input_ids)
+
+
+def _places(trajectory: Trajectory, spans: Sequence[Span]) -> list[_Place] | None:
+    """The assistant messages of the calls: the last ones, as many as there were turns. None: they do not fit."""
+    assistants = [index for index, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
+    first = len(assistants) - trajectory.turns
+    if first < 0:
+        return None
+    found: list[_Place] = []
+    for span in spans:
+        if not 0 <= span.turn < trajectory.turns:
+            return None
+        found.append(_Place(span, assistants[first + span.turn]))
+    is_ordered = all(a.message < b.message for a, b in pairwise(found))
+    return found if is_ordered else None
+
+
+def _joined(
+    messages: Sequence[Message], trace: Trace, places: Sequence[_Place], with_all_input_ids: bool
+) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    at, next_message = 0, 0
+    for number, place in enumerate(places):
+        span = place.span
+        between = [_plain(message) for message in messages[next_message : place.message]]
+        told = trace.token_ids[at : span.start]
+        if told:
+            bearer = next((it for it in reversed(between) if it["role"] != "assistant"), None)
+            if bearer is None:
+                bearer = _plain({"role": "user", "content": ""})
+                between.append(bearer)
+            bearer["token_ids"] = told.tolist()
+            # whatever stood behind the bearer has no tokens, so the order of tokens is that of the trace
+        sampled = _plain(messages[place.message])
+        sampled["token_ids"] = trace.token_ids[span.start : span.end].tolist()
+        sampled["logprobs"] = None if trace.logprobs is None else trace.logprobs[span.start : span.end].tolist()
+        if number == 0 or with_all_input_ids:
+            sampled["input_ids"] = trace.token_ids[: span.start].tolist()
+        made += [*between, sampled]
+        at, next_message = span.end, place.message + 1
+    return made
+
+
+def _text_only(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    made = [_plain(message) for message in messages]
+    while made and made[-1]["role"] != "assistant":
+        made.pop()
+    return made
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """In the reference's shape: a text as content, tool calls as their functions."""
+    made: dict[str, Any] = {
+        "role": message.get("role"),
+        "content": _text(message.get("content")),
+        "token_ids": [],
+        "input_ids": None,
+        "logprobs": None,
+    }
+    calls = message.get("tool_calls")
+    if isinstance(calls, Sequence) and calls:
+        functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+        made["tool_calls"] = [function for function in functions if isinstance(function, Mapping)]
+    for name in ("reasoning_content", "tool_call_id", "name"):
+        if message.get(name) is not None:
+            made[name] = message[name]
+    return made
+
+
+def _text(content: Json) -> str:
+    """Of parts, the text."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))

@@ -1,0 +1,247 @@
+"""The paths themselves, in the reference's words: its bodies, its replies, its statuses.
+
+    400   /start when started already; an instance that no handler here knows
+    503   /stop, /status, /cancel, /process when not started; /process without an engine; the service is closing
+    504   /process took longer than `prorl_timeout_s`: the rollout goes on, and the same call again waits for it
+
+What is wrong otherwise has the statuses of the rest of this service. Every error's body has a `detail`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard.core import State
+from rollyard.core.failure import EngineExists, Forbidden, InvalidRequest, NotFound, TaskInvalid, UnknownEnvironment
+from rollyard.engines.prorl import kind_at
+from rollyard.engines.wire import open_http
+from rollyard.service.bounds import while_wanted
+from rollyard.service.house import House, house_of
+from rollyard.service.models import EngineBody, check_body, engine_id
+from rollyard.service.prorl.jobs import Job, Jobs
+from rollyard.service.prorl.results import result_of
+from rollyard.service.records import reply
+from rollyard.service.settings import Settings
+
+router = APIRouter(tags=["prorl"])
+
+PATHS = frozenset({"/start", "/stop", "/status", "/process", "/cancel", "/add_llm_server", "/clear_llm_server"})
+
+OURS = "prorl-"  # of the ids of engines that were added here: only those are cleared here
+
+
+def mount(app: FastAPI, house: House) -> None:
+    app.state.prorl = Jobs(house)
+    app.include_router(router)
+
+
+def open_paths(settings: Settings) -> frozenset[str]:
+    """Those that need no token; why, says the package. Who sets tokens means them."""
+    has_tokens = bool(settings.admin_tokens or settings.trainer_tokens)
+    return PATHS if settings.prorl and settings.is_loopback and not has_tokens else frozenset()
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore")  # as the reference does
+
+
+class ProcessBody(_Body):
+    instance: dict[str, Any]
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    job_id: str | None = None
+
+
+class CancelBody(_Body):
+    job_id: str
+
+
+class ServerBody(_Body):
+    """Only the address is the reference's. The rest is for who can say more."""
+
+    address: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+    tokenizer: str = ""
+    renderer: str = ""
+    model: str = ""
+    kind: str = ""
+
+
+# --- the intake ---------------------------------------------------------------------------------------
+
+
+@router.post("/start")
+async def start(request: Request) -> Response:
+    """Opens the intake, for one batch of the trainer's."""
+    if not await _jobs(request).start():
+        return _refused(400, "Server is already running")
+    return reply({"status": "Server started successfully"})
+
+
+@router.post("/stop")
+async def stop(request: Request) -> Response:
+    """Shuts the intake and cancels what has not ended: the trainer's engines are about to sleep. What waits in
+    /process is answered with a result that says so."""
+    jobs = _jobs(request)
+    if not await jobs.intake.end():
+        return _not_running()
+    await jobs.cancel_all()
+    return reply({"status": "Server stopped successfully"})
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """Jobs by stage."""
+    jobs = _jobs(request)
+    if not jobs.intake.now.is_open:
+        return _not_running()
+    return reply({"status": "running", "pending_jobs": jobs.waiting, **await jobs.counts()})
+
+
+# --- jobs ---------------------------------------------------------------------------------------------
+
+
+@router.post("/process")
+async def process(request: Request) -> Response:
+    """Plays one instance and answers with its result. The same call again waits for the same rollout."""
+    house, jobs = house_of(request), _jobs(request)
+    body = await _read(request, ProcessBody)
+    if not jobs.intake.now.is_open or house.yard.is_draining:
+        return _not_running()
+    if not jobs.has_engine:
+        return _refused(503, "No LLM server addresses configured. Please add at least one LLM server address.")
+    job = Job(body.instance, body.sampling_params, body.job_id)
+    try:
+        rollout = await jobs.begin(job)
+    except (UnknownEnvironment, TaskInvalid) as error:
+        return _refused(400, f"Invalid dataset type or instance: {error.detail}")
+    ended = await while_wanted(request, jobs.ended(rollout, house.settings.prorl_timeout_s), house.closing)
+    if ended is None:
+        return _refused(503, f"the service is closing; the job is kept as rollout {rollout.id}")
+    if ended.state is not State.ENDED:
+        return _refused(504, f"Processing timed out; the job goes on as rollout {rollout.id}: ask again")
+    trajectory = await house.store.trajectory(ended.id)
+    result = result_of(
+        ended,
+        body.instance,
+        trajectory,
+        git_patch=await jobs.patch_of(trajectory),
+        with_all_input_ids=body.sampling_params.get("all_input_ids") is True,
+    )
+    return reply(result)
+
+
+@router.post("/cancel")
+async def cancel(request: Request) -> Response:
+    """Cancels a job, also one that has not come yet. Whoever waits for it is answered with a result that says so."""
+    jobs = _jobs(request)
+    body = await _read(request, CancelBody)
+    if not jobs.intake.now.is_open:
+        return _not_running()
+    await jobs.cancel(body.job_id)
+    return reply({"status": f"Cancel requested for job {body.job_id}"})
+
+
+# --- engines ------------------------------------------------------------------------------------------
+
+
+@router.post("/add_llm_server")
+async def add_llm_server(request: Request) -> Response:
+    """Takes an engine in, as what it answers to be: vLLM, SGLang, or the reference's own protocol."""
+    _need_admin(request)
+    house = house_of(request)
+    body = await _read(request, ServerBody)
+    kind = body.kind
+    if not kind:
+        async with open_http() as http:
+            kind = await kind_at(body.address, http)
+    raw = {
+        "id": f"{OURS}{engine_id(body.address)}"[:128],
+        "url": body.address,
+        "kind": str(kind),
+        "policy": _jobs(request).policy,
+        "model": body.model,
+        "tokenizer": body.tokenizer or house.settings.prorl_tokenizer,
+        "renderer": body.renderer,
+    }
+    spec = check_body(raw, EngineBody).to_spec()
+    try:
+        await house.router.add(spec)
+    except EngineExists:
+        return reply({"status": f"LLM server address {body.address} is there already"})
+    try:
+        await house.store.put_engine(spec)
+    except BaseException:
+        await house.router.remove(spec.id)  # what is not remembered is not there either
+        raise
+    return reply({"status": f"Added LLM server address: {body.address}"})
+
+
+@router.post("/clear_llm_server")
+async def clear_llm_server(request: Request) -> Response:
+    """Takes out the engines that were added here, and begins a new period. Those of the settings stay."""
+    _need_admin(request)
+    house = house_of(request)
+    await _jobs(request).intake.renew()
+    added = [status.spec.id for status in house.router.list() if status.spec.id.startswith(OURS)]
+    async with asyncio.TaskGroup() as group:
+        for name in added:
+            group.create_task(_remove(house, name))
+    return reply({"status": "Cleared all LLM server addresses"})
+
+
+async def _remove(house: House, name: str) -> None:
+    try:
+        await house.router.remove(name)
+    except NotFound:
+        return  # two cleared at once
+    await house.store.delete_engine(name)
+    house.yard.metrics.engine_removed(name)
+
+
+# --- what they share ----------------------------------------------------------------------------------
+
+
+def _jobs(request: Request) -> Jobs:
+    return request.app.state.prorl
+
+
+def _need_admin(request: Request) -> None:
+    """Where tokens are asked for at all, engines are for admins: an engine sees every prompt."""
+    caller = request.scope.get("rollyard.caller")
+    if caller is not None and not caller.is_admin:
+        raise Forbidden(f"{request.method} {request.url.path} is for admins")
+
+
+def _refused(status: int, detail: str) -> Response:
+    return reply({"detail": detail}, status)
+
+
+def _not_running() -> Response:
+    return _refused(503, "Server is not running. Please start the server first.")
+
+
+async def _read(request: Request, model: type[BaseModel]) -> Any:
+    """Tables send NaN where there is nothing, which is not JSON; it is read as null."""
+    data = await request.body()
+    try:
+        raw = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raw = _lenient(data)
+    return check_body(raw, model)
+
+
+def _lenient(data: bytes) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(data, parse_constant=lambda _: None)
+        msgspec.json.encode(raw)  # half a surrogate pair cannot be stored
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}" if data else "the body is empty") from error
+    return raw

@@ -1,0 +1,89 @@
+"""/v1/groups: n rollouts of one task, one record at the end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard.core import Group, Json, Task, check_id, new_id
+from rollyard.core.failure import InvalidRequest
+from rollyard.sampling.groups import new_group
+from rollyard.sampling.opening import rollouts_of
+from rollyard.service.auth import caller_of, require_mine
+from rollyard.service.bounds import while_wanted
+from rollyard.service.draw_models import GroupBody, GroupsBody, SingleGroupBody
+from rollyard.service.house import house_of
+from rollyard.service.models import check_body, read_json
+from rollyard.service.openapi import json_body
+from rollyard.service.pages import group_object
+from rollyard.service.problems import field_path
+from rollyard.service.records import reply
+from rollyard.service.tasks import checked_task
+
+router = APIRouter(prefix="/v1", tags=["groups"])
+
+
+class GroupQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0, description="Answer when its members have ended, or after so long."
+    )
+
+
+@router.post("/groups", status_code=202, openapi_extra=json_body(GroupsBody, SingleGroupBody))
+async def create(request: Request) -> Response:
+    """Takes one or many groups in, durably, all or none. Rollout k of group G is `G-k`."""
+    house = house_of(request)
+    raw = await read_json(request)
+    if isinstance(raw, dict) and "groups" in raw:
+        many = check_body(raw, GroupsBody)
+        run_id, bodies, is_single = many.run, many.groups, False
+    else:
+        one = check_body(raw, SingleGroupBody)
+        run_id, bodies, is_single = one.run, list[GroupBody]([one]), True
+    run = await house.run(run_id)
+    require_mine(caller_of(request), run)
+    version = house.router.version(run.policy)
+    wanted: list[tuple[Group, Task, dict[str, Json]]] = []
+    for number, body in enumerate(bodies):
+        path = ("task",) if is_single else ("groups", number, "task")
+        task = checked_task(house.shop, body.task, run, path)
+        name = new_id("g") if body.id is None else check_id(body.id, field_path((*path[:-1], "id")))
+        priority = run.priority if body.priority is None else body.priority
+        group = new_group(name, run.id, body.size, body.spares, body.min_members, priority, version)
+        wanted.append((group, task, body.identity()))
+    groups = await house.sampler.groups.put(wanted)
+    return reply({"groups": [group_object(group) for group in groups]}, 202)
+
+
+@router.get("/groups/{group_id}")
+async def get_group(request: Request, group_id: str, query: Annotated[GroupQuery, Query()]) -> Response:
+    """The group with its members, at once or when they have ended."""
+    house = house_of(request)
+    check_id(group_id, "group")
+    wait_s = house.wait_s(query.wait_s)
+    group = None
+    if wait_s:
+        group = await while_wanted(request, house.sampler.groups.wait(group_id, wait_s), house.closing)
+    if group is None:
+        group = await house.store.get_group(group_id)
+    return reply(group_object(group, await rollouts_of(house.store, group.id)))
+
+
+@router.delete("/groups/{group_id}", status_code=202)
+async def cancel(request: Request, group_id: str) -> Response:
+    """Cancels a group and its rollouts. One that belongs to a draw is that draw's business."""
+    house = house_of(request)
+    group = await house.store.get_group(check_id(group_id, "group"))
+    require_mine(caller_of(request), await house.store.get_run(group.run))
+    if group.draw is not None:
+        raise InvalidRequest(
+            f"group {group_id!r} belongs to the draw {group.draw!r}: close that, or cancel its rollouts"
+        )
+    group = await house.sampler.groups.cancel(group.id)
+    return reply({"id": group.id, "state": group.state}, 202)

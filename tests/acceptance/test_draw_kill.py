@@ -1,0 +1,144 @@
+"""Fifty batches of a draw while the service and its trainer are killed, again and again.
+
+Every group is delivered once; nothing is dropped under `deliver`; nothing is outside the bound under `wait`; what a
+restarted trainer gets again is what it got before; and in the end the engines have no session left.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard import AsyncClient
+from tests.acceptance.test_kill import Service, call, engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+BATCHES = 50
+SERVICE_KILLS = 8
+TRAINER_KILLS = 8
+TASKS = 60
+
+SCRIPT = {
+    "rules": [
+        {"if": "write good", "turns": [call("shell", command="echo good > out.txt"), call("finish")]},
+    ],
+    "default": ["ok"],
+}
+
+
+def task(number: int) -> dict[str, Any]:
+    """Its reward is a function of the member's place: the odd ones find the file and leave it alone."""
+    check = 'test "$(cat out.txt)" = good && test $(( $(od -An -N1 -tu1 /dev/urandom) % 2 )) = 0'
+    return {"environment": "shell", "data": {"instruction": f"write good, number {number}", "checks": [check]}}
+
+
+class Trainer:
+    def __init__(self, service: Service, folder: Path, on_stale: str) -> None:
+        self._service = service
+        self._folder = folder
+        self._on_stale = on_stale
+        self._process: asyncio.subprocess.Process | None = None
+        self.journal = folder / "journal"
+
+    async def start(self) -> None:
+        script = Path(__file__).with_name("draw_trainer.py")
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(script), self._service.url, self._service.token, str(self.journal)),
+            *(self._on_stale, str(BATCHES), str(self._folder / "tasks.jsonl")),
+            env={**os.environ, "PYTHONPATH": ""},
+        )
+
+    async def kill(self) -> None:
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def gets(self, more: int) -> None:
+        """Waits until it has got so many more batches, or is done."""
+        enough = len(self.entries()) + more
+        while len(self.entries()) < enough and not self.is_done:
+            await asyncio.sleep(0.05)
+
+    async def done(self) -> None:
+        assert self._process is not None
+        assert await self._process.wait() == 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._process is not None and self._process.returncode == 0
+
+    def entries(self) -> list[dict[str, Any]]:
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        found: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue  # half a line: killed while it wrote
+        return found
+
+
+@pytest.mark.parametrize("on_stale", ["deliver", "wait"])
+async def test_fifty_batches_with_deaths_on_both_sides(tmp_path: Path, on_stale: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tests.acceptance.test_kill.SCRIPT", SCRIPT)
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task(number)) + "\n" for number in range(TASKS)))
+    async with engine(tmp_path) as engine_url:
+        service = Service(tmp_path, engine_url)
+        await service.start()
+        trainer = Trainer(service, tmp_path, on_stale)
+        await trainer.start()
+        deaths = ["service"] * SERVICE_KILLS + ["trainer"] * TRAINER_KILLS
+        chance.shuffle(deaths)
+        try:
+            for victim in deaths:
+                await trainer.gets(chance.randint(1, 3))
+                await asyncio.sleep(chance.uniform(0.0, 0.5))
+                if trainer.is_done:
+                    break
+                if victim == "service":
+                    await service.kill()
+                    await service.start()
+                else:
+                    await trainer.kill()
+                    await trainer.start()
+            await trainer.done()
+            async with AsyncClient(service.url, service.token) as yard:
+                draw = await yard.get_draw("d")
+                facts = await draw.status()
+                await draw.close()
+                async with asyncio.timeout(30):
+                    while any(one["sessions"] or one["in_flight"] for one in await yard.engines()):
+                        await asyncio.sleep(0.1)
+        finally:
+            await trainer.kill()
+            await service.stop()
+    entries = trainer.entries()
+    batches: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        assert batches.setdefault(entry["number"], entry) == entry, "a batch that came again is the same"
+    assert sorted(batches) == list(range(1, BATCHES + 1))
+    groups = [group for number in sorted(batches) for group in batches[number]["groups"]]
+    names = [group["id"] for group in groups]
+    assert len(names) == len(set(names)) == 4 * BATCHES, "every group once"
+    assert all(sorted(group["rewards"]) == [0.0, 1.0] for group in groups), "only groups with signal"
+    assert all(tokens for group in groups for tokens in group["tokens"])
+    figures = facts["figures"]
+    assert figures["dropped"] == figures["cancelled"] == figures["void"] == 0
+    assert figures["delivered"] == 4 * BATCHES
+    ends = ("open", "complete", "delivered", "filtered", "failed")
+    assert figures["admitted"] == sum(figures[name] for name in ends)
+    assert len(entries) > len(batches), "the kills hit something"
+    if on_stale == "wait":
+        for number, batch in batches.items():
+            for group in batch["groups"]:
+                assert batch["version"] - group["admitted"] <= 1, (number, group["id"])

@@ -1,0 +1,178 @@
+"""A draw driven by hand: the service's turn in its order, and a trainer and groups that do what a test says.
+
+It keeps its own books of every group and checks the rules that hold at all times after each step (`check`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from rollyard.core import Batch, Draw, Group, GroupState
+from rollyard.core.draw import DrawConfig, OnStale, SourceKind, SourceSpec
+from rollyard.core.group import Stats
+from rollyard.sampling.drawing import Drawing, Flying
+from rollyard.sampling.order import Order
+
+ENDS = (
+    GroupState.DELIVERED,
+    GroupState.FILTERED,
+    GroupState.FAILED,
+    GroupState.CANCELLED,
+    GroupState.DROPPED,
+    GroupState.VOID,
+)
+
+
+def config_of(size: int | None = 100, **changes: object) -> DrawConfig:
+    kind = SourceKind.PUSH if size is None else SourceKind.TASKS
+    return replace(DrawConfig(SourceSpec(kind, size=size), group_size=4), **changes)
+
+
+class Driven:
+    """See the module. Groups sample 10 tokens for each of their members."""
+
+    def __init__(self, config: DrawConfig, want: int = 4) -> None:
+        self.config = config
+        self.want = want
+        self.drawing = Drawing(Draw("d", "r", config), Order(config, config.source.size))
+        self.groups: dict[str, Group] = {}
+        self.flying: dict[str, Flying] = {}  # every one there was
+        self.batches: list[Batch] = []  # closed
+        self.infra = Counter[tuple[int, int]]()
+
+    @property
+    def version(self) -> int:
+        return self.drawing.progress.version
+
+    def open(self) -> list[str]:
+        return [group.id for group in self.groups.values() if group.state is GroupState.OPEN]
+
+    def of(self, state: GroupState) -> list[Group]:
+        return [group for group in self.groups.values() if group.state is state]
+
+    def ask(self) -> None:
+        assert self.drawing.batch is None
+        self.drawing.ask(self.want)
+        self.settle()
+
+    def raise_version(self) -> None:
+        self.drawing.set_version(self.version + 1)
+        self.settle()
+
+    def end(self, group_id: str, *, is_kept: bool = True) -> None:
+        """All members of a group have ended."""
+        self.drawing.seen([0.0, 1.0] if is_kept else [0.0, 0.0])
+        self._end(group_id, GroupState.COMPLETE if is_kept else GroupState.FILTERED)
+        self.settle()
+
+    def fail(self, group_id: str, *, is_infra: bool) -> None:
+        one = self.flying[group_id]
+        self.infra[one.item.epoch, one.item.index] += is_infra
+        self._end(group_id, GroupState.FAILED, is_infra=is_infra)
+        self.settle()
+
+    def rewind(self, to: int, version: int) -> None:
+        for group_id in self.open():
+            self._end(group_id, GroupState.VOID, returns=True)
+        place = sum(batch.delivered for batch in self.batches if batch.number <= to)
+        undone = [group for group in self.of(GroupState.DELIVERED) if (group.place or 0) > place]
+        for group in self.drawing.rewind(to, place, version, [*undone, *self.of(GroupState.COMPLETE)]):
+            self.groups[group.id] = group
+        self.batches = [batch for batch in self.batches if batch.number <= to]
+        self.settle()
+
+    def settle(self) -> None:
+        drawing = self.drawing
+        while True:
+            for one in drawing.too_old():
+                self._end(one.id, GroupState.DROPPED)
+            for handed in drawing.hand_out():
+                group = replace(
+                    self.groups[handed.id],
+                    state=GroupState.DELIVERED,
+                    batch=handed.batch,
+                    place=handed.place,
+                    batch_version=handed.version,
+                )
+                assert self.groups[handed.id].state is GroupState.COMPLETE
+                self.groups[handed.id] = group
+                drawing.delivered(group)
+            for one in drawing.surplus():
+                self._end(one.id, GroupState.CANCELLED, returns=True)
+            if drawing.check_end() is not None:
+                for group_id in list(drawing.flying):
+                    self._end(group_id, GroupState.CANCELLED)
+            self.batches += drawing.closed
+            drawing.closed.clear()
+            begun = drawing.admit()
+            for one in begun:
+                assert one.id not in self.flying, "a name is used once"
+                self.flying[one.id] = one
+                self.groups[one.id] = Group(
+                    one.id, "r", self.config.group_size, admitted_version=one.version, order=one.order,
+                    epoch=one.item.epoch, item=one.item.index, tries=one.item.tries, turn=one.item.turn,
+                )  # fmt: skip
+            if not begun:
+                return self.check()
+            self._check_pace()
+
+    def _end(self, group_id: str, state: GroupState, *, is_infra: bool = False, returns: bool = False) -> None:
+        group = self.groups[group_id]
+        assert group.state in (GroupState.OPEN, GroupState.COMPLETE), "a group ends once"
+        stats = group.stats or Stats(sampled_tokens=10 * self.config.group_size)
+        self.drawing.ended(group_id, state, stats, is_infra=is_infra, returns=returns)
+        versions = {"oldest_version": group.admitted_version, "newest_version": self.version}
+        self.groups[group_id] = replace(group, state=state, stats=stats, **(versions if group.stats is None else {}))
+
+    # --- what holds at all times ----------------------------------------------------------------------
+
+    def _check_pace(self) -> None:
+        """Before the last one was begun there was room by the stated rule."""
+        drawing, config, progress = self.drawing, self.config, self.drawing.progress
+        complete, opened = len(self.of(GroupState.COMPLETE)), len(self.open()) - 1
+        rate = 1.0 if config.on_stale is OnStale.WAIT else 0.05  # the least there is; at most is tested by hand
+        missing = drawing.batch.want - drawing.batch.delivered if drawing.batch else 0
+        assert complete + opened * rate < max(progress.want * (config.max_staleness + 1) - progress.handed, missing)
+        if config.max_groups_in_flight is not None:
+            assert opened + 1 <= config.max_groups_in_flight
+
+    def check(self) -> None:
+        drawing, figures = self.drawing, self.drawing.progress.figures
+        states = Counter(group.state for group in self.groups.values())
+        assert figures.admitted == len(self.groups) == states.total()
+        for state in ENDS:
+            assert getattr(figures, state.value) == states[state], state
+        assert drawing.open_count == states[GroupState.OPEN]
+        assert set(drawing.flying) == {*self.open(), *(group.id for group in self.of(GroupState.COMPLETE))}
+        assert figures.tokens_delivered == 10 * self.config.group_size * states[GroupState.DELIVERED]
+        self._check_items()
+        self._check_batches()
+        if drawing.draw.is_active and drawing.batch is not None:
+            waits_for_push = drawing.order.is_growing and not drawing.order.has_more(drawing.progress)
+            assert drawing.open_count or waits_for_push, "a batch is waited for and nothing is at work"
+        if not drawing.draw.is_active:
+            assert not drawing.flying and drawing.batch is None
+
+    def _check_items(self) -> None:
+        """A task is used up once an epoch, and at work once at a time; it returns twice at most for infrastructure."""
+        used = defaultdict[tuple[int, int], list[Group]](list)
+        for group in self.groups.values():
+            used[group.epoch, group.item].append(group)
+        for item, groups in used.items():
+            final = [g for g in groups if g.state not in (GroupState.FAILED, GroupState.CANCELLED, GroupState.VOID)]
+            assert len(final) <= 1, f"{item} is there twice in an epoch"
+            assert self.infra[item] <= 3
+            assert [g.turn for g in groups] == list(range(len(groups)))
+        for returned in self.drawing.progress.returned:
+            assert all(g.state is not GroupState.OPEN for g in used[returned.epoch, returned.index])
+
+    def _check_batches(self) -> None:
+        places = sorted(group.place for group in self.of(GroupState.DELIVERED) if group.place is not None)
+        assert places == list(range(1, len(places) + 1)), "the order of delivery has no gap"
+        assert [batch.number for batch in self.batches] == list(range(1, len(self.batches) + 1))
+        for batch in self.batches:
+            of_it = sorted(group.place or 0 for group in self.groups.values() if group.batch == batch.number)
+            assert of_it == list(range(batch.after + 1, batch.after + batch.delivered + 1))
+            assert (batch.delivered == batch.want) or (batch.is_last and batch.reason == self.drawing.draw.reason)
+            assert all(value >= 0 for name, value in batch.figures.items() if isinstance(value, int)), batch.figures

@@ -1,0 +1,130 @@
+"""Which samples count, which are missing, and what is made of them."""
+
+from math import comb
+from typing import Any
+
+import pytest
+
+from rollyard.sampling import estimates, evaluation
+from rollyard.sampling.estimates import pass_curve
+from rollyard.sampling.evaluation import Rules, Sample, TaskSamples, label_of, placed
+from rollyard.sampling.membership import Fate
+
+
+def scored(index: int, reward: float, version: int = 0) -> Sample:
+    return Sample(index, f"r-{index}", reward, "completed", oldest_version=version, newest_version=version, turns=2)
+
+
+def lost(index: int, code: str = "engine_unavailable") -> Sample:
+    return Sample(index, f"r-{index}", code=code, fate=Fate.LOST)
+
+
+def rewards(samples: tuple[Sample, ...]) -> list[float | None]:
+    return [sample.reward for sample in samples]
+
+
+def test_a_spare_has_the_place_of_what_infrastructure_lost():
+    places = placed([scored(3, 0.5), scored(0, 1.0), lost(1), scored(2, 0.0)], 3, 0)
+    assert [sample.index for sample in places] == [0, 2, 3]
+    assert rewards(places) == [1.0, 0.0, 0.5]
+
+
+def test_what_no_spare_could_replace_is_missing_once():
+    places = placed([scored(0, 1.0), lost(1, "stalled"), lost(2), lost(3)], 3, 0)
+    task = TaskSamples("shell", places)
+    assert len(places) == 3 and task.rewards == (1.0,)
+    assert task.missing == {"engine_unavailable": 2}
+
+
+def test_a_spare_that_was_not_needed_does_not_count():
+    assert rewards(placed([scored(index, 1.0) for index in range(4)], 3, 0)) == [1.0] * 3
+
+
+def test_a_task_that_cannot_be_done_is_missing_as_a_whole_however_fast_its_samples_were():
+    hopeless = Sample(1, "r-1", code="setup_failed", fate=Fate.HOPELESS)
+    cancelled = Sample(2, "r-2", code="cancelled", fate=Fate.CANCELLED)
+    task = TaskSamples("shell", placed([scored(0, 1.0), hopeless, cancelled], 4, 0))
+    assert task.rewards == () and task.missing == {"setup_failed": 4}
+
+
+def test_a_sample_of_other_weights_is_missing():
+    """Whether all of its tokens were sampled from them, or only the last."""
+    mixed = Sample(2, "r-2", 1.0, oldest_version=3, newest_version=4)
+    silent = Sample(3, "r-3", 0.0)  # nothing was sampled: no version
+    task = TaskSamples("shell", placed([scored(0, 1.0, 3), scored(1, 1.0, 4), mixed, silent], 4, 3))
+    assert task.rewards == (1.0, 0.0) and task.missing == {"version_changed": 2}
+
+
+def test_what_has_not_begun_is_missing():
+    assert TaskSamples("", placed([], 2, 0)).missing == {"not_begun": 2}
+    assert TaskSamples("", placed([scored(0, 1.0)], 2, 0, "version_changed")).missing == {"version_changed": 1}
+
+
+def tasks_of(*skills: int, n: int = 4, environment: str = "math", label: str = "") -> list[TaskSamples]:
+    return [
+        TaskSamples(environment, tuple(scored(index, float(index < skill)) for index in range(n)), label)
+        for skill in skills
+    ]
+
+
+def evaluated(tasks: list[TaskSamples], rules: Rules, **options: bool) -> dict[str, Any]:
+    return evaluation.evaluated(tasks, rules, **options)
+
+
+def by_hand(n: int, skills: tuple[int, ...], k: int) -> float:
+    return sum(1 - comb(n - c, k) / comb(n, k) for c in skills) / len(skills)
+
+
+def test_pass_at_k_is_told_for_each_part_and_over_all():
+    tasks = [*tasks_of(2, 4, 0, label="a"), *tasks_of(1, environment="code", label="b")]
+    result = evaluated(tasks, Rules(4, 4), has_labels=True)
+    told = {name: part["pass_at"] for name, part in result["environments"].items()}
+    assert told["math"]["3"]["mean"] == pytest.approx(by_hand(4, (2, 4, 0), 3), abs=1e-12)
+    assert told["code"]["1"]["mean"] == 0.25
+    assert result["all"]["pass_at"]["2"]["mean"] == pytest.approx(by_hand(4, (2, 4, 0, 1), 2))
+    assert result["by"]["a"] == result["environments"]["math"]
+    assert (result["missing"], result["missing_share"]) == ({}, 0.0)
+
+
+def test_missing_samples_are_in_no_number():
+    short = TaskSamples("math", placed([scored(0, 1.0), lost(1), lost(2)], 2, 0))
+    gone = TaskSamples("math", placed([], 2, 0, "forgotten"))
+    result = evaluated([*tasks_of(1, n=2), short, gone], Rules(2, 2))
+    part = result["all"]
+    assert result["missing"] == {"forgotten": 2, "engine_unavailable": 1} and result["missing_share"] == 0.5
+    assert (part["tasks"], part["samples"], part["missing"], part["turns"]) == (3, 3, 3, 2.0)
+    one, two = part["pass_at"]["1"], part["pass_at"]["2"]
+    assert (one["mean"], one["tasks"], one["missing"]) == (0.75, 2, 1)
+    assert (two["mean"], two["tasks"], two["missing"]) == (1.0, 1, 2)
+    nothing = evaluated([gone], Rules(2, 2))["all"]
+    assert nothing["reward"] is None and nothing["pass_at"] == {"1": None, "2": None}
+
+
+def test_the_same_samples_give_the_same_numbers_in_any_order():
+    tasks = tasks_of(*(number % 5 for number in range(40)))
+    rules = Rules(4, 4, seed=7)
+    assert evaluated(tasks, rules) == evaluated(tasks[::-1], rules)
+    assert evaluated(tasks, rules)["all"] != evaluated(tasks, Rules(4, 4, seed=8))["all"]
+
+
+def test_all_k_share_one_bootstrap(monkeypatch: pytest.MonkeyPatch):
+    """One of its own for each of 64 k took a minute for 5,000 tasks."""
+    calls: list[int] = []
+    once = estimates._bootstrap
+
+    def counted(values: estimates.Floats, level: float, seed: int) -> tuple[estimates.Floats, estimates.Floats]:
+        calls.append(values.shape[1])
+        return once(values, level, seed)
+
+    monkeypatch.setattr(estimates, "_bootstrap", counted)
+    part = evaluated(tasks_of(*(number % 65 for number in range(500)), n=64), Rules(64, 64))["all"]
+    assert sorted(calls) == [1, 64]  # the rewards, and every pass@k
+    curve = pass_curve([(64, number % 65) for number in range(500)], [1, 8, 64])
+    for k, alone in curve.items():
+        assert alone is not None and alone.interval is not None
+        told = part["pass_at"][str(k)]
+        assert (told["low"], told["high"]) == pytest.approx(alone.interval)
+
+
+def test_a_label_is_what_the_data_says():
+    assert [label_of({"family": "gcd", "n": 3}, key) for key in ("family", "n", "none")] == ["gcd", "3", ""]

@@ -1,0 +1,143 @@
+"""Who is in a group: by index and by infrastructure, never by who was first."""
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollyard.core import Blame, Failure, Group, Rollout, Task
+from rollyard.core.failure import Outcome
+from rollyard.core.rollout import Ending, LostAttempt, Summary
+from rollyard.core.score import Score
+from rollyard.sampling.membership import End, Fate, Standing, counted, end_of, standing, stats_of, versions_of
+
+TASK = Task("shell")
+FATES = st.sampled_from([Fate.STOOD, Fate.STOOD, Fate.LOST, Fate.CANCELLED])
+
+
+def stood(index: int, reward: float | None = 1.0, *, is_trainable: bool = True) -> End:
+    return End(index, Fate.STOOD, reward, is_trainable=is_trainable and reward is not None, sampled_tokens=10)
+
+
+def ended(failure: Failure | None, reward: float | None, outcome: Outcome, *, is_trainable: bool = False) -> End:
+    score = None if reward is None else Score(reward)
+    summary = Summary(sampled_tokens=7, oldest_version=2, newest_version=3)
+    ending = Ending(outcome, score, failure, is_trainable, summary)
+    lost = (LostAttempt(1, "sandbox_lost", "", tokens_lost=5),)
+    return end_of(Rollout("g-4", "r", TASK, group="g", index=4, lost=lost, ending=ending))
+
+
+@pytest.mark.parametrize(
+    ("blame", "fate"),
+    [
+        (Blame.INFRA, Fate.LOST),
+        (Blame.TASK, Fate.HOPELESS),
+        (Blame.CLIENT, Fate.CANCELLED),
+        (Blame.POLICY, Fate.STOOD),
+    ],
+)
+def test_a_failure_without_a_score_counts_by_whose_fault_it_is(blame: Blame, fate: Fate):
+    found = ended(Failure("code", blame, ""), None, Outcome.FAILED)
+    assert (found.fate, found.reward, found.is_trainable, found.code) == (fate, None, False, "code")
+
+
+def test_a_scored_rollout_keeps_its_place_and_its_lost_attempts_tokens():
+    whole = ended(None, 0.5, Outcome.COMPLETED, is_trainable=True)
+    assert (whole.index, whole.fate, whole.reward, whole.is_trainable) == (4, Fate.STOOD, 0.5, True)
+    assert (whole.sampled_tokens, whole.oldest_version, whole.newest_version) == (12, 2, 3)
+    cut = ended(Failure("run_deadline", Blame.POLICY, ""), 0.0, Outcome.TRUNCATED)
+    assert (cut.fate, cut.reward, cut.is_trainable) == (Fate.STOOD, 0.0, False)
+
+
+def run_through(group: Group, fates: list[Fate], order: list[int]) -> tuple[Group, Standing, dict[int, End]]:
+    """Ends the started rollouts in that order of preference, beginning spares when told to, until it is over."""
+    ends: dict[int, End] = {}
+    now = standing(group, ends)
+    while not now.is_over:
+        if now.start:
+            assert now.start.start == group.started, "rollouts are begun one after another"
+            group = Group(group.id, group.run, group.size, group.spares, group.min_members, started=now.start.stop)
+        at_work = [index for index in order if index < group.started and index not in ends]
+        assert at_work, "a group that is not over has somebody at work"
+        index = at_work[0]
+        ends[index] = End(index, fates[index], 1.0 if fates[index] is Fate.STOOD else None, sampled_tokens=1)
+        now = standing(group, ends)
+    return group, now, ends
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_the_members_do_not_depend_on_who_ends_first(data: st.DataObject):
+    size, spares = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
+    least = data.draw(st.none() | st.integers(1, size))
+    fates = data.draw(st.lists(FATES, min_size=size + spares, max_size=size + spares))
+    order = data.draw(st.permutations(range(size + spares)))
+    fresh = Group("g", "r", size, spares, least, started=size)
+    group, now, ends = run_through(fresh, fates, list(order))
+    by_index, then, _ = run_through(fresh, fates, list(range(size + spares)))
+    assert (now.members, now.failure, group.started) == (then.members, then.failure, by_index.started)
+
+    places = [index for index in range(size + spares) if fates[index] is not Fate.LOST][:size]
+    kept = tuple(index for index in places if fates[index] is Fate.STOOD)
+    enough = size if least is None else least
+    assert now.members == (kept if len(kept) >= enough else ())
+    assert (now.failure is None) is (len(kept) >= enough)
+    lost = sum(fates[index] is Fate.LOST for index in ends)
+    assert group.started == size + min(lost, spares), "a spare is for a lost one, and for nobody else"
+    assert set(ends) == set(range(group.started)), "nobody is left out for being slow"
+
+
+def test_a_spare_waits_for_a_loss_and_takes_that_place_only():
+    group = Group("g", "r", 3, spares=2, started=3)
+    assert standing(group, {0: stood(0), 1: stood(1)}) == Standing(), "the third is slow: it is waited for"
+    lost = {0: stood(0), 1: End(1, Fate.LOST)}
+    assert standing(group, lost) == Standing(start=range(3, 4))
+    with_spare = Group("g", "r", 3, spares=2, started=4)
+    assert standing(with_spare, {**lost, 3: stood(3)}) == Standing(), "the spare was faster than member 2"
+    assert standing(with_spare, {**lost, 3: stood(3), 2: stood(2)}) == Standing(is_over=True, members=(0, 2, 3))
+
+
+def test_without_spares_left_a_group_is_short_or_delivered_short():
+    lost = {0: stood(0), 1: End(1, Fate.LOST), 2: stood(2)}
+    assert standing(Group("g", "r", 3, spares=0, started=3), lost).failure == "short_of_members"
+    assert standing(Group("g", "r", 3, spares=0, min_members=2, started=3), lost).members == (0, 2)
+
+
+def test_one_that_was_cancelled_has_no_spare():
+    ends = {0: stood(0), 1: End(1, Fate.CANCELLED)}
+    assert standing(Group("g", "r", 2, spares=2, started=2), ends) == Standing(is_over=True, failure="cancelled")
+
+
+@pytest.mark.parametrize("order", list(permutations((Fate.HOPELESS, Fate.LOST))))
+def test_a_task_that_cannot_be_done_fails_the_group_at_once(order: tuple[Fate, ...]):
+    ends = {index: End(index, fate, code="task_invalid") for index, fate in enumerate(order)}
+    assert standing(Group("g", "r", 4, started=4), ends) == Standing(is_over=True, failure="task_invalid")
+
+
+def test_statistics_are_over_those_that_are_trained_on():
+    ends = {
+        0: stood(0, 1.0),
+        1: stood(1, 0.0),
+        2: stood(2, 1.0, is_trainable=False),
+        3: stood(3, None),
+        4: End(4, Fate.LOST, sampled_tokens=3),
+    }
+    assert counted(ends, (0, 1, 2, 3)) == [1.0, 0.0]
+    stats = stats_of(ends, (0, 1, 2, 3))
+    assert (stats.members, stats.scored, stats.trainable, stats.infra_failures) == (4, 3, 2, 1)
+    assert (stats.mean, stats.spread, stats.pass_rate, stats.lowest, stats.highest) == (0.5, 0.5, 0.5, 0.0, 1.0)
+    assert stats.sampled_tokens == 43, "what was lost was sampled, too"
+    nobody = stats_of({}, ())
+    assert (nobody.mean, nobody.spread, nobody.pass_rate, nobody.lowest) == (None, None, None, None)
+
+
+def test_versions_are_those_of_members_that_sampled():
+    ends = {
+        0: End(0, Fate.STOOD, oldest_version=3, newest_version=4),
+        1: End(1, Fate.STOOD),
+        2: End(2, Fate.LOST, oldest_version=1, newest_version=9),
+        3: End(3, Fate.STOOD, oldest_version=2, newest_version=3),
+    }
+    assert versions_of(ends, (0, 1, 3)) == (2, 4)
+    assert versions_of(ends, (1,)) == (-1, -1)

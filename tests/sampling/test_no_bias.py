@@ -1,0 +1,121 @@
+"""What reaches the trainer is what was begun, however long it took: statistics over the simulated world.
+
+Successes take six times as long as failures here, and some rollouts ten times as long as others. The rules by default
+must show none of that in what is delivered; the two settings that are documented as biased must, or these tests could
+not fail. Seeds are fixed; a difference counts in standard errors of the two means (which is generous to neither: most
+groups are in both, so by chance alone it stays well below one).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import fmean, pvariance
+
+import pytest
+
+from rollyard.cli.bench._draw_policies import Ours, reference
+from rollyard.cli.bench._draw_world import Begun, World
+from rollyard.cli.bench.draw import followed, window
+from rollyard.core.draw import KeepSpec, OnStale, Surplus
+
+WORLD = World(want=16, slots=256, train_s=100.0, success_slower=6.0, stragglers=0.02, seed=7)
+COUNT = 40
+ALL = KeepSpec("all")
+
+RULES: dict[str, dict[str, object]] = {
+    "default": {},
+    "default, keep all": {"keep": ALL},
+    "wait": {"on_stale": OnStale.WAIT, "max_staleness": 2},
+    "cancel": {"surplus": Surplus.CANCEL},
+    "cancel, keep all": {"surplus": Surplus.CANCEL, "keep": ALL},
+    "drop": {"on_stale": OnStale.DROP},
+    "drop, keep all": {"on_stale": OnStale.DROP, "keep": ALL},
+}
+FAIR = ["default", "default, keep all", "wait"]
+BIASED = ["cancel", "cancel, keep all", "drop", "drop, keep all"]
+
+
+@cache
+def drawn(rules: str) -> tuple[list[Begun], list[Begun]]:
+    """Groups that were begun, and that were delivered, during the counted batches; of those that the filter wants.
+    Neither is made of the other: what is in flight at the two ends of the time is in one and not in the other."""
+    ours = Ours(WORLD, is_early=rules == "wait", **RULES[rules])
+    tally = ours.run(followed(COUNT))
+    since_s, until_s = window(tally, COUNT)
+    wanted = [begun for begun in tally.begun if begun.script.has_signal or "keep all" in rules]
+    begun = [one for one in wanted if since_s <= one.begun_s < until_s]
+    delivered = [one for one in wanted if one.end == "delivered" and since_s <= one.ended_s < until_s]
+    return begun, delivered
+
+
+def pass_rate(begun: Begun) -> float:
+    return begun.script.pass_rate
+
+
+def length(begun: Begun) -> float:
+    return float(begun.script.tokens)
+
+
+def slowest_s(begun: Begun) -> float:
+    return max(member.took_s for member in begun.script.members)
+
+
+def difference(begun: Sequence[Begun], delivered: Sequence[Begun], of: Callable[[Begun], float]) -> float:
+    """How much more the delivered have of it, in standard errors."""
+    ours, theirs = [of(one) for one in delivered], [of(one) for one in begun]
+    error = math.sqrt(pvariance(ours) / len(ours) + pvariance(theirs) / len(theirs))
+    return (fmean(ours) - fmean(theirs)) / error
+
+
+@pytest.mark.parametrize("of", [pass_rate, length, slowest_s])
+@pytest.mark.parametrize("rules", FAIR)
+def test_what_is_delivered_is_like_what_was_begun(rules: str, of: Callable[[Begun], float]):
+    begun, delivered = drawn(rules)
+    assert len(delivered) >= COUNT * WORLD.want
+    assert abs(difference(begun, delivered, of)) < 1.5
+
+
+@pytest.mark.parametrize("rules", BIASED)
+def test_what_is_documented_as_biased_is_found_to_be(rules: str):
+    begun, delivered = drawn(rules)
+    assert difference(begun, delivered, slowest_s) < -5
+    assert any(one.end == "thrown" for one in begun)
+
+
+@pytest.mark.parametrize("rules", ["cancel", "cancel, keep all"])
+def test_the_bias_reaches_the_pass_rate_and_the_length(rules: str):
+    assert difference(*drawn(rules), pass_rate) < -3.5, "successes are slow, and missing"
+    assert difference(*drawn(rules), length) < -2.5
+
+
+@pytest.mark.parametrize("rules", FAIR)
+def test_every_group_that_was_begun_is_delivered_or_filtered_in_the_end(rules: str):
+    begun, _ = drawn(rules)
+    assert {one.end for one in begun} == {"delivered"}
+
+
+def test_the_reference_is_biased_against_stragglers_and_successes():
+    tally = reference(WORLD, followed(COUNT))
+    since_s, until_s = window(tally, COUNT)
+    begun = [one for one in tally.begun if one.script.has_signal and since_s <= one.begun_s < until_s]
+    delivered = [one for one in begun if one.end == "delivered"]
+    assert difference(begun, delivered, pass_rate) < -5
+    assert fmean(one.script.has_straggler for one in delivered) < 0.5 * fmean(one.script.has_straggler for one in begun)
+
+
+def test_rewards_before_filtering_are_those_of_everything_that_was_judged():
+    ours = Ours(WORLD)
+    ours.run(followed(COUNT))
+    figures = ours.drawing.progress.figures
+    judged = [one.script for one in ours.tally.begun if not one.left]
+    assert figures.judged == len(judged)
+    assert figures.reward_sum == sum(member.reward for script in judged for member in script.members)
+    assert figures.all_zero == sum(script.pass_rate == 0.0 for script in judged)
+    assert figures.all_one == sum(script.pass_rate == 1.0 for script in judged)
+
+
+def test_under_wait_the_world_never_makes_a_group_too_old():
+    _, delivered = drawn("wait")
+    assert max(one.staleness for one in delivered) <= 2

@@ -1,0 +1,154 @@
+"""How much a draw begins, and how old a group may get: pace by the kept share, and `on_stale`."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollyard.core import GroupState
+from rollyard.core.draw import OnStale
+
+from .driving import Driven, config_of
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    staleness=st.integers(0, 3),
+    want=st.integers(1, 6),
+    kept=st.floats(0.3, 1),
+    is_early=st.booleans(),
+    is_lifo=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_under_wait_nothing_is_ever_too_old(
+    seed: int, staleness: int, want: int, kept: float, is_early: bool, is_lifo: bool
+):
+    """A trainer that takes one batch per version. `is_early`: it asks for the next one before it raises the version,
+    which happens at any moment after that, but before that batch is taken."""
+    dice = Random(seed)
+    it = Driven(config_of(200, max_staleness=staleness, on_stale=OnStale.WAIT), want)
+    it.ask()
+    is_raise_due = False
+    for _ in range(100):
+        if it.drawing.batch is None:
+            if is_raise_due or not is_early:
+                it.raise_version()
+            is_raise_due = is_early
+            it.ask()
+        elif is_raise_due and dice.random() < 0.2:
+            is_raise_due = False
+            it.raise_version()
+        else:
+            opened = it.open()
+            it.end(opened[-1] if is_lifo else dice.choice(opened), is_kept=dice.random() < kept)
+    assert it.drawing.progress.figures.dropped == 0 and it.drawing.progress.figures.stale == 0
+    for group in it.of(GroupState.DELIVERED):
+        assert group.staleness is not None and group.staleness <= staleness
+    assert len(it.batches) > 1
+
+
+def test_under_wait_the_last_places_are_kept_for_the_oldest():
+    it = Driven(config_of(max_staleness=0, on_stale=OnStale.WAIT), want=2)
+    it.ask()
+    first, second = it.open()
+    it.raise_version()
+    third = next(name for name in it.open() if name not in (first, second)) if len(it.open()) > 2 else None
+    it.end(second)
+    assert third is None and it.drawing.batch is not None and it.drawing.batch.delivered == 1
+    it.end(first)
+    assert {group.id for group in it.of(GroupState.DELIVERED)} == {first, second}
+
+
+def test_under_wait_places_are_kept_while_there_still_are_enough():
+    """Two old groups, and two batches that may have them: a newer one that is done must not take a place of theirs."""
+    it = Driven(config_of(max_staleness=2, on_stale=OnStale.WAIT), want=1)
+    it.ask()
+    *old, first = it.open()
+    it.end(first)
+    it.raise_version()
+    it.ask()
+    (newer,) = set(it.open()) - set(old)
+    it.end(newer)
+    assert it.groups[newer].state is GroupState.COMPLETE and it.drawing.batch is not None
+    it.end(old[1])
+    it.raise_version()
+    it.ask()
+    it.end(old[0])
+    assert [it.groups[name].batch for name in (first, old[1], old[0])] == [1, 2, 3]
+    it.raise_version()
+    it.ask()
+    assert it.groups[newer].batch == 4 and it.drawing.progress.figures.dropped == 0
+
+
+def test_a_trainer_that_skips_versions_loses_what_is_too_old_under_wait_and_drop_and_gets_it_under_deliver():
+    for on_stale, dropped in ((OnStale.WAIT, 3), (OnStale.DROP, 3), (OnStale.DELIVER, 0)):
+        it = Driven(config_of(max_staleness=1, on_stale=on_stale), want=1)
+        it.ask()
+        it.end(it.open()[0])
+        for _ in range(3):
+            it.raise_version()
+        old = len([name for name in it.open() if it.flying[name].version < 2])
+        it.ask()
+        assert it.drawing.progress.figures.dropped == (old if dropped else 0)
+        assert bool(old)
+
+
+def test_pace_is_by_the_kept_share_and_never_below_what_the_batch_lacks():
+    it = Driven(config_of(max_staleness=1), want=4)
+    assert it.drawing.admit() == [], "nobody has asked for anything"
+    it.ask()
+    assert len(it.open()) == 8, "two batches' worth, while nothing is known of what is kept"
+    for _ in range(4):
+        it.end(it.open()[0])
+    assert (len(it.batches), len(it.open())) == (1, 4), "the version is the same: S more batches are enough"
+    it.raise_version()
+    assert len(it.open()) == 8
+    tight = Driven(config_of(max_staleness=0, max_groups_in_flight=3), want=4)
+    tight.ask()
+    assert len(tight.open()) == 3
+
+
+def test_what_fails_fast_does_not_make_a_draw_begin_a_thousand_groups():
+    """The first to be judged are those that failed at once; the others have signal and take long."""
+    it = Driven(config_of(10_000, max_staleness=1, patience=10_000), want=32)
+    it.ask()
+    for _ in range(100):
+        fast = [name for name in it.open() if it.flying[name].item.index % 2]
+        if not fast:
+            break
+        it.end(fast[0], is_kept=False)
+    assert len(it.open()) <= 200, "some three times what two batches need at a share of a half"
+
+
+def test_a_straggler_holds_up_nobody_once_half_a_batch_has_overtaken_it():
+    it = Driven(config_of(10_000, max_staleness=1), want=4)
+    it.ask()
+    slow = it.open()[0]
+    for _ in range(40):
+        if it.drawing.batch is None:
+            it.raise_version()
+            it.ask()
+        it.end(next(name for name in it.open() if name != slow))
+        others = len(it.open()) - 1
+        batch = it.drawing.batch
+        handed = batch.delivered if batch is not None else 4
+        overtakers = len(it.batches) * 4 + handed if batch is not None else len(it.batches) * 4
+        if overtakers >= 2:
+            assert others == 8 - handed, "as many others are at work as without it"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_the_long_run_as_much_is_begun_as_the_filter_needs(seed: int):
+    dice = Random(seed)
+    it = Driven(config_of(10_000, max_staleness=1), want=8)
+    it.ask()
+    opened: list[int] = []
+    for _ in range(300):
+        if it.drawing.batch is None:
+            it.raise_version()
+            it.ask()
+        it.end(dice.choice(it.open()), is_kept=dice.random() < 0.25)
+        opened.append(len(it.open()))
+    # two batches of eight at a quarter are 64; ending in no order at all, most of them are overtaken at some time
+    assert 28 <= max(opened[100:]) <= 260, "by the share that was measured"

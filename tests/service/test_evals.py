@@ -1,0 +1,364 @@
+"""/v1/evals with the real pipeline and a policy of known skill."""
+
+import asyncio
+import json
+from dataclasses import replace
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.sampling import eval_keeper
+from rollyard.testing.script import Reply, Turn
+from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, task
+from tests.service.skill import CHECK, member_of, skilled
+
+SKILL = (2, 4, 0)  # of four samples of each task, so many are right: the first ones
+
+
+def graded(name: str = "do it", **data: Any) -> dict[str, Any]:
+    body = task(name)
+    body["data"] |= {"checks": CHECK, **data}
+    return body
+
+
+def tasks(count: int) -> dict[str, Any]:
+    return {"tasks": [graded(f"task {number}") for number in range(count)]}
+
+
+def knows(rollout: str) -> bool:
+    group, index = member_of(rollout)
+    return index < SKILL[int(group.rpartition(".")[2])]
+
+
+def by_hand(n: int, skills: tuple[int, ...], k: int) -> float:
+    return sum(1 - comb(n - c, k) / comb(n, k) for c in skills) / len(skills)
+
+
+async def over(site: Site, eval_id: str = "e") -> dict[str, Any]:
+    async with asyncio.timeout(40):
+        while True:
+            answer = await site.get(f"/v1/evals/{eval_id}?wait_s=20")
+            assert answer.status == 200, answer.body
+            if answer.body["state"] != "running":
+                return answer.body
+
+
+async def begin(site: Site, source: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    answer = await site.post("/v1/evals", {"id": "e", "source": source, **fields})
+    assert answer.status == 201, answer.body
+    return answer.body
+
+
+async def test_pass_at_k_agrees_with_the_policys_skill(tmp_path: Path) -> None:
+    async with skilled(knows) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        body = {"id": "e", "source": tasks(3), "k": 4, "seed": 3}
+        first = await site.post("/v1/evals", body)
+        assert first.status == 201 and (first.body["total"], first.body["state"]) == (12, "running")
+        ended = await over(site)
+        assert (ended["state"], ended["reason"], ended["version"], ended["done"]) == ("done", None, 0, 12)
+        told = ended["result"]["all"]
+        assert {k: it["mean"] for k, it in told["pass_at"].items()} == pytest.approx(
+            {str(k): by_hand(4, SKILL, k) for k in (1, 2, 3, 4)}, abs=1e-12
+        )
+        assert all(it["low"] <= it["mean"] <= it["high"] for it in told["pass_at"].values())
+        assert (told["tasks"], told["samples"], told["missing"], ended["result"]["missing"]) == (3, 12, 0, {})
+        assert ended["result"]["environments"] == {"shell": told}
+
+        run = (await site.get("/v1/runs/e")).body
+        assert (run["mode"], run["policy"], run["seed"], run["priority"]) == ("eval", "default", 3, 10)
+        record = (await site.get("/v1/rollouts/e.1-0")).body
+        assert record["reward"] == 1 and record["trainable"] is False
+
+        again = await site.post("/v1/evals", body)
+        assert again.status == 201 and again.body == ended
+        other = await site.post("/v1/evals", {**body, "k": 3})
+        assert (other.status, other.code) == (409, "id_conflict")
+        assert (await site.delete("/v1/evals/e")).body == ended
+        assert (await site.get("/v1/evals")).body["evals"] == [ended]
+
+
+async def test_more_samples_than_k_and_a_policy_by_name(tmp_path: Path) -> None:
+    async with (
+        skilled(knows) as engine,
+        open_site(tmp_path, engines=[engine_table(engine, policy="actor")]) as site,
+    ):
+        await begin(site, tasks(2), k=2, samples=4, policy="actor", run="mine")
+        ended = await over(site)
+        assert ended["run"] == "mine" and ended["policy"] == "actor"
+        assert ended["result"]["all"]["pass_at"].keys() == {"1", "2"}
+        assert ended["result"]["all"]["pass_at"]["2"]["mean"] == pytest.approx(by_hand(4, SKILL[:2], 2))
+
+
+async def test_numbers_for_each_value_of_a_key_and_a_source_that_is_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    lines = [json.dumps(graded(f"task {n}")) for n in range(3)]
+    (folder / "t.jsonl").write_text("\n".join(lines))
+    async with (
+        skilled(knows) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)], task_folders=[str(folder)]) as site,
+    ):
+        source = {"file": str(folder / "t.jsonl")}
+        answer = await site.post("/v1/evals", {"id": "e", "source": source, "k": 1, "samples": 4, "by": "instruction"})
+        assert answer.status == 201, answer.body
+        (folder / "t.jsonl").write_text("")  # it was copied
+        by = (await over(site))["result"]["by"]
+        assert {name: it["pass_at"]["1"]["mean"] for name, it in by.items()} == {
+            "task 0": 0.5,
+            "task 1": 1.0,
+            "task 2": 0.0,
+        }
+        outside = await site.post("/v1/evals", {"source": {"file": str(tmp_path / "x.jsonl")}})
+        assert outside.code == "forbidden"
+
+
+async def test_what_is_missing_is_in_no_number_and_fails_it_above_the_threshold(tmp_path: Path) -> None:
+    """All samples of task 1 are lost to the engine; task 2 cannot be set up."""
+
+    def say(turn: Turn) -> Reply:
+        if "<|im_start|>" in turn.text and member_of(turn.session_id)[0].endswith(".1"):
+            return Reply(fault=500)
+        return Reply(finish())
+
+    source = {"tasks": [task("a"), task("b"), task("c")]}
+    source["tasks"][2]["data"]["setup"] = ["exit 3"]
+    async with scripted() as engine:
+        engine.script = say
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+            await begin(site, source, k=2)
+            failed = await over(site)
+            assert (failed["state"], failed["reason"]) == ("failed", "too_many_missing")
+            assert "66.7% of the samples have no score" in failed["detail"] and failed["done"] == 6
+            told = failed["result"]
+            assert told["missing"]["setup_failed"] == 2 and sum(told["missing"].values()) == 4
+            assert told["all"]["pass_at"]["2"] == {**told["all"]["pass_at"]["2"], "mean": 1.0, "tasks": 1, "missing": 2}
+            assert (
+                await site.post("/v1/evals", {"id": "f", "source": source, "k": 2, "max_missing": 0.7})
+            ).status == 201
+            assert (await over(site, "f"))["state"] == "done"
+
+
+async def test_a_sample_that_infrastructure_failed_is_taken_again(tmp_path: Path) -> None:
+    def say(turn: Turn) -> Reply:
+        if "<|im_start|>" in turn.text and turn.session_id == "e.0-1":
+            return Reply(fault=500)
+        return Reply(finish())
+
+    async with scripted() as engine:
+        engine.script = say
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+            await begin(site, {"tasks": [task()]}, k=3, max_missing=0)
+            ended = await over(site)
+            assert ended["state"] == "done" and ended["result"]["all"]["samples"] == 3
+            assert (await site.get("/v1/rollouts/e.0-3")).body["reward"] == 1
+
+
+async def test_it_has_its_share_of_the_slots_and_leaves_the_rest_to_training(tmp_path: Path) -> None:
+    async with (
+        skilled(lambda _: True, lambda _: 0.05) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)], run_slots=4) as site,
+    ):
+        yard = site.served.house.yard
+        seen: list[tuple[int, int]] = []
+        script = engine.script
+
+        def watched(turn: Turn) -> Any:
+            mine = sum(rollout.startswith("e.") for rollout in yard.live)
+            seen.append((mine, len(yard.live) - mine))
+            return script(turn)
+
+        engine.script = watched
+        await site.submit(*(f"t-{number}" for number in range(16)))
+        await begin(site, tasks(8), k=2, pool_share=0.5)
+        await over(site)
+        assert max(mine for mine, _ in seen) == 2
+        assert all(theirs for mine, theirs in seen[:16] if mine)
+        ended = [one["id"] for one in (await site.get("/v1/rollouts?state=ended&limit=100")).body["rollouts"]]
+        mine = [one for one in ended if one.startswith("e.")]
+        assert len(mine) == 16 and ended.index(mine[-1]) > 16  # training went on beside it
+        assert (await site.call("PATCH", "/v1/pools", json={"run": 8})).status == 200
+        await site.post("/v1/evals", {"id": "w", "source": tasks(1), "pool_share": 0.01})
+        await over(site, "w")
+        run = yard.run_of("w")
+        assert run is not None and run.max_live == 1
+
+
+async def test_its_share_follows_the_pool(tmp_path: Path) -> None:
+    async with (
+        skilled(lambda _: True) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)], run_slots=4) as site,
+    ):
+        await site.hold()
+        await begin(site, tasks(3), pool_share=0.5)
+        run = site.served.house.yard.run_of("e")
+        assert run is not None and run.max_live == 2
+        await site.call("PATCH", "/v1/pools", json={"run": 12, "init": 1})
+        await over(site)
+        run = site.served.house.yard.run_of("e")
+        assert run is not None and run.max_live == 6
+
+
+@pytest.mark.parametrize(("ahead", "max_queued"), [(6, 1000), (1024, 4)])
+async def test_many_tasks_are_begun_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, max_queued: int
+) -> None:
+    """Forty-two rollouts, of which six may be under way; or the queue has room for four."""
+    monkeypatch.setattr(eval_keeper, "AHEAD", ahead)
+    monkeypatch.setattr(eval_keeper, "FULL_S", 0.05)
+    async with (
+        skilled(lambda rollout: rollout.endswith("-0")) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)], max_queued=max_queued, run_slots=2) as site,
+    ):
+        most = 0
+        script = engine.script
+
+        def watched(turn: Turn) -> Any:
+            nonlocal most
+            groups = site.served.house.sampler.groups
+            most = max(most, sum(groups.opened(f"e.{number}") is not None for number in range(21)))
+            return script(turn)
+
+        engine.script = watched
+        await begin(site, tasks(21), k=2, pool_share=1)
+        ended = await over(site)
+        assert ended["state"] == "done" and ended["result"]["all"]["samples"] == 42
+        assert ended["result"]["all"]["pass_at"]["1"]["mean"] == 0.5
+        assert most <= (3 if ahead == 6 else 21)
+        too_many = await site.post("/v1/evals", {"source": tasks(1), "k": max_queued + 1})
+        assert too_many.status == 422 and "samples: the queue holds" in too_many.body["detail"]
+
+
+async def test_a_change_of_weights_waits_for_it(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=60)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        await begin(site, tasks(1))
+        await engine.busy()
+        refused = await site.post("/v1/policies/default/pause", {"wait_s": 0.05})
+        assert (refused.status, refused.code) == (409, "policy_pinned")
+        assert "until e has ended" in refused.body["detail"] and "DELETE /v1/evals" in refused.body["remedy"]
+        waiting = asyncio.create_task(site.post("/v1/policies/default/pause", {"wait_s": 30}))
+        assert (await site.get("/v1/policies/default")).body["state"] == "running"
+        await site.delete("/v1/evals/e")
+        async with asyncio.timeout(30):
+            assert (await waiting).body["state"] == "paused"
+
+
+async def test_it_begins_with_the_weights_that_a_change_under_way_leaves(tmp_path: Path) -> None:
+    async with skilled(knows) as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        assert (await site.post("/v1/policies/default/pause", {})).body["state"] == "paused"
+        assert (await begin(site, tasks(2), k=4))["version"] is None
+        assert (await site.post("/v1/policies/default/resume", {"version": 3})).status == 200
+        ended = await over(site)
+        assert (ended["state"], ended["version"]) == ("done", 3)
+        assert (await site.get("/v1/rollouts/e.0-0")).body["summary"]["oldest_version"] == 3
+
+
+@pytest.mark.parametrize("on_update", ["fail", "hold"])
+async def test_it_fails_when_the_weights_change_under_it(tmp_path: Path, on_update: str) -> None:
+    """With hold only a resume without a pause can do that: then the weights have changed already."""
+
+    def say(turn: Turn) -> Reply:
+        return Reply(finish(), latency_s=60 if turn.session_id.startswith("e.1") else 0)
+
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        engine.script = say
+        await begin(site, {"tasks": [task(), task()]}, k=2, on_update=on_update)
+        await engine.busy()
+        for index in range(2):
+            await site.ended(f"e.0-{index}")
+        if on_update == "fail":
+            assert (await site.post("/v1/policies/default/pause", {})).status == 200
+        assert (await site.post("/v1/policies/default/resume", {"version": 1})).status == 200
+        failed = await over(site)
+        assert (failed["state"], failed["reason"], failed["version"]) == ("failed", "version_changed", 0)
+        told = failed["result"]
+        assert told["missing"] == {"version_changed": 2} and told["all"]["pass_at"]["2"]["tasks"] == 1
+        assert (await site.ended("e.1-0"))["outcome"] == "cancelled"
+
+
+async def test_a_cancelled_evaluation_ends_with_all_its_rollouts(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=60)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        await site.post("/v1/evals", {"id": "e", "source": tasks(2), "k": 2}, token=TRAINER)
+        await engine.busy()
+        assert (await site.delete("/v1/evals/e", token=OTHER)).code == "forbidden"
+        assert (await site.delete("/v1/evals/e", token=TRAINER)).body["state"] == "cancelled"
+        for number in range(4):
+            assert (await site.ended(f"e.{number // 2}-{number % 2}"))["outcome"] == "cancelled"
+        ended = await over(site)
+        assert (ended["state"], ended["result"]) == ("cancelled", None)
+
+
+@pytest.mark.parametrize("was_written", [True, False])
+async def test_it_goes_on_after_a_restart(tmp_path: Path, was_written: bool) -> None:
+    """Also if the service was killed between storing groups and writing down that it did."""
+    async with skilled(knows, lambda rollout: 0.0 if rollout.startswith("e.0") else 60.0) as engine:
+        table = engine_table(engine)
+        async with open_site(tmp_path, engines=[table], drain_s=0.1) as site:
+            await begin(site, tasks(3), k=4)
+            await engine.busy()
+            for index in range(4):
+                await site.ended(f"e.0-{index}")
+            assert 4 <= (await site.get("/v1/evals/e")).body["done"] < 12
+            if not was_written:
+                store = site.served.house.store
+                record = await store.get_eval("e")
+                await store.put_eval(replace(record, data={**record.data, "begun": 0}))
+        async with skilled(knows) as quick:
+            table = engine_table(quick)
+            async with open_site(tmp_path, engines=[table]) as site:
+                ended = await over(site)
+                assert ended["state"] == "done" and ended["version"] == 0
+                assert ended["result"]["all"]["pass_at"]["2"]["mean"] == pytest.approx(by_hand(4, SKILL, 2))
+                assert (await site.get("/v1/rollouts/e.0-0")).body["attempt"] == 1
+                assert len((await site.get("/v1/rollouts?run=e&limit=100")).body["rollouts"]) == 12
+        async with open_site(tmp_path) as site:
+            assert (await site.get("/v1/evals/e")).body == ended
+
+
+async def test_it_is_pinned_again_after_a_restart(tmp_path: Path) -> None:
+    async with scripted(Reply(finish(), latency_s=60)) as engine:
+        async with open_site(tmp_path, engines=[engine_table(engine)], drain_s=0.1) as site:
+            await begin(site, tasks(1))
+            await engine.busy()
+        async with open_site(tmp_path, engines=[engine_table(engine)], drain_s=0.1) as site:
+            assert (await site.post("/v1/policies/default/pause", {"wait_s": 0})).code == "policy_pinned"
+
+
+async def test_its_run_can_be_deleted_and_takes_it_along(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=60)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        await begin(site, tasks(2), k=2)
+        await engine.busy()
+        assert (await site.delete("/v1/runs/e")).status == 204
+        assert (await site.get("/v1/evals/e")).code == "not_found"
+        assert (await site.get("/v1/groups/e.0")).code == "not_found"
+        assert (await site.post("/v1/policies/default/pause", {})).status == 200
+
+
+async def test_what_is_wrong_with_an_evaluation_is_said(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        for body, says in (
+            ({"source": tasks(1), "k": 4, "samples": 2}, "pass@4 cannot be told from 2 samples"),
+            ({"source": {"push": True}}, "cannot be pushed"),
+            ({"source": {"tasks": []}}, "it has no tasks"),
+            ({"source": {"tasks": [task(), {"environment": "shell"}]}}, "source, task 1: "),
+            ({"source": tasks(1), "pool_share": 0}, "pool_share"),
+            ({"source": tasks(1), "on_update": "wait"}, "on_update"),
+            ({"source": tasks(1), "defaults": {"limits": {"max_turns": "x"}}}, "defaults"),
+            ({"source": tasks(300), "by": "instruction"}, "more than 256 values"),
+        ):
+            answer = await site.post("/v1/evals", body)
+            assert answer.status == 422 and says in answer.body["detail"], answer.body
+        assert (await site.get("/v1/evals")).body["evals"] == []
+        assert (await site.get("/v1/evals/none")).code == "not_found"
+        await site.post("/v1/runs", {"id": "taken"})
+        assert (await site.post("/v1/evals", {"run": "taken", "source": tasks(1)})).code == "id_conflict"

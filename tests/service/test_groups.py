@@ -1,0 +1,128 @@
+"""/v1/groups with the real pipeline."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rollyard.testing.script import Reply
+from tests.service.site import OTHER, Site, engine_table, finish, open_site, scripted, task
+from tests.service.skill import CHECK, member_of, skilled
+
+
+def graded(**fields: Any) -> dict[str, Any]:
+    body = task(**fields)
+    body["data"]["checks"] = CHECK
+    return body
+
+
+async def over(site: Site, group_id: str) -> dict[str, Any]:
+    async with asyncio.timeout(40):
+        while True:
+            answer = await site.get(f"/v1/groups/{group_id}?wait_s=20")
+            assert answer.status == 200, answer.body
+            if answer.body["state"] != "open":
+                return answer.body
+
+
+async def test_a_group_ends_with_its_members_and_their_statistics(tmp_path: Path) -> None:
+    async with (
+        skilled(lambda rollout: member_of(rollout)[1] < 2) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        answer = await site.post("/v1/groups", {"id": "g", "task": graded(), "size": 4})
+        assert answer.status == 202, answer.body
+        assert answer.body["groups"][0]["state"] == "open"
+        group = await over(site, "g")
+        assert group["state"] == "complete"
+        assert [one["reward"] for one in group["members"]] == [1, 1, 0, 0]
+        assert group["stats"]["mean"] == 0.5 and group["stats"]["spread"] == 0.5 and group["stats"]["pass_rate"] == 0.5
+        assert (group["stats"]["members"], group["stats"]["trainable"], group["stats"]["infra_failures"]) == (4, 4, 0)
+        assert [one["is_member"] for one in group["members"]] == [True] * 4
+        assert group["oldest_version"] == group["newest_version"] == 0
+
+
+async def test_a_group_sent_twice_is_one_and_another_body_is_refused(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        body = {"id": "g", "task": task(), "size": 2}
+        await site.post("/v1/groups", body)
+        await over(site, "g")
+        again = await site.post("/v1/groups", body)
+        assert again.status == 202 and again.body["groups"][0]["state"] == "complete"
+        other = await site.post("/v1/groups", {**body, "size": 3})
+        assert (other.status, other.code) == (409, "id_conflict")
+        assert len((await site.get("/v1/rollouts?group=g")).body["rollouts"]) == 2
+
+
+async def test_a_spare_takes_the_place_of_a_member_that_infrastructure_failed(tmp_path: Path) -> None:
+    def script_fails(rollout: str) -> bool:
+        return member_of(rollout)[1] == 1
+
+    def say(turn: Any) -> Reply:
+        if "<|im_start|>" in turn.text and script_fails(turn.session_id):
+            return Reply(fault=500)
+        return Reply(finish())
+
+    async with scripted() as engine:
+        engine.script = say
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+            await site.post("/v1/groups", {"id": "g", "task": task(), "size": 3, "spares": 2})
+            group = await over(site, "g")
+            assert group["state"] == "complete", group
+            members = [one["index"] for one in group["members"] if one["is_member"]]
+            assert members == [0, 2, 3]
+            lost = group["members"][1]
+            assert lost["reward"] is None and lost["blame"] == "infra" and not lost["is_member"]
+            assert group["stats"]["infra_failures"] == 1 and group["stats"]["members"] == 3
+
+
+async def test_a_group_short_of_members_fails_or_is_delivered_at_its_true_size(tmp_path: Path) -> None:
+    def say(turn: Any) -> Reply:
+        if "<|im_start|>" in turn.text and member_of(turn.session_id)[1] >= 2:
+            return Reply(fault=500)
+        return Reply(finish())
+
+    async with scripted() as engine:
+        engine.script = say
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+            await site.post("/v1/groups", {"id": "whole", "task": task(), "size": 3, "spares": 0})
+            await site.post("/v1/groups", {"id": "part", "task": task(), "size": 3, "spares": 0, "min_members": 2})
+            failed, short = await over(site, "whole"), await over(site, "part")
+            assert (failed["state"], failed["reason"]) == ("failed", "short_of_members")
+            assert short["state"] == "complete" and short["stats"]["members"] == 2
+            assert all(one["reward"] is None for one in short["members"] if not one["is_member"])
+
+
+async def test_a_cancelled_group_ends_with_all_its_rollouts(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=60)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        await site.post("/v1/groups", {"id": "g", "task": task(), "size": 3})
+        await engine.busy()
+        assert (await site.delete("/v1/groups/g")).body["state"] == "cancelled"
+        for index in range(3):
+            assert (await site.ended(f"g-{index}"))["outcome"] == "cancelled"
+        assert (await over(site, "g"))["state"] == "cancelled"
+
+
+async def test_a_group_survives_a_restart(tmp_path: Path) -> None:
+    async with scripted(Reply(finish(), latency_s=60)) as engine:
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            await site.post("/v1/groups", {"id": "g", "task": task(), "size": 3})
+            await engine.busy()
+        engine.script = lambda _: Reply(finish())
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            group = await over(site, "g")
+            assert group["state"] == "complete" and group["stats"]["members"] == 3
+
+
+async def test_what_is_wrong_with_a_group_is_said(tmp_path: Path) -> None:
+    async with open_site(tmp_path) as site:
+        assert (await site.get("/v1/groups/none")).code == "not_found"
+        bad = await site.post("/v1/groups", {"groups": [{"task": task(), "size": 2}, {"task": {}, "size": 2}]})
+        assert bad.status == 422 and "groups[1].task" in bad.body["detail"]
+        assert (await site.post("/v1/groups", {"task": task(), "size": 2, "min_members": 3})).status == 422
+        assert (await site.post("/v1/groups", {"task": task(), "size": 0})).status == 422
+        await site.post("/v1/runs", {"id": "mine"})
+        theirs = await site.post("/v1/groups", {"run": "mine", "task": task(), "size": 1}, token=OTHER)
+        assert theirs.code == "forbidden"

@@ -1,0 +1,91 @@
+"""Whatever the messages are: a result's tokens, joined, are the trace's, and its assistants' are those of the mask."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.core import Sampling, Trace, Trajectory
+from rollyard.service.prorl.messages import messages_of, trained_trace
+from rollyard.tokens.trace import TraceBuilder
+from tests.service.prorl_parts import as_trained
+
+IDS = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)
+TOLD = st.lists(st.integers(0, 200_000), max_size=6)
+OTHERS = st.lists(st.sampled_from(["tool", "user", "system", "developer"]), max_size=3)
+
+
+def sampled(builder: TraceBuilder, ids: list[int], turn: int) -> None:
+    logprobs = [-0.5 - turn - place / 16 for place in range(len(ids))]
+    builder.sampled(ids, logprobs, turn=turn, finish_reason="stop", versions=[(3, 0, len(ids))])
+
+
+def check(trajectory: Trajectory, trace: Trace, messages: list[dict[str, Any]]) -> None:
+    ids, mask, logprobs = as_trained(messages)
+    assert ids == list(trace.token_ids)
+    assert mask == list(trace.mask)
+    assert trace.logprobs is not None
+    assert logprobs == list(trace.logprobs)
+    first = next(message for message in messages if message["input_ids"] is not None)
+    assert first["input_ids"] == ids[: next(span.start for span in trace.spans if span.is_owned)]
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    """Turns as an agent has them: told, then sampled; with examples in the prompt, and turns that sampled nothing."""
+    builder = TraceBuilder(sampling=Sampling(), policy="default", model="m")
+    messages: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in draw(OTHERS)]
+    messages += [{"role": "assistant", "content": "an example"}] * draw(st.integers(0, 2))
+    turns = draw(st.integers(1, 6))
+    for turn in range(turns):
+        messages += [{"role": role, "content": role} for role in draw(OTHERS)]
+        builder.context(draw(TOLD) if turn else draw(IDS))
+        is_empty = turn and draw(st.booleans()) and turn != turns - 1
+        sampled(builder, [] if is_empty else draw(IDS), turn)
+        call = {"id": f"c{turn}", "type": "function", "function": {"name": "shell", "arguments": "{}"}}
+        messages.append({"role": "assistant", "content": f"turn {turn}", "tool_calls": [call]})
+    messages += [{"role": role, "content": role} for role in draw(OTHERS)]
+    return Trajectory("r", 1, traces=(builder.build(),), messages=tuple(messages), turns=turns)
+
+
+@given(trajectories())
+def test_joined_tokens_are_the_trace_and_assistants_are_the_mask(trajectory: Trajectory) -> None:
+    trace, messages = trajectory.traces[0], messages_of(trajectory)
+    check(trajectory, trace, messages)
+    said = [message for message in messages if message["role"] == "assistant" and message["token_ids"]]
+    assert [message["content"] for message in said] == [f"turn {span.turn}" for span in trace.spans]
+    assert all(message["tool_calls"] == [{"name": "shell", "arguments": "{}"}] for message in said)
+
+
+@given(trajectories(), st.lists(st.sampled_from(["assistant", "user"]), max_size=3))
+def test_messages_that_do_not_fit_lose_no_token(trajectory: Trajectory, roles: list[str]) -> None:
+    other = tuple({"role": role, "content": "another's"} for role in roles)
+    made = Trajectory("r", 1, traces=trajectory.traces, messages=other, turns=trajectory.turns)
+    check(made, made.traces[0], messages_of(made))
+
+
+@given(trajectories(), IDS, IDS)
+def test_of_a_fork_only_what_it_owns_is_an_assistants(trajectory: Trajectory, told: list[int], said: list[int]) -> None:
+    """A second trace that holds the first as a copy, and samples more than it."""
+    first = trajectory.traces[0]
+    fork = TraceBuilder(sampling=Sampling(), policy="default", model="m", fork_reason="rewritten")
+    fork.context([*first.token_ids, *told])
+    fork.copies(first.spans)
+    sampled(fork, said * (len(first) + 1), trajectory.turns)
+    messages = (*trajectory.messages, {"role": "user", "content": "go on"}, {"role": "assistant", "content": "more"})
+    both = Trajectory("r", 1, traces=(first, fork.build()), messages=messages, turns=trajectory.turns + 1)
+    assert trained_trace(both) == 1
+    check(both, both.traces[1], messages_of(both))
+
+
+def test_without_traces_there_is_text_and_without_an_assistant_nothing() -> None:
+    said = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "tool", "content": "x"})
+    assert [it["content"] for it in messages_of(Trajectory("r", 1, messages=said, turns=1))] == ["hi", "ho"]
+    assert messages_of(Trajectory("r", 1, messages=said[:1])) == []
+    assert messages_of(Trajectory("r", 1)) == []
+
+
+def test_parts_of_a_content_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (found,) = messages_of(Trajectory("r", 1, messages=({"role": "assistant", "content": parts},), turns=1))
+    assert (found["content"], found["token_ids"], found["logprobs"]) == ("ab", [], None)
