@@ -7,16 +7,16 @@ and its agent in one class. They are imported when they are first named, so that
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollyard.client import AsyncClient, Client
+    from rollyard.client import AsyncClient, Client, DrawEnded
     from rollyard.pipeline.handler import Handler
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "Client", "Handler", "__version__"]
+__all__ = ["AsyncClient", "Client", "DrawEnded", "Handler", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("AsyncClient", "Client"):
+    if name in ("AsyncClient", "Client", "DrawEnded"):
         from rollyard import client
 
         return getattr(client, name)

@@ -10,7 +10,7 @@ import pytest
 
 import rollyard
 from rollyard import client
-from rollyard.client import AsyncClient, AsyncSession, Client, Session, UnexpectedReply
+from rollyard.client import AsyncClient, AsyncDraw, AsyncSession, Client, Draw, DrawEnded, Session, UnexpectedReply
 from rollyard.client._errors import error_of
 from rollyard.client._find import find
 from rollyard.client.records import Record, read
@@ -23,7 +23,16 @@ def methods(kind: type) -> dict[str, inspect.Signature]:
     return {name: inspect.signature(f) for name, f in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"}
 
 
-@pytest.mark.parametrize(("of_ours", "of_theirs"), [(AsyncClient, Client), (AsyncSession, Session)])
+@pytest.mark.parametrize(
+    ("of_ours", "of_theirs"),
+    [
+        (AsyncClient, Client),
+        (AsyncSession, Session),
+        (AsyncDraw, Draw),
+        (client.AsyncPolicy, client.Policy),
+        (client.AsyncUpdate, client.Update),
+    ],
+)
 def test_the_two_kinds_are_alike(of_ours: type, of_theirs: type):
     ours, theirs = methods(of_ours), methods(of_theirs)
     assert ours.keys() == theirs.keys()
@@ -38,7 +47,7 @@ def test_the_two_clients_are_made_alike():
 
 
 def test_the_public_names():
-    assert rollyard.AsyncClient is AsyncClient and rollyard.Client is Client
+    assert rollyard.AsyncClient is AsyncClient and rollyard.Client is Client and rollyard.DrawEnded is DrawEnded
     assert all(hasattr(client, name) for name in client.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Clinet'"):
         rollyard.Clinet  # noqa: B018

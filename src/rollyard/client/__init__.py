@@ -1,21 +1,38 @@
-"""The Python SDK: `AsyncClient` and `Client`, alike method for method, and the records that they return."""
+"""The Python SDK: `AsyncClient` and `Client`, alike method for method, and the records that they return.
+
+`rollyard.client.batching` has what a trainer does with groups: advantages, padded arrays, importance weights.
+"""
 
 from rollyard.client._async import AsyncClient
-from rollyard.client._errors import ServiceUnreachable, UnexpectedReply
+from rollyard.client._draws import AsyncDraw, Draw
+from rollyard.client._errors import DrawEnded, ServiceUnreachable, UnexpectedReply
+from rollyard.client._policies import AsyncPolicy, AsyncUpdate, Policy, Update
 from rollyard.client._sessions import AsyncSession, Session
 from rollyard.client._sync import Client
-from rollyard.client.records import Event, Page, Record, Trace, Trajectory
+from rollyard.client.groups import Batch, Group, GroupRollout
+from rollyard.client.records import Evaluation, Event, Page, Record, Trace, Trajectory
 
 __all__ = [
     "AsyncClient",
+    "AsyncDraw",
+    "AsyncPolicy",
     "AsyncSession",
+    "AsyncUpdate",
+    "Batch",
     "Client",
+    "Draw",
+    "DrawEnded",
+    "Evaluation",
     "Event",
+    "Group",
+    "GroupRollout",
     "Page",
+    "Policy",
     "Record",
     "ServiceUnreachable",
     "Session",
     "Trace",
     "Trajectory",
     "UnexpectedReply",
+    "Update",
 ]

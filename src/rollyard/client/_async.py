@@ -13,22 +13,24 @@ rollout. Nothing is kept here: a trainer that restarts goes on with its ids and 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from urllib.parse import quote
 
+from rollyard.client._bodies import TaskLike, task_body
+from rollyard.client._bodies import given as _given
+from rollyard.client._bodies import part as _part
 from rollyard.client._events import follow
 from rollyard.client._find import find
+from rollyard.client._policies import AsyncPolicy
+from rollyard.client._sampling import AsyncSampling
 from rollyard.client._sessions import AsyncSession
 from rollyard.client._waiting import POLL_S, wait_all
 from rollyard.client._wire import ARROW, Wire
 from rollyard.client.records import Event, JsonObject, Page, Record, Trace, Trajectory, read, read_object, read_page
 from rollyard.client.traces import read_trajectory
-from rollyard.core import Json, RollyardError, Task, check_id, new_id
+from rollyard.core import Json, RollyardError, check_id, new_id
 
-TaskLike = Task | Mapping[str, Json]
 # `AsyncClient.list` hides the builtin in the class below, so lists are named here.
 Records = list[Record]
 Objects = list[JsonObject]
@@ -37,7 +39,7 @@ Traces = list[Trace]
 CHUNK = 1000  # rollouts in one call: the service checks them all before it answers anyone else
 
 
-class AsyncClient:
+class AsyncClient(AsyncSampling):
     """See the module.
 
     `url` and `token`: as given, else ROLLYARD_URL and ROLLYARD_TOKEN, else those of the settings on this machine.
@@ -128,8 +130,7 @@ class AsyncClient:
         names = list(ids) if ids is not None else [new_id("g" if group_size else "r") for _ in tasks]
         wanted: Sequence[dict[str, object]] = []
         for name, task in zip(names, tasks, strict=True):
-            body = dataclasses.asdict(task) if isinstance(task, Task) else task
-            item = _given(id=check_id(name), task=body, priority=priority)
+            item = _given(id=check_id(name), task=task_body(task), priority=priority)
             if group_size is None:
                 wanted.append(item)
             else:
@@ -273,6 +274,7 @@ class AsyncClient:
         tokenizer: str | None = None,
         renderer: str | None = None,
         capacity: int | None = None,
+        admission: str | None = None,
         api_key: str | None = None,
     ) -> JsonObject:
         """Probed by the service before it is used; the probe's trouble is raised here."""
@@ -286,6 +288,7 @@ class AsyncClient:
             tokenizer=tokenizer,
             renderer=renderer,
             capacity=capacity,
+            admission=admission,
             api_key=api_key,
         )
         return read_object(await self._wire.json("POST", "/engines", body=body, wait_s=POLL_S))
@@ -298,6 +301,15 @@ class AsyncClient:
 
     async def clear_engines(self) -> None:
         await self._wire.json("DELETE", "/engines")
+
+    # --- weights --------------------------------------------------------------------------------------
+
+    def policy(self, name: str = "default") -> AsyncPolicy:
+        """Named weights: to pause them, to tell their version, and to do both around an update."""
+        return AsyncPolicy(self._wire, name)
+
+    async def policies(self) -> Objects:
+        return _items(await self._wire.json("GET", "/policies"), "policies")
 
     # --- the service itself ---------------------------------------------------------------------------
 
@@ -321,14 +333,6 @@ class AsyncClient:
     def events(self, *, after: str | None = None, run: str | None = None) -> AsyncIterator[Event]:
         """Changes of state, for ever; reconnects where it was. See `Event` for what a gap is."""
         return follow(self._wire, after, run)
-
-
-def _given(**values: object) -> dict[str, object]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _part(id: str) -> str:
-    return quote(check_id(id), safe=":")
 
 
 def _items(body: object, key: str) -> Objects:

@@ -1,9 +1,10 @@
-"""What a call to the service can raise: the service's own errors, rebuilt, and two that only a client can have.
+"""What a call to the service can raise: the service's own errors, rebuilt, and three that only a client can have.
 
     RollyardError
     ├── …                    what the service answered (problem+json), by its code: NotFound, QueueFull, IdConflict…
     ├── ServiceUnreachable   no answer at all: refused, dropped, timed out
-    └── UnexpectedReply      an answer that is not Rollyard's: a proxy's page, another service on that port
+    ├── UnexpectedReply      an answer that is not Rollyard's: a proxy's page, another service on that port
+    └── DrawEnded            no batch will come any more
 
 A code that this client does not know (a newer service) becomes a plain `RollyardError` with that code.
 Every error has `detail` (what was wrong) and `remedy` (what to do).
@@ -11,7 +12,9 @@ Every error has `detail` (what was wrong) and `remedy` (what to do).
 
 from __future__ import annotations
 
-from rollyard.core import CODES, Json, RollyardError
+from collections.abc import Mapping
+
+from rollyard.core import CODES, Blame, Json, RollyardError
 
 _ENVELOPE = ("type", "title", "status", "code", "detail", "remedy", "instance")
 
@@ -29,6 +32,24 @@ class UnexpectedReply(RollyardError):
 
     status = 502
     remedy = "Check the URL, and that service and client are of the same version."
+
+
+class DrawEnded(RollyardError):
+    """A batch was asked for, and the draw has ended with nothing left. `reason` says why, `figures` what it gave."""
+
+    blame = Blame.CLIENT
+    status = 409
+    remedy = "Make another draw, or read an earlier batch by its number."
+
+    @property
+    def reason(self) -> str:
+        """exhausted, nothing_kept, budget, closed, source_failed."""
+        return str(self.data.get("reason") or "")
+
+    @property
+    def figures(self) -> Mapping[str, Json]:
+        figures = self.data.get("figures")
+        return figures if isinstance(figures, Mapping) else {}
 
 
 def error_of(status: int, body: object, where: str) -> RollyardError:

@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from rollyard.client._async import AsyncClient, Objects, Records, TaskLike, Traces
+from rollyard.client._policies import Policy
+from rollyard.client._sampling_sync import Sampling
 from rollyard.client._sessions import Session
 from rollyard.client.records import Event, JsonObject, Page, Record, Trajectory
 from rollyard.core import Json
@@ -23,7 +25,7 @@ from rollyard.core import Json
 T = TypeVar("T")
 
 
-class Client:
+class Client(Sampling):
     """See the module and `AsyncClient`, which says what each method does."""
 
     def __init__(
@@ -233,6 +235,7 @@ class Client:
         tokenizer: str | None = None,
         renderer: str | None = None,
         capacity: int | None = None,
+        admission: str | None = None,
         api_key: str | None = None,
     ) -> JsonObject:
         return self._run(
@@ -246,6 +249,7 @@ class Client:
                 tokenizer=tokenizer,
                 renderer=renderer,
                 capacity=capacity,
+                admission=admission,
                 api_key=api_key,
             )
         )
@@ -258,6 +262,14 @@ class Client:
 
     def clear_engines(self) -> None:
         return self._run(self._yard.clear_engines())
+
+    # --- weights --------------------------------------------------------------------------------------
+
+    def policy(self, name: str = "default") -> Policy:
+        return Policy(self._run, self._yard.policy(name))
+
+    def policies(self) -> Objects:
+        return self._run(self._yard.policies())
 
     # --- the service itself ---------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ pyarrow and numpy are imported when the first trace is read, not when the client
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -26,23 +26,37 @@ COLUMNS = ("token_ids", "mask", "logprobs", "versions")
 
 def read_traces(data: bytes) -> list[Trace]:
     """The traces of a stream."""
+    return read_stream(data)[1]
+
+
+def read_stream(data: bytes) -> tuple[Mapping[bytes, bytes], list[Trace]]:
+    """The metadata of a stream's schema, and its traces."""
     import pyarrow as pa
 
     try:
         with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
-            return [trace for batch in reader for trace in _traces(batch)]
+            batches = list(reader)
+            return reader.schema.metadata or {}, _traces(reader.schema, batches)
     except (pa.ArrowInvalid, OSError) as error:
         raise UnexpectedReply(f"the traces are not an Arrow stream: {error}") from error
 
 
-def _traces(batch: pa.RecordBatch) -> list[Trace]:
-    missing = [name for name in COLUMNS if name not in batch.schema.names]
+def _traces(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> list[Trace]:
+    import pyarrow as pa
+
+    missing = [name for name in COLUMNS if name not in schema.names]
     if missing:
         raise UnexpectedReply(f"the traces lack the column {missing[0]!r}")
-    tokens = {name: _Column(batch.column(name)) for name in COLUMNS}
-    others = [name for name in batch.schema.names if name not in COLUMNS]
-    rows = batch.select(others).to_pylist() if others else [{} for _ in range(batch.num_rows)]
-    return [_trace({name: column[i] for name, column in tokens.items()}, row) for i, row in enumerate(rows)]
+    tokens: list[dict[str, Any]] = []
+    for batch in batches:
+        views = {name: _Column(batch.column(name)) for name in COLUMNS}
+        tokens += [{name: view[i] for name, view in views.items()} for i in range(batch.num_rows)]
+    others = [name for name in schema.names if name not in COLUMNS]
+    if not batches or not others:
+        return [_trace(each, {}) for each in tokens]
+    # All rows at once: a batch is one row as a rule, and batch by batch it takes twice as long (0.04 ms a trace).
+    rows = pa.Table.from_batches([batch.select(others) for batch in batches]).to_pylist()
+    return [_trace(*each) for each in zip(tokens, rows, strict=True)]
 
 
 def _trace(tokens: Mapping[str, Any], row: Mapping[str, Any]) -> Trace:

@@ -86,6 +86,30 @@ class Event:
     at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """k samples of each task by one version of a policy. `state` is running, done, failed or cancelled.
+
+    `result` (pass@k, means, what is missing: see the API reference) is there once it is done.
+    """
+
+    id: str
+    run: str = ""
+    state: str = "running"
+    reason: str | None = None  # why it failed
+    detail: str | None = None
+    policy: str = ""
+    version: int | None = None  # of the weights
+    done: int = 0  # samples
+    total: int = 0
+    result: JsonObject | None = None
+    raw: JsonObject = field(default_factory=dict[str, Any], repr=False, compare=False)
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state != "running"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """One training sequence. Its token columns are numpy arrays of one length; those of `traces()` are read-only

@@ -35,7 +35,7 @@ def read_trajectory(body: object) -> Trajectory:
     parts = read_object(record.raw.get("trajectory") or {})
     return Trajectory(
         record=record,
-        traces=tuple(_from_json(item) for item in parts.get("traces") or ()),
+        traces=tuple(from_json(item) for item in parts.get("traces") or ()),
         messages=tuple(parts.get("messages") or ()),
         tools=tuple(parts.get("tools") or ()),
         artifacts=tuple(parts.get("artifacts") or ()),
@@ -45,7 +45,8 @@ def read_trajectory(body: object) -> Trajectory:
     )
 
 
-def _from_json(item: JsonObject) -> Trace:
+def from_json(item: JsonObject) -> Trace:
+    """A trace as JSON has it."""
     import numpy as np
 
     try:

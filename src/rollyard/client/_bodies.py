@@ -1,0 +1,32 @@
+"""Bodies and paths of calls: what every part of the client makes in the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
+
+from rollyard.core import Json, Task, check_id
+
+TaskLike = Task | Mapping[str, Json]
+
+
+def given(**values: object) -> dict[str, object]:
+    """Without what was not given: there the service has its own default."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def part(id: str) -> str:
+    """An id as a part of a path."""
+    return quote(check_id(id), safe=":")
+
+
+def task_body(task: TaskLike) -> Mapping[str, object]:
+    return dataclasses.asdict(task) if isinstance(task, Task) else task
+
+
+def source_body(tasks: Sequence[TaskLike] | None, source: Mapping[str, Json] | None) -> Mapping[str, object]:
+    """Where tasks come from: those given here, or a source that the service reads."""
+    if (tasks is None) == (source is None):
+        raise ValueError("give either tasks or a source")
+    return source if tasks is None else {"tasks": [task_body(task) for task in tasks]}  # type: ignore[return-value]

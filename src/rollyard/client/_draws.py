@@ -1,0 +1,257 @@
+"""A draw, as its trainer holds it: numbered batches of useful groups. Made by `AsyncClient.draw` and `get_draw`.
+
+    draw = await yard.draw(run, tasks, id="grpo-7b", group_size=8)
+    batch = await draw.batch(want=32)
+
+A batch is opened by its number and read page by page, each page from the cursor after the last: a call that was dropped
+is sent again, and no group comes twice or not at all, whether a connection broke or the service was restarted.
+Which number is next after a restart, the draw itself knows: the one after the last that was acknowledged. Batches that
+were opened since then come again as they were, for nobody can know what a crashed trainer had received; `rewind` undoes
+them instead, and `batch(number=…)` begins where it says.
+
+Backpressure: a page is asked for when the one before has been taken, and holds at most `limit` groups.
+
+One consumer: a handle is not for two tasks at once, and two handles of one draw get the same batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollyard.client._bodies import TaskLike, given, part, task_body
+from rollyard.client._errors import DrawEnded, UnexpectedReply
+from rollyard.client._waiting import POLL_S
+from rollyard.client._wire import ARROW, Wire
+from rollyard.client.groups import Batch, BatchFacts, Group, GroupsPage, batch_of, read_arrow_page
+from rollyard.client.records import JsonObject, read, read_object
+
+PAGE_GROUPS = 8
+"""In one answer: 8 groups of 8 rollouts of 8,000 tokens are 7 MB."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A batch on its way: what is known of it, and how far it has been read."""
+
+    facts: BatchFacts
+    cursor: str | None
+    groups: list[Group] = field(default_factory=list[Group])
+    is_whole: bool = False
+
+    def take(self, page: GroupsPage) -> None:
+        """All groups of that page have been taken."""
+        self.cursor = page.next or self.cursor
+        self.is_whole = self.facts.is_closed and (not page.groups or self.cursor == self.facts.last)
+
+
+class AsyncDraw:
+    """See the module. `last_batch` is the batch that was read last, without its groups."""
+
+    def __init__(self, wire: Wire, facts: JsonObject) -> None:
+        self._wire = wire
+        self.id = str(facts["id"])
+        self.run = str(facts.get("run", ""))
+        self.last_batch: Batch | None = None
+        self._path = f"/draws/{part(self.id)}"
+        self._last: int | None = None  # the number of the batch before the next one
+        self._opened = 0  # the last batch that an earlier life of this client may have opened
+        self._kept: _Reading | None = None  # by batch(), until it can be given whole
+        self._streamed: _Reading | None = None  # by stream(), whose groups have been given
+
+    async def batch(
+        self,
+        want: int | None = None,
+        *,
+        number: int | None = None,
+        timeout_s: float | None = None,
+        limit: int = PAGE_GROUPS,
+    ) -> Batch:
+        """The next batch of `want` groups, once it is whole; fewer where `reason` says why.
+
+        With `number` that batch: an earlier one comes again as it was, and needs no `want`. TimeoutError after
+        `timeout_s`; nothing is lost, and asking again goes on with it. DrawEnded when the draw has ended and nothing is
+        left of it.
+        """
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        reading = self._kept
+        if reading is None or (number is not None and number != reading.facts.number):
+            reading = await self._open(want, number)
+        self._kept = reading
+        while not reading.is_whole:
+            left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
+            page = await self._read(reading, left_s, limit)
+            reading.groups += page.groups
+            reading.take(page)
+            if not reading.is_whole and give_up is not None and time.monotonic() >= give_up:
+                raise TimeoutError(
+                    f"batch {reading.facts.number} of draw {self.id} has {len(reading.groups)} of "
+                    f"{reading.facts.want} groups after {timeout_s:g} s"
+                )
+        await self._finish(reading)
+        return batch_of(reading.facts, reading.groups)
+
+    async def stream(
+        self, want: int | None = None, *, number: int | None = None, limit: int = PAGE_GROUPS
+    ) -> AsyncIterator[Group]:
+        """The groups of the next batch, each as soon as it is ready; `last_batch` tells of the whole afterwards.
+
+        Left half-way, the next call goes on after the last group that was given; `batch()` gives all of them.
+        """
+        reading = self._streamed
+        if reading is None or (number is not None and number != reading.facts.number):
+            reading = await self._open(want, number)
+        self._streamed = reading
+        if reading.is_whole:
+            await self._finish(reading)
+        while not reading.is_whole:
+            page = await self._read(reading, POLL_S, limit)
+            # Whoever leaves does so at a `yield`: by then it is known how far we are, after the last group too.
+            for group in page.groups[:-1]:
+                reading.cursor = group.cursor
+                yield group
+            reading.take(page)
+            if reading.is_whole:
+                await self._finish(reading)
+            if page.groups:
+                yield page.groups[-1]
+
+    async def ack(self, batch: Batch | int) -> int:
+        """Batches up to that one are safe with you, in a checkpoint: their traces may go. Returns how many did."""
+        number = batch if isinstance(batch, int) else batch.number
+        body = await self._wire.json("POST", f"{self._path}/ack", body={"batch": number}, is_repeatable=True)
+        return int(read_object(body).get("deleted") or 0)
+
+    async def rewind(self, batch: Batch | int, version: int) -> JsonObject:
+        """Back to your checkpoint: the last batch that it knows, and its version of the weights.
+
+        Batches after it are undone: groups with tokens of newer versions are void and their tasks return, the others
+        are delivered again. The next batch is the one after `batch`. Returns the draw.
+        """
+        number = batch if isinstance(batch, int) else batch.number
+        call = {"batch": number, "version": version}
+        facts = read_object(await self._wire.json("POST", f"{self._path}/rewind", body=call, is_repeatable=True))
+        self._kept = self._streamed = None
+        self._last, self._opened = number, 0
+        return facts
+
+    async def push(self, tasks: Sequence[TaskLike], *, ids: Sequence[str] | None = None, close: bool = False) -> int:
+        """More tasks, for a draw whose source is pushed; `close`: these are the last. Returns how many it has now.
+
+        Without `ids` a call whose answer was lost is not sent again, as nobody knows whether it arrived.
+        """
+        if ids is not None and len(ids) != len(tasks):
+            raise ValueError(f"{len(tasks)} tasks and {len(ids)} ids: there must be one id for each task")
+        body = given(tasks=[task_body(task) for task in tasks], ids=None if ids is None else [*ids], close=close)
+        is_repeatable = ids is not None or not tasks
+        reply = await self._wire.json("POST", f"{self._path}/tasks", body=body, is_repeatable=is_repeatable)
+        return int(read_object(reply).get("total") or 0)
+
+    async def status(self) -> JsonObject:
+        """State, version, last batch, what was acknowledged, figures."""
+        return read_object(await self._wire.json("GET", self._path))
+
+    async def close(self) -> JsonObject:
+        """Ends it: what is in flight is cancelled, what was delivered and the figures stay. Returns the draw."""
+        return read_object(await self._wire.json("DELETE", self._path) or {"id": self.id})
+
+    async def _open(self, want: int | None, number: int | None) -> _Reading:
+        """By number, so that asking twice is harmless: the one after the last, which need not be the first that nobody
+        has opened. One that was open at a crash may be full by now, and would be lost."""
+        is_there = False
+        if number is None:
+            if self._last is None:
+                facts = await self.status()
+                self._last, self._opened = int(facts.get("acked") or 0), int(facts.get("batch") or 0)
+            number = self._last + 1
+            is_there = number <= self._opened  # it comes again as it was, whatever is wanted now
+        if want is None or is_there:
+            reply = await self._wire.json("GET", f"{self._path}/batches/{number}")
+        else:
+            body = {"want": want, "number": number}
+            reply = await self._wire.json("POST", f"{self._path}/batches", body=body, is_repeatable=True)
+        batch = read(reply, BatchFacts)
+        if batch.number != number:
+            raise UnexpectedReply(f"batch {number} of draw {self.id} was asked for, and {batch.number} came")
+        return _Reading(batch, batch.after, is_whole=batch.is_closed and not batch.delivered)
+
+    async def _read(self, reading: _Reading, wait_s: float, limit: int) -> GroupsPage:
+        """The groups after its cursor, as soon as there is one. An empty page: not yet, or the batch is closed."""
+        params = {"batch": reading.facts.number, "after": reading.cursor, "limit": limit, "wait_s": wait_s}
+        data, _ = await self._wire.call("GET", f"{self._path}/groups", params=params, accept=ARROW, wait_s=wait_s)
+        page = read_arrow_page(data)
+        if page.batch is None or page.batch.number != reading.facts.number:
+            raise UnexpectedReply(f"a page of batch {reading.facts.number} of draw {self.id} was expected")
+        cursors = [group.cursor for group in page.groups]
+        if cursors and (page.next != cursors[-1] or None in cursors or reading.cursor in cursors):
+            raise UnexpectedReply(f"a page of draw {self.id} does not go on from {reading.cursor}")
+        reading.facts = page.batch
+        return page
+
+    async def _finish(self, reading: _Reading) -> None:
+        self._kept = self._streamed = None
+        if not reading.facts.delivered and reading.facts.is_last:
+            facts = await self.status()
+            why = f": {facts['detail']}" if facts.get("detail") else ""
+            reason, figures = facts.get("reason"), facts.get("figures")
+            raise DrawEnded(f"draw {self.id} has ended ({reason}{why})", reason=reason, figures=figures)
+        self._last = reading.facts.number
+        self.last_batch = batch_of(reading.facts, ())
+
+
+class Draw:
+    """`AsyncDraw` without `await`, on the loop of a `Client`."""
+
+    def __init__(
+        self,
+        run: Callable[[Coroutine[object, object, Any]], Any],
+        iterate: Callable[[AsyncIterator[Group]], Iterator[Group]],
+        draw: AsyncDraw,
+    ) -> None:
+        self._run = run
+        self._iterate = iterate
+        self._draw = draw
+
+    @property
+    def id(self) -> str:
+        return self._draw.id
+
+    @property
+    def run(self) -> str:
+        return self._draw.run
+
+    @property
+    def last_batch(self) -> Batch | None:
+        return self._draw.last_batch
+
+    def batch(
+        self,
+        want: int | None = None,
+        *,
+        number: int | None = None,
+        timeout_s: float | None = None,
+        limit: int = PAGE_GROUPS,
+    ) -> Batch:
+        return self._run(self._draw.batch(want, number=number, timeout_s=timeout_s, limit=limit))
+
+    def stream(
+        self, want: int | None = None, *, number: int | None = None, limit: int = PAGE_GROUPS
+    ) -> Iterator[Group]:
+        return self._iterate(self._draw.stream(want, number=number, limit=limit))
+
+    def ack(self, batch: Batch | int) -> int:
+        return self._run(self._draw.ack(batch))
+
+    def rewind(self, batch: Batch | int, version: int) -> JsonObject:
+        return self._run(self._draw.rewind(batch, version))
+
+    def push(self, tasks: Sequence[TaskLike], *, ids: Sequence[str] | None = None, close: bool = False) -> int:
+        return self._run(self._draw.push(tasks, ids=ids, close=close))
+
+    def status(self) -> JsonObject:
+        return self._run(self._draw.status())
+
+    def close(self) -> JsonObject:
+        return self._run(self._draw.close())

@@ -1,0 +1,224 @@
+"""A policy's weights, changed under rollouts that are in flight. Made by `AsyncClient.policy`.
+
+    async with yard.policy("actor").update(version=4):
+        push_weights()                        # the engines are paused; clocks stand still
+
+Invariants. A block that ends well resumes with its version. One that raises resumes nothing: nobody knows what the
+weights are then, so the engines stay paused, and the error says how to go on. While the block runs, its lease is
+renewed; if this process dies, the service keeps the policy paused until a resume names a version. A body that blocks
+the event loop for longer than `lease_s` belongs in a thread. `Policy` and `Update` are the same without `await`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+from rollyard.client._bodies import given
+from rollyard.client._waiting import POLL_S
+from rollyard.client._wire import Wire
+from rollyard.client.records import JsonObject, read_object
+from rollyard.core import RollyardError
+from rollyard.core.failure import PolicyPinned, RequestError
+
+log = logging.getLogger("rollyard.client")
+
+LEASE_S = 600.0
+RESUME_S = 300.0  # the steps of all engines, in parallel; the service bounds each of them
+
+
+class AsyncPolicy:
+    """See the module. Nothing is kept here: it is a name."""
+
+    def __init__(self, wire: Wire, name: str) -> None:
+        self._wire = wire
+        self._path = f"/policies/{quote(name, safe=':')}"
+        self.name = name
+
+    async def status(self) -> JsonObject:
+        """Its version, its state, who holds it for how long, and its engines."""
+        return read_object(await self._wire.json("GET", self._path))
+
+    async def pause(
+        self,
+        *,
+        mode: str = "abort",
+        lease_s: float = LEASE_S,
+        engines: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> JsonObject:
+        """Returns when the engines are paused. `mode`: what becomes of calls in flight: abort, drain or keep.
+
+        PolicyConflict while another holds it. Beyond `timeout_s`: TimeoutError, and the pause goes on all the same; or
+        PolicyPinned, and nothing was paused, while an evaluation needs the weights as they are."""
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
+            body = given(mode=mode, lease_s=lease_s, engines=None if engines is None else [*engines], wait_s=left_s)
+            try:
+                status = await self._post("pause", body, left_s)
+            except PolicyPinned:
+                if give_up is not None and time.monotonic() >= give_up:
+                    raise
+                continue
+            if status.get("state") != "pausing":
+                return status
+            if give_up is not None and time.monotonic() >= give_up:
+                raise TimeoutError(f"policy {self.name} is still pausing after {timeout_s:g} s")
+
+    async def resume(self, version: int, *, engines: Sequence[str] | None = None) -> JsonObject:
+        """The weights are of this version: the engines go on. PolicyStuck if none of them can."""
+        return await self._post(
+            "resume", given(version=version, engines=None if engines is None else [*engines]), RESUME_S
+        )
+
+    async def renew(self, lease_s: float = LEASE_S) -> JsonObject:
+        """The pause lasts so long from now; also after it had run out."""
+        return await self._post("renew", {"lease_s": lease_s})
+
+    def update(
+        self,
+        version: int,
+        *,
+        mode: str = "abort",
+        lease_s: float = LEASE_S,
+        engines: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncUpdate:
+        """`async with`: paused in the block, resumed with the version at its end. See the module."""
+        return AsyncUpdate(self, version, mode, lease_s, engines, timeout_s)
+
+    async def _post(self, verb: str, body: dict[str, object], wait_s: float = 0.0) -> JsonObject:
+        path = f"{self._path}/{verb}"
+        return read_object(await self._wire.json("POST", path, body=body, wait_s=wait_s, is_repeatable=True))
+
+
+class AsyncUpdate:
+    """One change of weights; see the module."""
+
+    def __init__(
+        self,
+        policy: AsyncPolicy,
+        version: int,
+        mode: str,
+        lease_s: float,
+        engines: Sequence[str] | None,
+        timeout_s: float | None,
+    ) -> None:
+        self._policy = policy
+        self._mode = mode
+        self._lease_s = lease_s
+        self._engines = engines
+        self._timeout_s = timeout_s
+        self._renewing: asyncio.Task[None] | None = None
+        self.version = version
+
+    async def __aenter__(self) -> JsonObject:
+        """The policy as it is paused: its engines are those to write to."""
+        try:
+            status = await self._policy.pause(
+                mode=self._mode, lease_s=self._lease_s, engines=self._engines, timeout_s=self._timeout_s
+            )
+        except RequestError:
+            raise  # refused: nothing was paused
+        except BaseException as error:
+            self._tell(error)
+            raise
+        self._renewing = asyncio.create_task(self._renew(), name=f"renew {self._policy.name}")
+        return status
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait({self._renewing})
+        if error is not None:
+            self._tell(error)
+            return
+        await self._policy.resume(self.version, engines=self._engines)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                await self._policy.renew(self._lease_s)
+            except RollyardError as failure:  # the resume at the end works without a lease, too
+                log.warning("a lease was not renewed", extra={"policy": self._policy.name, "code": failure.code})
+
+    def _tell(self, error: BaseException) -> None:
+        name = self._policy.name
+        how = (
+            f"policy {name!r} stays paused, since nobody knows its weights now: write them, then resume with their "
+            f"version (policy({name!r}).resume(VERSION), or rollyard policies resume {name} VERSION)"
+        )
+        error.add_note(how)
+        log.error("a change of weights failed: the policy stays paused", extra={"policy": name})
+
+
+class Policy:
+    """`AsyncPolicy` without `await`, on the loop of a `Client`."""
+
+    def __init__(self, run: Callable[[Coroutine[object, object, Any]], Any], policy: AsyncPolicy) -> None:
+        self._run = run
+        self._policy = policy
+
+    @property
+    def name(self) -> str:
+        return self._policy.name
+
+    def status(self) -> JsonObject:
+        return self._run(self._policy.status())
+
+    def pause(
+        self,
+        *,
+        mode: str = "abort",
+        lease_s: float = LEASE_S,
+        engines: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> JsonObject:
+        return self._run(self._policy.pause(mode=mode, lease_s=lease_s, engines=engines, timeout_s=timeout_s))
+
+    def resume(self, version: int, *, engines: Sequence[str] | None = None) -> JsonObject:
+        return self._run(self._policy.resume(version, engines=engines))
+
+    def renew(self, lease_s: float = LEASE_S) -> JsonObject:
+        return self._run(self._policy.renew(lease_s))
+
+    def update(
+        self,
+        version: int,
+        *,
+        mode: str = "abort",
+        lease_s: float = LEASE_S,
+        engines: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Update:
+        update = self._policy.update(version, mode=mode, lease_s=lease_s, engines=engines, timeout_s=timeout_s)
+        return Update(self._run, update)
+
+
+class Update:
+    """`AsyncUpdate` without `await`."""
+
+    def __init__(self, run: Callable[[Coroutine[object, object, Any]], Any], update: AsyncUpdate) -> None:
+        self._run = run
+        self._update = update
+
+    @property
+    def version(self) -> int:
+        return self._update.version
+
+    def __enter__(self) -> JsonObject:
+        return self._run(self._update.__aenter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._run(self._update.__aexit__(kind, error, trace))

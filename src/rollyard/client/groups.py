@@ -1,0 +1,184 @@
+"""Groups and batches as a trainer reads them, and the two forms in which a page of groups comes.
+
+A page is JSON, or an Arrow stream with one row per trace and the same JSON without its traces in the schema's metadata
+("page"). Both give the same `Group`s. Out of Arrow a trace's columns are views, and keep the page they came in alive.
+
+Invariants. A group's `rollouts` are its members and nobody else, by index: a rollout that a spare replaced is only in
+`raw`. A page that lacks a member's record, or one of a rollout's traces, is `UnexpectedReply`, never a smaller group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rollyard.client._errors import UnexpectedReply
+from rollyard.client.records import JsonObject, Record, Trace, read, read_object
+from rollyard.client.traces import from_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRollout:
+    """A member of a group. `reward` None: it has none, which is not 0. Not `trainable`: it keeps its place in the
+    group, and is in neither loss nor baseline."""
+
+    id: str
+    index: int
+    reward: float | None
+    trainable: bool
+    record: Record
+    traces: tuple[Trace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupFacts:
+    """What a group's JSON says of it, without its rollouts."""
+
+    id: str
+    run: str = ""
+    draw: str | None = None
+    state: str = "open"  # open, complete, delivered, filtered, failed, cancelled, dropped, void
+    reason: str | None = None
+    size: int = 0
+    task: JsonObject = field(default_factory=dict[str, Any])
+    stats: JsonObject | None = None  # members, scored, trainable, mean, spread, pass_rate, lowest, highest…
+    admitted_version: int | None = None  # of the weights when it was begun
+    oldest_version: int | None = None  # that a token of it was sampled from
+    newest_version: int | None = None
+    staleness: int | None = None  # its batch's version − oldest_version
+    epoch: int | None = None
+    item: int | str | None = None  # its task's place in the source
+    batch: int | None = None
+    cursor: str | None = None  # its place in the order of delivery
+    raw: JsonObject = field(default_factory=dict[str, Any], repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group(GroupFacts):
+    """n rollouts of one task. While it is open nobody knows its members, and `rollouts` is empty."""
+
+    rollouts: tuple[GroupRollout, ...] = ()
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state != "open"
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """Of the members that have one, by index."""
+        import numpy as np
+
+        return np.array([r.reward for r in self.rollouts if r.reward is not None], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchFacts:
+    """What a batch's JSON says of it."""
+
+    number: int
+    draw: str = ""
+    want: int = 0
+    state: str = "open"  # open, closed
+    version: int | None = None  # of the weights when it was opened
+    delivered: int = 0
+    after: str | None = None  # the cursor before its first group
+    last: str | None = None  # the cursor of its last
+    reason: str | None = None  # why there are fewer groups than were wanted
+    is_last: bool = False  # the draw has no more
+    figures: JsonObject = field(default_factory=dict[str, Any])  # since the batch before, and before the filter
+    raw: JsonObject = field(default_factory=dict[str, Any], repr=False)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state == "closed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(BatchFacts):
+    """A numbered hand-out of a draw: the same groups whenever it is asked for."""
+
+    groups: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupsPage:
+    """One answer of a draw. `next` is the cursor to ask on with."""
+
+    groups: tuple[Group, ...]
+    next: str | None
+    batch: BatchFacts | None
+
+
+def batch_of(facts: BatchFacts, groups: Sequence[Group]) -> Batch:
+    return Batch(**{each.name: getattr(facts, each.name) for each in fields(BatchFacts)}, groups=tuple(groups))
+
+
+def read_group(body: object) -> Group:
+    """A group by itself, which brings no traces, and of its members perhaps only what it says of them itself."""
+    return _group(read_object(body), {}, is_whole=False)
+
+
+def read_json_page(body: object) -> GroupsPage:
+    page = read_object(body)
+    traces: dict[str, list[Trace]] = {}
+    for group in page.get("groups") or ():
+        for record in read_object(group).get("rollouts") or ():
+            found = read_object(record)
+            traces[str(found.get("id"))] = [from_json(read_object(item)) for item in found.get("traces") or ()]
+    return _page(page, traces)
+
+
+def read_arrow_page(data: bytes) -> GroupsPage:
+    from rollyard.client.arrow import read_stream
+
+    metadata, rows = read_stream(data)
+    try:
+        page = read_object(orjson.loads(metadata[b"page"]))
+    except (KeyError, orjson.JSONDecodeError) as error:
+        raise UnexpectedReply("the stream of groups does not say which page it is") from error
+    traces: dict[str, list[Trace]] = defaultdict(list)
+    for trace in rows:
+        traces[trace.rollout_id].append(trace)
+    return _page(page, traces)
+
+
+def _page(page: JsonObject, traces: Mapping[str, list[Trace]]) -> GroupsPage:
+    if not isinstance(page.get("groups"), list):
+        raise UnexpectedReply("a page of groups was expected")
+    groups = tuple(_group(read_object(body), traces, is_whole=True) for body in page["groups"])
+    batch = page.get("batch")
+    return GroupsPage(groups, page.get("next"), None if batch is None else read(batch, BatchFacts))
+
+
+def _group(body: JsonObject, traces: Mapping[str, list[Trace]], *, is_whole: bool) -> Group:
+    facts = read(body, GroupFacts)
+    records = {str(read_object(record).get("id")): record for record in body.get("rollouts") or ()}
+    members: list[JsonObject] = [read_object(member) for member in body.get("members") or ()]
+    rollouts: list[GroupRollout] = []
+    for member in members:
+        if not member.get("is_member", True):
+            continue
+        id = str(member.get("rollout"))
+        if is_whole and id not in records:
+            raise UnexpectedReply(f"group {facts.id} came without its member {id}")
+        told = records.get(id) or {**member, "id": id, "run": facts.run, "group": facts.id}
+        record = read({"task": facts.task, **told}, Record)  # which comes once, with the group
+        rollouts.append(_rollout(record, member, traces.get(id, ())))
+    rollouts.sort(key=lambda rollout: rollout.index)
+    return Group(**{each.name: getattr(facts, each.name) for each in fields(GroupFacts)}, rollouts=tuple(rollouts))
+
+
+def _rollout(record: Record, member: JsonObject, traces: Sequence[Trace]) -> GroupRollout:
+    ordered = tuple(sorted(traces, key=lambda trace: trace.index))
+    if ordered and [trace.index for trace in ordered] != list(range(ordered[0].siblings)):
+        raise UnexpectedReply(f"{len(ordered)} of {ordered[0].siblings} traces of rollout {record.id} came")
+    index = int(member.get("index", record.index))
+    return GroupRollout(record.id, index, record.reward, record.trainable, record, ordered)
