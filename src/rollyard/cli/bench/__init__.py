@@ -31,6 +31,8 @@ BENCHES = {
     "pipeline": "turns per second, CPU and memory per rollout, end to end",
     "stages": "does a slow EVAL slow RUN down?",
     "restart": "how long until a killed service with 10,000 queued rollouts serves again",
+    "draw": "batches of useful groups: time, waste and bias of four ways to fill them (simulated)",
+    "arrow": "a batch of 256 traces of 8,000 tokens: bytes and time as Arrow and as JSON",
 }
 
 
@@ -41,6 +43,12 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="A shorter, rougher measurement.")] = False,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers, too.")] = True,
     runtime: Annotated[str | None, typer.Option(help="The sandbox runtime, where a bench can choose.")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="draw: batches that are counted.")] = None,
+    want: Annotated[int | None, typer.Option(min=1, help="draw: groups in a batch.")] = None,
+    slots: Annotated[int | None, typer.Option(min=8, help="draw: rollouts at once.")] = None,
+    train_s: Annotated[float | None, typer.Option(min=0, help="draw: what the trainer takes for a batch.")] = None,
+    stragglers: Annotated[float | None, typer.Option(min=0, max=1, help="draw: the share that is slow.")] = None,
+    seed: Annotated[int | None, typer.Option(help="draw: another world.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine, and print the figures beside those of the peers."""
@@ -54,10 +62,15 @@ def command(
     if name not in BENCHES:
         raise Trouble(f"there is no bench {name!r}", f"there are: {', '.join(BENCHES)}", 2)
     measure = getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}")
-    wanted: dict[str, object] = {"quick": quick, "peers": peers, "runtime": runtime}
+    options = {
+        "runtime": runtime, "batches": batches, "want": want, "slots": slots, "train_s": train_s,
+        "stragglers": stragglers, "seed": seed,
+    }  # fmt: skip
+    wanted: dict[str, object] = {"quick": quick, "peers": peers, **options}
     known = inspect.signature(measure).parameters
-    if runtime is not None and "runtime" not in known:
-        raise Trouble(f"bench {name} has no choice of runtime", "leave --runtime away", 2)
+    for option, value in options.items():
+        if value is not None and option not in known:
+            raise Trouble(f"bench {name} has no choice of {option}", f"leave --{option.replace('_', '-')} away", 2)
     chosen = {key: value for key, value in wanted.items() if key in known and value is not None}
     note(f"measuring {name}{' (quick)' if quick else ''}; the machine should be idle")
     found = run(measure(**chosen))

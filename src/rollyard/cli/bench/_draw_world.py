@@ -1,0 +1,208 @@
+"""The world that `rollyard bench draw` and the tests of bias draw from: scripted groups, and a yard in virtual time.
+
+Everything about a group is settled by (seed, epoch, task, times begun before): rewards, turns, the time and tokens of
+each turn, who is a straggler. So all policies meet the same groups, whatever they do with them; a task that is begun
+again is another group, as it would be.
+
+Half of the tasks have no signal: all members pass, or all fail. In the others one to seven of eight pass. A turn takes
+a log-normal time and gives a log-normal number of tokens; a straggler is `slower` times as slow in every turn (a tool
+that hangs, a crowded machine) and no longer. So a rollout's time goes with its length, and with nothing else unless
+`success_slower` says so.
+
+The yard has rollout slots, first come first served, and a clock that jumps from event to event. Nothing sleeps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import accumulate
+from random import Random
+
+from rollyard.core.draw import Item
+
+
+@dataclass(frozen=True)
+class Member:
+    """How one rollout will go, if it is let."""
+
+    reward: float
+    is_straggler: bool
+    seconds: tuple[float, ...]  # from its start to the end of each turn
+    tokens: tuple[int, ...]  # sampled by the end of each turn
+
+    @property
+    def took_s(self) -> float:
+        return self.seconds[-1]
+
+    @property
+    def sampled(self) -> int:
+        return self.tokens[-1]
+
+    def sampled_by(self, elapsed_s: float) -> int:
+        """Tokens after that time: turns that are over, and the running one's share."""
+        turn = bisect_right(self.seconds, elapsed_s)
+        if turn >= len(self.seconds):
+            return self.sampled
+        since, before = (self.seconds[turn - 1], self.tokens[turn - 1]) if turn else (0.0, 0)
+        share = (elapsed_s - since) / (self.seconds[turn] - since)
+        return before + int(share * (self.tokens[turn] - before))
+
+
+@dataclass(frozen=True)
+class Script:
+    """A group, as it will be if it is finished."""
+
+    members: tuple[Member, ...]
+
+    @cached_property
+    def has_signal(self) -> bool:
+        return len({member.reward for member in self.members}) > 1
+
+    @cached_property
+    def has_straggler(self) -> bool:
+        return any(member.is_straggler for member in self.members)
+
+    @cached_property
+    def pass_rate(self) -> float:
+        return sum(member.reward for member in self.members) / len(self.members)
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(member.sampled for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """See the module; what is stated here is what the bench's figures hold for."""
+
+    seed: int = 0
+    tasks: int = 4096
+    want: int = 32
+    group_size: int = 8
+    slots: int = 512
+    train_s: float = 150.0
+    stragglers: float = 0.05  # share of rollouts
+    slower: float = 10.0
+    no_signal: float = 0.5  # share of tasks
+    success_slower: float = 1.0  # a rollout that passes takes so many times as long
+    turns: tuple[int, int] = (4, 20)  # any number between, alike
+    turn_s: tuple[float, float] = (4.0, 0.6)  # median, and sigma of the logarithm
+    turn_tokens: tuple[float, float] = (250.0, 0.6)
+
+    def script(self, item: Item) -> Script:
+        by_task = Random(f"{self.seed}/{item.index}")
+        has_signal, is_easy = by_task.random() >= self.no_signal, by_task.random() < 0.5
+        dice = Random(f"{self.seed}/{item.epoch}/{item.index}/{item.turn}")
+        passes = dice.randint(1, self.group_size - 1) if has_signal else self.group_size * is_easy
+        rewards = [1.0] * passes + [0.0] * (self.group_size - passes)
+        dice.shuffle(rewards)
+        return Script(tuple(self._member(reward, dice) for reward in rewards))
+
+    def _member(self, reward: float, dice: Random) -> Member:
+        is_straggler = dice.random() < self.stragglers
+        pace = (self.slower if is_straggler else 1.0) * (self.success_slower if reward else 1.0)
+        turns = range(dice.randint(*self.turns))
+        (median_s, sigma_s), (median_tokens, sigma_tokens) = self.turn_s, self.turn_tokens
+        seconds = [pace * median_s * math.exp(dice.gauss(0.0, sigma_s)) for _ in turns]
+        tokens = [1 + int(median_tokens * math.exp(dice.gauss(0.0, sigma_tokens))) for _ in turns]
+        return Member(reward, is_straggler, tuple(accumulate(seconds)), tuple(accumulate(tokens)))
+
+
+@dataclass(slots=True)
+class Begun:
+    """A group that a policy began: the one record that all figures are made of."""
+
+    item: Item
+    script: Script
+    begun_s: float
+    end: str = "open"  # delivered, filtered (no signal), thrown (cancelled, dropped or discarded)
+    ended_s: float = math.inf
+    batch: int = 0
+    staleness: int = 0
+    sampled: int = 0  # tokens, whatever became of them
+    left: set[int] = field(default_factory=set[int])  # members that have not ended
+    oldest: int = -1  # version that sampled its first token
+
+
+@dataclass(slots=True)
+class Ended:
+    """A rollout that has run to its end. The versions are those at its start and at its end."""
+
+    begun: Begun
+    index: int
+    oldest: int
+    newest: int
+
+
+@dataclass(slots=True)
+class _Running:
+    since_s: float
+    version: int
+
+
+class VirtualYard:
+    """Slots, a queue and a clock. `version` is the policy's; whoever trains raises it."""
+
+    def __init__(self, slots: int) -> None:
+        self.now_s = 0.0
+        self.version = 0
+        self.free = slots
+        self.queued = deque[tuple[Begun, int]]()
+        self._running: dict[tuple[int, int], _Running] = {}
+        self._events: list[tuple[float, int, Begun | None, int]] = []
+        self._count = 0
+
+    def begin(self, begun: Begun) -> None:
+        """Queues all its members."""
+        begun.left = set(range(len(begun.script.members)))
+        self.queued.extend((begun, index) for index in sorted(begun.left))
+        self._fill()
+
+    def alarm(self, after_s: float) -> None:
+        """`next` says None once, then."""
+        self._push(self.now_s + after_s, None, 0)
+
+    def next(self) -> Ended | None:
+        """Goes on to the next end of a rollout, or to the next alarm (None)."""
+        while True:
+            self.now_s, _, begun, index = heappop(self._events)
+            if begun is None:
+                return None
+            running = self._running.pop((id(begun), index), None)
+            if running is None:
+                continue  # it was cancelled
+            self.free += 1
+            begun.left.discard(index)
+            begun.sampled += begun.script.members[index].sampled
+            self._fill()
+            return Ended(begun, index, running.version, self.version)
+
+    def cancel(self, *given_up: Begun) -> None:
+        """Ends what is left of groups; what they had sampled is counted."""
+        for begun in given_up:
+            for index in begun.left:
+                running = self._running.pop((id(begun), index), None)
+                if running is not None:
+                    self.free += 1
+                    begun.sampled += begun.script.members[index].sampled_by(self.now_s - running.since_s)
+            begun.left = set()
+        self.queued = deque(entry for entry in self.queued if entry[1] in entry[0].left)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self.free and self.queued:
+            begun, index = self.queued.popleft()
+            self.free -= 1
+            if begun.oldest < 0:
+                begun.oldest = self.version
+            self._running[id(begun), index] = _Running(self.now_s, self.version)
+            self._push(self.now_s + begun.script.members[index].took_s, begun, index)
+
+    def _push(self, at_s: float, begun: Begun | None, index: int) -> None:
+        self._count += 1
+        heappush(self._events, (at_s, self._count, begun, index))

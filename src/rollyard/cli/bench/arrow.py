@@ -1,0 +1,146 @@
+"""`rollyard bench arrow`: what a trainer's batch costs on its way, as Arrow and as JSON.
+
+One page of a draw with 256 traces of 8,000 tokens, the same both ways: written by the service's own encoders, and read
+to groups with numpy columns by the client's own decoders, as `draw.batch()` does. The two take turns, round by round;
+the median counts, in milliseconds of CPU, which others on the machine change little. What both decode is compared, so
+neither may leave anything out. Not in it: the store, HTTP, the network.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from random import Random
+from typing import TypeVar
+
+import numpy as np
+import orjson
+
+from rollyard.client.groups import GroupsPage, read_arrow_page, read_json_page
+from rollyard.core import Batch, Ending, Group, Json, Outcome, Rollout, Score, Span, Task, Trace, Trajectory
+from rollyard.core.group import GroupState, Stats
+from rollyard.core.rollout import Summary
+from rollyard.core.state import Position, State
+from rollyard.core.task import Sampling
+from rollyard.service.pages import LoadedGroup, cursor, groups_page, groups_stream
+from rollyard.service.records import encode
+
+GROUPS, MEMBERS, TOKENS = 32, 8, 8_000
+TURNS = 8  # of a trace: as much prompt or tool output as sampled tokens in each
+
+T = TypeVar("T")
+
+
+async def bench_arrow(*, quick: bool = False) -> dict[str, Json]:
+    """`metrics` are Arrow's, `versus` JSON's, under the same names."""
+    rounds = 2 if quick else 9
+    loaded = [_group(place) for place in range(1, GROUPS + 1)]
+    batch = Batch("bench", 1, GROUPS, 3, 0, delivered=GROUPS, is_open=False)
+    arrow, plain = _Measured(), _Measured()
+    for _ in range(rounds + 1):
+        ours = arrow.round(lambda: groups_stream(loaded, cursor(GROUPS), batch), read_arrow_page)
+        theirs = plain.round(
+            lambda: encode(groups_page(loaded, cursor(GROUPS), batch)), lambda data: read_json_page(orjson.loads(data))
+        )
+        _check(ours, theirs)
+    shape: dict[str, Json] = {"traces": GROUPS * MEMBERS, "tokens_per_trace": TOKENS, "rounds": rounds}
+    return {"metrics": {**arrow.figures(), **shape}, "versus": {"json": plain.figures()}}
+
+
+class _Measured:
+    """One form of the page, over the rounds."""
+
+    def __init__(self) -> None:
+        self._size_bytes = 0
+        self._encode_ms: list[float] = []
+        self._decode_ms: list[float] = []
+
+    def round(self, encoder: Callable[[], bytes], decoder: Callable[[bytes], GroupsPage]) -> GroupsPage:
+        data = _timed(self._encode_ms, encoder)
+        self._size_bytes = len(data)
+        return _timed(self._decode_ms, lambda: decoder(data))
+
+    def figures(self) -> dict[str, Json]:
+        """The first round only warms up."""
+        return {
+            "size_mb": round(self._size_bytes / 1e6, 3),
+            "bytes_per_token": round(self._size_bytes / (GROUPS * MEMBERS * TOKENS), 2),
+            "encode_ms": round(statistics.median(self._encode_ms[1:]), 2),
+            "decode_ms": round(statistics.median(self._decode_ms[1:]), 2),
+        }
+
+
+def _timed(times_ms: list[float], work: Callable[[], T]) -> T:
+    gc.collect()  # of the round before: its garbage is not this one's doing
+    began = time.process_time()
+    made = work()
+    times_ms.append((time.process_time() - began) * 1000)
+    return made
+
+
+def _check(ours: GroupsPage, theirs: GroupsPage) -> None:
+    pairs = [
+        (one, other)
+        for left, right in zip(ours.groups, theirs.groups, strict=True)
+        for a, b in zip(left.rollouts, right.rollouts, strict=True)
+        for one, other in zip(a.traces, b.traces, strict=True)
+    ]
+    if len(pairs) != GROUPS * MEMBERS:
+        raise RuntimeError(f"{len(pairs)} traces were read, not {GROUPS * MEMBERS}")
+    for one, other in pairs:
+        for name in ("token_ids", "mask", "logprobs", "versions"):
+            if not np.array_equal(getattr(one, name), getattr(other, name)):
+                raise RuntimeError(f"{name} of a trace of {one.rollout_id} came out differently")
+
+
+def _group(place: int) -> LoadedGroup:
+    id = f"bench-{place}"
+    stats = Stats(MEMBERS, MEMBERS, MEMBERS, 0.5, 0.5, 0.5, 0.0, 1.0, MEMBERS * TOKENS // 2)
+    group = Group(
+        id,
+        "bench",
+        MEMBERS,
+        state=GroupState.DELIVERED,
+        started=MEMBERS,
+        members=tuple(range(MEMBERS)),
+        stats=stats,
+        draw="bench",
+        batch=1,
+        place=place,
+        batch_version=3,
+    )
+    task = Task("math", {"question": f"Question {place}: what is 2 + 2?", "answer": "4"})
+    rollouts: list[Rollout] = []
+    trajectories: dict[str, Trajectory] = {}
+    for index in range(MEMBERS):
+        summary = Summary(turns=TURNS, sampled_tokens=TOKENS // 2, traces=1, ended_by="stop")
+        ending = Ending(Outcome.COMPLETED, Score(float(index % 2)), is_trainable=True, summary=summary)
+        rollout = Rollout(f"{id}-{index}", "bench", task, Position(State.ENDED), id, index, ending=ending)
+        rollouts.append(rollout)
+        trajectories[rollout.id] = Trajectory(rollout.id, 1, (_trace(place * MEMBERS + index),), turns=TURNS)
+    return LoadedGroup(group, tuple(rollouts), trajectories)
+
+
+def _trace(seed: int) -> Trace:
+    """Ids as of a vocabulary of 150,000; logprobs as an engine gives them, with all their digits."""
+    random = Random(seed)
+    part = TOKENS // (2 * TURNS)
+    mask = (bytes(part) + b"\1" * part) * TURNS
+    spans = tuple(
+        Span((2 * turn + 1) * part, (2 * turn + 2) * part, turn + 1, "stop", "0" * 64, "1" * 64, "e0", f"q-{turn}")
+        for turn in range(TURNS)
+    )
+    return Trace(
+        token_ids=array("i", (random.randrange(150_000) for _ in mask)),
+        mask=bytearray(mask),
+        logprobs=array("f", (-random.expovariate(2.0) if is_sampled else 0.0 for is_sampled in mask)),
+        versions=array("i", (3 if is_sampled else -1 for is_sampled in mask)),
+        spans=spans,
+        sampling=Sampling(),
+        policy="default",
+        model="bench",
+        logprobs_kind="processed",
+    )

@@ -1,0 +1,27 @@
+"""The bench of Arrow against JSON, on a page small enough for a test."""
+
+from typing import Any
+
+import pytest
+
+from rollyard.cli.bench import arrow
+
+
+async def test_both_forms_of_a_page_are_measured_under_the_same_names(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("GROUPS", 2), ("MEMBERS", 2), ("TOKENS", 160)):
+        monkeypatch.setattr(arrow, name, value)
+    found: Any = await arrow.bench_arrow(quick=True)
+    ours, theirs = found["metrics"], found["versus"]["json"]
+    assert theirs.keys() == {"size_mb", "bytes_per_token", "encode_ms", "decode_ms"}
+    assert theirs.keys() <= ours.keys()
+    assert (ours["traces"], ours["tokens_per_trace"]) == (4, 160)
+
+
+async def test_forms_that_do_not_say_the_same_are_no_figures(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("GROUPS", 1), ("MEMBERS", 1), ("TOKENS", 160)):
+        monkeypatch.setattr(arrow, name, value)
+    seeds = iter(range(100))
+    whole = arrow.groups_page
+    monkeypatch.setattr(arrow, "groups_page", lambda _, *rest: whole([arrow._group(2 + next(seeds))], *rest))
+    with pytest.raises(RuntimeError, match="token_ids of a trace of bench-1-0 came out differently"):
+        await arrow.bench_arrow(quick=True)

@@ -1,0 +1,63 @@
+"""`rollyard bench draw`: the same figures for a seed, and what they must say whatever the seed."""
+
+import pytest
+
+from rollyard.cli.bench._draw_policies import Ours, plain, reference
+from rollyard.cli.bench._draw_world import World
+from rollyard.cli.bench.draw import WAYS, bench_draw, followed
+
+from .conftest import Cli
+
+SMALL = {"batches": 8, "want": 4, "train_s": 150.0}
+
+
+async def test_a_seed_gives_the_same_figures_and_they_hold_together():
+    found = await bench_draw(**SMALL)
+    assert found == await bench_draw(**SMALL)
+    metrics, versus = found["metrics"], found["versus"]
+    assert isinstance(metrics, dict) and isinstance(versus, dict)
+    assert {"ours", *versus} == set(WAYS)
+    assert metrics["slots"] == 64 and metrics["tokens_thrown"] == 0 and metrics["waste_ratio"] == 0.0
+    assert metrics["straggler_delivery_ratio"] == metrics["length_ratio"] == 1.0
+    theirs = versus["reference"]
+    assert isinstance(theirs, dict)
+    assert isinstance(theirs["straggler_delivery_ratio"], float) and theirs["straggler_delivery_ratio"] < 0.5
+    for name, figures in {"ours": metrics, **versus}.items():
+        assert isinstance(figures, dict)
+        assert figures["delivered_groups"] == 8 * 4, name
+        assert isinstance(figures["batch_time_s"], float) and figures["batch_time_s"] >= 150.0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_meets_the_same_groups(way: str):
+    world = World(want=4, slots=64)
+    tally = WAYS[way](world, followed(4))
+    assert all(begun.script == world.script(begun.item) for begun in tally.begun[:40])
+    assert [begun.item.index for begun in tally.begun[:8]] == [begun.item.index for begun in first(world)]
+    assert all(begun.sampled <= begun.script.tokens for begun in tally.begun)
+    assert all(begun.sampled == begun.script.tokens for begun in tally.begun if begun.end in ("delivered", "filtered"))
+
+
+def first(world: World):
+    return plain(world, lambda tally: len(tally.trained_s) >= 1).begun[:8]
+
+
+def test_without_stragglers_or_training_the_yard_is_what_limits():
+    """No way can be faster than its slots: that would be a clock that runs backwards."""
+    world = World(want=4, slots=16, train_s=0.0, stragglers=0.0)
+    for tally in (Ours(world).run(followed(6)), reference(world, followed(6))):
+        work_s = sum(
+            member.took_s
+            for begun in tally.begun
+            if begun.end in ("delivered", "filtered")
+            for member in begun.script.members
+        )
+        assert work_s <= 16 * max(begun.ended_s for begun in tally.begun if begun.end == "delivered") * 1.001
+
+
+async def test_its_options_are_for_it_alone(cli: Cli):
+    said = await cli("bench", "restart", "--train-s", "5")
+    assert said.status == 2 and "bench restart has no choice of train_s" in said.err and "--train-s" in said.err
+    done = await cli("bench", "draw", "--quick", "--batches", "8", "--want", "2", "--seed", "3", "--json")
+    (figures,) = done.json
+    assert figures["bench"] == "draw" and (figures["metrics"]["batches"], figures["metrics"]["seed"]) == (2, 3)
