@@ -1,0 +1,98 @@
+"""What TRL's AsyncGRPOTrainer holds in its hands: the buffer that it reads samples from, the way weights go out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
+
+
+class Buffer(queue.Queue[Any]):
+    """Filled by a coroutine, emptied by the trainer's thread. Bounded; who fills it waits without a thread or a timer.
+
+    `given` and `taken` count samples.
+    """
+
+    def __init__(self, maxsize: int) -> None:
+        super().__init__(maxsize)
+        self.given = self.taken = 0
+        self._room = asyncio.Event()
+        self._on_taken: Callable[[], object] | None = None
+
+    @contextlib.contextmanager
+    def filled_here(self) -> Generator[None, None, None]:
+        """From this loop, for now."""
+        loop, room = asyncio.get_running_loop(), asyncio.Event()
+        self._room, self._on_taken = room, lambda: loop.call_soon_threadsafe(room.set)
+        try:
+            yield
+        finally:
+            self._on_taken = None
+
+    async def until(self, is_enough: Callable[[], bool]) -> None:
+        """Until what was taken is enough."""
+        while True:
+            self._room.clear()
+            if is_enough():
+                return
+            await self._room.wait()
+
+    async def offer(self, item: object) -> None:
+        """Waits for a place. Nobody else fills it."""
+        await self.until(lambda: not self.full())
+        self.put_nowait(item)
+        self.given += 1
+
+    def _get(self) -> Any:
+        item = super()._get()  # type: ignore[misc]  # queue.Queue's own place for this
+        self.taken += 1
+        if (tell := self._on_taken) is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                tell()
+        return item
+
+
+class WeightTransfer(Protocol):
+    """What brings weights to the engines: of TRL's WeightTransferProtocol, all but pausing, which Rollyard does."""
+
+    def init_weight_transfer(self) -> None: ...
+
+    def send_weights(self, iterator: Iterator[Any]) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+class RollyardWeights:
+    """TRL's weight transfer with Rollyard's pause around it.
+
+    TRL's order is pause, send_weights, resume, `worker.update_model_version(n)`. Rollyard is resumed by the last of
+    them, the only one that is told the number. It pauses and resumes the engines itself: if `inner` did, an engine
+    would go on with new weights under the old number.
+    """
+
+    def __init__(self, pause: Callable[[], object], inner: WeightTransfer | None) -> None:
+        self._pause = pause
+        self._inner = inner
+
+    def init_weight_transfer(self) -> None:
+        if self._inner is not None:
+            self._inner.init_weight_transfer()
+
+    def pause(self) -> None:
+        self._pause()
+
+    def send_weights(self, iterator: Iterator[Any]) -> None:
+        if self._inner is not None:
+            self._inner.send_weights(iterator)
+        else:
+            for _ in iterator:  # other ranks gather each parameter with us
+                pass
+
+    def resume(self) -> None:
+        """Not yet: see the class."""
+
+    def destroy(self) -> None:
+        if self._inner is not None:
+            self._inner.destroy()

@@ -1,0 +1,133 @@
+"""From groups to what TRL learns from: samples for AsyncGRPOTrainer, rows for GRPOTrainer.
+
+Invariants. The mask, the logprobs and the versions are the trace's own, token for token. Whoever is not trainable
+becomes no sample; where GRPOTrainer insists on a row, it is masked out whole and has no reward. No row is made up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollyard.client import Group, GroupRollout, Trace
+from rollyard.client.batching import Kind, advantages
+from rollyard.client.records import JsonObject
+
+
+class RolloutsMissing(RuntimeError):
+    """A prompt has fewer rollouts than GRPOTrainer asked for, and none is made up."""
+
+
+class Decoder(Protocol):
+    """A tokenizer, as far as logs need one."""
+
+    def decode(self, token_ids: list[int], /) -> Any: ...
+
+
+def sample_type() -> Callable[..., Any]:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # type: ignore[import-not-found]
+
+    return RolloutSample
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How traces become `RolloutSample`s. `first` is Rollyard's number of the version that TRL calls 0."""
+
+    kind: Kind
+    temperature: float
+    first: int
+    tokenizer: Decoder | None = None
+
+    def samples(self, group: Group, number: int) -> list[Any]:
+        """One for each trace that is learned from; TRL knows the group by that number."""
+        signals = advantages([group], self.kind)
+        return [
+            self._sample(group, number, rollout, trace, signals[rollout.id])
+            for rollout in group.rollouts
+            if rollout.id in signals
+            for trace in learned(rollout)
+        ]
+
+    def _sample(self, group: Group, number: int, rollout: GroupRollout, trace: Trace, advantage: float) -> Any:
+        import numpy as np
+
+        if trace.sampling.temperature != self.temperature:
+            raise ValueError(
+                f"rollout {rollout.id} was sampled at temperature {trace.sampling.temperature:g}, and the trainer "
+                f"computes its logprobs at {self.temperature:g}: make the run's sampling and the trainer's alike"
+            )
+        prompt, completion = self._texts(trace)
+        return sample_type()(
+            prompt=prompt,
+            completion=completion,
+            input_ids=np.asarray(trace.token_ids, dtype=np.int64),
+            completion_mask=np.asarray(trace.mask, dtype=np.int64),
+            old_log_probs=np.asarray(trace.logprobs, dtype=np.float32),
+            advantage=float(advantage),
+            # The oldest: TRL takes a sample for as old as the weights that it was begun with.
+            model_version=int(trace.versions[trace.mask == 1].min()) - self.first,
+            group_id=number,
+            metrics=metrics_of(group, rollout),
+            enqueued_at=time.time(),
+        )
+
+    def _texts(self, trace: Trace) -> tuple[list[JsonObject], list[JsonObject]]:
+        if self.tokenizer is None:
+            return [], []
+        start = int(trace.mask.argmax())
+        before, after = trace.token_ids[:start].tolist(), trace.token_ids[start:].tolist()
+        return (
+            [{"role": "user", "content": self.tokenizer.decode(before)}],
+            [{"role": "assistant", "content": self.tokenizer.decode(after)}],
+        )
+
+
+def learned(rollout: GroupRollout) -> list[Trace]:
+    """Those traces of a trainable rollout that a loss can be taken over."""
+    if not rollout.traces:
+        raise ValueError(f"rollout {rollout.id} is trainable and came without its traces")
+    return [t for t in rollout.traces if t.trainable and t.logprobs is not None and t.mask.any()]
+
+
+def metrics_of(group: Group, rollout: GroupRollout) -> dict[str, float]:
+    """What TRL averages over a step's samples, under its own names where it has one."""
+    stats, score, summary = group.stats or {}, rollout.record.score or {}, rollout.record.summary or {}
+    found = {"reward": rollout.reward, "reward_std": stats.get("spread"), "rollyard/turns": summary.get("turns")}
+    found |= {f"rewards/{name}": value for name, value in (score.get("components") or {}).items()}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What GRPOTrainer takes of one rollout."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    env_mask: list[int]
+    reward: float | None
+    rollout: str
+
+
+def row_of(rollout: GroupRollout) -> Row:
+    """A rollout as one row. An untrainable one is masked out whole and has no reward: TRL leaves it out of loss and
+    baseline. ValueError where it forked into several sequences, RolloutsMissing where it has no token at all."""
+    traces = learned(rollout) if rollout.trainable and rollout.reward is not None else []
+    if len(traces) > 1:
+        raise ValueError(
+            f"the history of rollout {rollout.id} forked into {len(traces)} sequences, and GRPOTrainer takes one for "
+            "each prompt: train with AsyncGRPOTrainer and RollyardRolloutWorker"
+        )
+    trace = traces[0] if traces else max(rollout.traces, key=len, default=None)
+    if trace is None or len(trace) < 2:
+        failure = rollout.record.failure or {}
+        raise RolloutsMissing(f"rollout {rollout.id} has no tokens at all ({failure.get('code') or 'no reason given'})")
+    start = int(trace.mask.argmax()) if trace.mask.any() else len(trace) - 1
+    size = len(trace) - start
+    logprobs, mask, reward = [0.0] * size, [0] * size, None
+    if traces and trace.logprobs is not None:
+        logprobs, mask, reward = trace.logprobs[start:].tolist(), trace.mask[start:].tolist(), rollout.reward
+    return Row(trace.token_ids[:start].tolist(), trace.token_ids[start:].tolist(), logprobs, mask, reward, rollout.id)

@@ -1,0 +1,195 @@
+"""From groups to verl's rows, in numpy: what of a group verl may learn from, and the padded arrays of its DataProto.
+
+verl cuts a sequence in two, prompt and response. A trace's prompt is all before the first token that it owns, its
+response all from there to the last one: what a tool said after that trains nothing, and a reward on a masked token
+would be lost to those estimators that look at the mask.
+
+Invariants. A training row has a reward, logprobs, and at least one sampled token. What infrastructure failed is no row.
+A member that is not trainable is no row. Where verl insists on one (its DataProto), that row is a `Blank`: no response,
+no mask, and as its score the mean of the members that count, which leaves the group's baseline where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollyard.client.groups import Group, GroupRollout
+from rollyard.client.records import Trace
+from rollyard.core.group import mean_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One trace, cut where verl wants it cut. The last four arrays have the response's length."""
+
+    rollout: GroupRollout
+    reward: float
+    prompt_ids: NDArray[np.int64]
+    response_ids: NDArray[np.int64]
+    mask: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]  # −1 where nothing was sampled
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.versions[self.mask == 1].min())
+
+    @property
+    def newest_version(self) -> int:
+        return int(self.versions[self.mask == 1].max())
+
+    @property
+    def turns(self) -> int:
+        return int((self.rollout.record.summary or {}).get("turns") or 0)
+
+    @property
+    def components(self) -> dict[str, float]:
+        """Parts of the reward, by name, without two of verl's own: "reward" is the whole, and "acc" would make it count
+        a validation sample that infrastructure took as a wrong one."""
+        found = (self.rollout.record.score or {}).get("components") or {}
+        return {str(name): float(value) for name, value in found.items() if name not in ("reward", "acc")}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where its time went, under verl's names."""
+        timings = self.rollout.record.timings or {}
+        names = {"generate_sequences": "model_s", "tool_calls": "tool_s", "compute_score": "eval_s"}
+        return {name: float(timings.get(ours) or 0.0) for name, ours in names.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blank:
+    """A row that trains nothing and moves no baseline, where verl wants one. `prompt_ids` is never empty."""
+
+    prompt_ids: NDArray[np.int64]
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Harvest:
+    """What of a group goes to verl: for each member that counts its rows, by index; and what does not."""
+
+    members: tuple[tuple[Row, ...], ...]
+    size: int  # that was asked for
+    lost: int  # members that infrastructure took, beyond the spares
+    untrainable: int  # members that are there, and in neither loss nor baseline
+    reason: str | None = None  # why the group is short, if it is
+
+    @property
+    def rows(self) -> list[tuple[int, Row]]:
+        return [(member, row) for member, rows in enumerate(self.members) for row in rows]
+
+
+def harvest(group: Group, size: int, *, is_training: bool, temperature: float | None = None) -> Harvest:
+    """In training, only what is trainable; else whatever has a score (nothing in a run of mode eval is trainable).
+
+    `temperature`: what the trainer computes its logprobs with; a trace that was sampled with another is a ValueError.
+    """
+    members: list[tuple[Row, ...]] = []
+    for rollout in group.rollouts:
+        rows = _rows(rollout, is_training=is_training, temperature=temperature)
+        if rows:
+            members.append(rows)
+    missing = max(0, size - len(group.rollouts))
+    return Harvest(tuple(members), size, missing, len(group.rollouts) - len(members), group.reason if missing else None)
+
+
+def _rows(rollout: GroupRollout, *, is_training: bool, temperature: float | None) -> tuple[Row, ...]:
+    if rollout.reward is None or (is_training and not rollout.trainable):
+        return ()
+    found: list[Row] = []
+    for trace in rollout.traces:
+        if not trace.mask.any() or (is_training and (not trace.trainable or trace.logprobs is None)):
+            continue
+        if is_training and temperature is not None and trace.sampling.temperature != temperature:
+            raise ValueError(
+                f"rollout {rollout.id} was sampled at temperature {trace.sampling.temperature:g}, and verl computes "
+                f"its logprobs at {temperature:g} (actor_rollout_ref.rollout.temperature): make them alike"
+            )
+        found.append(_row(rollout, rollout.reward, trace))
+    return tuple(found)
+
+
+def _row(rollout: GroupRollout, reward: float, trace: Trace) -> Row:
+    import numpy as np
+
+    owned = np.flatnonzero(trace.mask)
+    start, end = int(owned[0]), int(owned[-1]) + 1
+    if not start:
+        raise ValueError(f"trace {trace.index} of rollout {rollout.id} has no prompt")
+    ids = np.asarray(trace.token_ids, dtype=np.int64)
+    logprobs = np.zeros(len(ids), np.float32) if trace.logprobs is None else np.asarray(trace.logprobs, np.float32)
+    mask, versions = np.asarray(trace.mask, dtype=np.int64), np.asarray(trace.versions, dtype=np.int64)
+    cut = slice(start, end)
+    return Row(rollout, reward, ids[:start], ids[cut], mask[cut], logprobs[cut], versions[cut])
+
+
+def fill(found: Harvest, pad_id: int) -> tuple[list[Row | Blank], list[Row]]:
+    """One row for each member that was asked for, and the rows that found no place there.
+
+    Of a rollout whose history forked, the trace that owns most tokens is the row.
+    """
+    import numpy as np
+
+    rows: list[Row | Blank] = []
+    left_out: list[Row] = []
+    for each in found.members[: found.size]:
+        best = max(each, key=lambda row: row.sampled_tokens)
+        rows.append(best)
+        left_out += [row for row in each if row is not best]
+    prompt = found.members[0][0].prompt_ids if found.members else np.full(1, pad_id, dtype=np.int64)
+    neutral = mean_of([each[0].reward for each in found.members]) or 0.0
+    return rows + [Blank(prompt, neutral)] * (found.size - len(rows)), left_out
+
+
+def padded(
+    rows: Sequence[Row | Blank], prompt_length: int, response_length: int, pad_id: int
+) -> dict[str, NDArray[Any]]:
+    """Prompts padded on the left, responses on the right, to verl's two lengths, or to the longest row's.
+
+    A longer one is never cut, since half a trajectory did not earn the whole one's reward. What must not be longer is
+    bound by the tasks' `limits.max_context`.
+    """
+    import numpy as np
+
+    width = max([prompt_length, *(len(row.prompt_ids) for row in rows)])
+    length = max([response_length, *(len(row.response_ids) for row in rows if isinstance(row, Row))])
+    count = len(rows)
+    prompts = np.full((count, width), pad_id, dtype=np.int64)
+    responses = np.full((count, length), pad_id, dtype=np.int64)
+    attention = np.zeros((count, width + length), dtype=np.int64)
+    mask = np.zeros((count, length), dtype=np.int64)
+    logprobs = np.zeros((count, length), dtype=np.float32)
+    scores = np.zeros((count, length), dtype=np.float32)
+    for i, row in enumerate(rows):
+        prompts[i, width - len(row.prompt_ids) :] = row.prompt_ids
+        attention[i, width - len(row.prompt_ids) : width] = 1
+        if isinstance(row, Blank):
+            scores[i, 0] = row.reward
+            continue
+        size = len(row.response_ids)
+        responses[i, :size] = row.response_ids
+        attention[i, width : width + size] = 1
+        mask[i, :size] = row.mask
+        logprobs[i, :size] = row.logprobs
+        scores[i, size - 1] = row.reward
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": mask,
+        "input_ids": np.concatenate((prompts, responses), axis=1),
+        "attention_mask": attention,
+        "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
+        "rollout_log_probs": logprobs,
+        "rm_scores": scores,
+    }

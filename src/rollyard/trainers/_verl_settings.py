@@ -1,0 +1,110 @@
+"""What the verl adapter is told: `rollyard` beside verl's own configuration, and what of that it takes or refuses.
+
++rollyard.url=http://yard:8700 +rollyard.run=grpo-7b +rollyard.environment=math
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rollyard.core import Json, check_id
+
+SAMPLER = "RollyardReplayBuffer"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Under `rollyard` in verl's configuration. Url and token left out: as `AsyncClient` finds them."""
+
+    url: str | None = None
+    token: str | None = None
+    run: str = "verl"  # of mode train; validation goes into NAME.val, of mode eval
+    policy: str = "default"
+    spares: int = 1  # of each group, for members that infrastructure takes
+    engines: tuple[str, ...] | None = None  # URLs; None: verl's own rollout servers; empty: those that are there
+    tokenizer: str | None = None  # of these engines; None: actor_rollout_ref.model.path
+    renderer: str | None = None
+    environment: str | None = None  # for rows that bring no task of their own
+    data: Mapping[str, str] = field(default_factory=dict[str, str])  # its fields: places in the row
+    defaults: Mapping[str, Json] = field(default_factory=dict[str, Json])  # a partial task, laid under each
+    lease_s: float = 7200.0  # how long the weights may be in verl's hands between two batches
+    retry_s: float = 600.0  # how long a silent service is waited for
+
+
+def read_settings(config: Any) -> Settings:
+    """Of verl's whole configuration."""
+    given = config.get("rollyard") or {}
+    if not isinstance(given, dict):  # OmegaConf's
+        from omegaconf import OmegaConf  # type: ignore[import-not-found]
+
+        given = OmegaConf.to_container(given, resolve=True)
+    unknown = set(given) - set(Settings.__dataclass_fields__)
+    if unknown:
+        raise ValueError(f"rollyard.{min(unknown)} is not a setting: {', '.join(Settings.__dataclass_fields__)}")
+    try:
+        settings = msgspec.convert(given, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"rollyard in verl's configuration: {error}") from None
+    check_id(settings.run, "rollyard.run")
+    return settings
+
+
+def refuse(config: Any) -> None:
+    """What of verl cannot be had together with Rollyard, said before anything runs."""
+    if at(config, "reward.reward_model.enable"):
+        raise ValueError("reward.reward_model.enable: rewards come from Rollyard's environments, and from nowhere else")
+    if at(config, "distillation.enabled"):
+        raise ValueError("distillation.enabled: Rollyard's rows bring no teacher's logprobs")
+    mode, sampler = at(config, "trainer.v1.trainer_mode"), at(config, "trainer.v1.sampler.custom_sampler.name")
+    if not at(config, "trainer.use_v1") or mode in (None, "sync"):
+        return
+    if mode != "colocate_async":
+        raise ValueError(
+            f"trainer.v1.trainer_mode={mode}: it changes weights while rollouts go on, and tells nobody before it "
+            "does, so no token could be numbered; use sync or colocate_async"
+        )
+    if sampler != SAMPLER:
+        raise ValueError(
+            "trainer.v1.trainer_mode=colocate_async needs trainer.v1.sampler.custom_sampler, with "
+            f"path=pkg://rollyard.trainers.verl_sampler and name={SAMPLER}: it pauses rollouts before weights change"
+        )
+
+
+def defaults_of(rollout: Any, settings: Settings, *, is_validation: bool) -> dict[str, Json]:
+    """What lies under each task of a run: verl's sampling parameters and lengths, then `rollyard.defaults`.
+
+    `rollout` is actor_rollout_ref.rollout. A sequence is bound by verl's two lengths together.
+    """
+    source = rollout.val_kwargs if is_validation else rollout
+    sampling: dict[str, Json] = {
+        "temperature": float(source.temperature),
+        "top_p": float(source.top_p),
+        "top_k": int(source.top_k),
+        "max_tokens": int(rollout.response_length),
+    }
+    found: dict[str, Json] = {
+        "sampling": sampling,
+        "limits": {"max_context": int(rollout.prompt_length) + int(rollout.response_length)},
+    }
+    for name, value in settings.defaults.items():
+        below = found.get(name)
+        found[name] = {**below, **value} if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def at(place: Any, path: str) -> Any:
+    """What is at `a.b.0`, or None: in a configuration, or in a row of data."""
+    for name in path.split("."):
+        if hasattr(place, "tolist"):  # numpy's arrays
+            place = place.tolist()
+        if isinstance(place, list | tuple):
+            place = place[int(name)] if name.isdigit() and int(name) < len(place) else None
+        else:
+            place = place.get(name) if hasattr(place, "get") else None
+        if place is None:
+            return None
+    return place

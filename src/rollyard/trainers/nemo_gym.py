@@ -1,0 +1,254 @@
+"""NeMo Gym: Rollyard as one of its agent servers, so that NeMo RL trains through it.
+
+    POST /run                    a row of a dataset → a rollout → the row with `response` and `reward`
+    POST /v1/responses           one reply of the policy, without an environment and without a reward
+    POST /aggregate_metrics      means over the rows of an evaluation
+    GET  /                       a sign of life
+
+`rollyard gym-agent` serves it (`create_app` is a Starlette app, for who serves it otherwise). It holds nothing: every
+row is a rollout of a Rollyard service, found by `rollyard.client` as everywhere.
+
+Invariants. A row that the trainer named (`_ng_rollout_id`, `_ng_attempt_index`) is one rollout of this agent's run,
+however often it is sent; a caller that goes away leaves it as it is. Of a row without a name nobody could ask again:
+it is cancelled when its caller goes. Failures are told as `_nemo_gym_rows` says, never as a good row. With
+`failures="status"` what infrastructure failed is a 503 instead, for trainers that try such calls again by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollyard.client import AsyncClient, Record, Trajectory
+from rollyard.core import RollyardError, new_id
+from rollyard.core.failure import Gone, NotFound
+from rollyard.trainers._nemo_gym_rows import SERVER, TASK, refused, result, rollout_id, task_of
+
+__all__ = ["SERVER", "TASK", "GymAgent", "create_app"]
+
+log = logging.getLogger("rollyard.trainers")
+
+CALL_S = 600.0  # for one reply of the policy in /v1/responses
+TASK_INDEX = "_ng_task_index"
+
+
+class Failed503(Exception):
+    """Infrastructure failed a row, and the trainer wants to be told by status."""
+
+
+@dataclass(slots=True)
+class GymAgent:
+    """See the module. `run` is made if it is not there; without one, it is new with every start of the agent, since
+    trainers count their rollouts anew with each of theirs. `server` is the resources server of rows that name none."""
+
+    client: AsyncClient
+    run: str = field(default_factory=lambda: new_id("gym"))
+    server: str = ""
+    policy: str | None = None
+    defaults: Mapping[str, Any] | None = None
+    failures: Literal["row", "status"] = "row"
+
+    async def open(self) -> None:
+        try:
+            await self.client.get_run(self.run)
+        except NotFound:
+            await self.client.create_run(self.run, policy=self.policy, defaults=self.defaults)
+
+    async def play(self, row: Mapping[str, Any], gone: Awaitable[object] | None = None) -> dict[str, Any]:
+        """The result of a row, whatever becomes of it. `gone` ends when its caller does."""
+        try:
+            name, is_named = rollout_id(row, self.run)
+            body = task_of(row, self.server)
+            await self.client.submit([body], run=self.run, ids=[name])
+            try:
+                record = await _unless(self.client.wait(name), gone)
+            except asyncio.CancelledError:
+                if not is_named:
+                    await self._cancel(name)
+                raise
+            return self._told(row, await self._trajectory(record))
+        except RollyardError as error:
+            if self.failures == "status" and error.status >= 500:
+                raise Failed503(error.detail) from error
+            return refused(row, error)
+
+    async def respond(self, params: Mapping[str, Any]) -> tuple[int, bytes]:
+        """One reply of the policy, in a session of its own that has no reward."""
+        names = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
+        sampling = {ours: params[theirs] for theirs, ours in names.items() if params.get(theirs) is not None}
+        async with (
+            self.client.session(run=self.run, sampling=sampling or None) as session,
+            aiohttp.ClientSession() as http,
+        ):
+            body = {**params, "model": session.model, "stream": False}
+            headers = {"Authorization": f"Bearer {session.key}"}
+            timeout = aiohttp.ClientTimeout(total=CALL_S)
+            async with http.post(f"{session.base_url}/responses", json=body, headers=headers, timeout=timeout) as reply:
+                return reply.status, await reply.read()
+
+    def _told(self, row: Mapping[str, Any], trajectory: Trajectory) -> dict[str, Any]:
+        failure = trajectory.record.failure or {}
+        if self.failures == "status" and trajectory.record.reward is None and failure.get("blame") == "infra":
+            raise Failed503(f"{failure.get('code')}: {failure.get('detail')}")
+        return result(row, trajectory)
+
+    async def _trajectory(self, record: Record) -> Trajectory:
+        try:
+            return await self.client.trajectory(record.id)
+        except (NotFound, Gone):
+            return Trajectory(record)
+
+    async def _cancel(self, name: str) -> None:
+        with suppress(RollyardError):
+            await self.client.cancel(name)
+
+
+def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means per task and over all. Failure rows are counted, and are in no mean."""
+    scored: dict[Any, list[float]] = defaultdict(list)
+    failures = 0
+    for row in rows:
+        reward = row.get("reward")
+        if row.get("_ng_failure_class") is not None or isinstance(reward, bool) or not isinstance(reward, int | float):
+            failures += 1
+        elif math.isfinite(reward):
+            scored[row.get(TASK_INDEX, 0)].append(float(reward))
+    everything = [reward for rewards in scored.values() for reward in rewards]
+    groups = [{TASK_INDEX: task, **_moments(scored[task])} for task in sorted(scored, key=str)]
+    agent = {**_moments(everything), "rollouts": len(rows), "failures": failures, "tasks": len(scored)}
+    return {
+        "group_level_metrics": groups,
+        "agent_metrics": agent,
+        "key_metrics": {name: value for name, value in agent.items() if name.startswith("mean/")},
+    }
+
+
+def _moments(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {
+        "mean/reward": statistics.fmean(values),
+        "max/reward": max(values),
+        "min/reward": min(values),
+        "median/reward": statistics.median(values),
+        "std/reward": statistics.stdev(values) if len(values) > 1 else 0.0,
+    }
+
+
+# --- HTTP ---------------------------------------------------------------------------------------------
+
+
+def create_app(agent: GymAgent) -> ASGIApp:
+    """The agent's face. Its client is opened and closed with the app."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        async with agent.client:
+            await agent.open()
+            yield
+
+    async def run(request: Request) -> Response:
+        row = await _object(request)
+        if row is None:
+            return _reply({"detail": "a row of a dataset was expected, an object"}, 422)
+        gone = asyncio.create_task(_disconnected(request.receive))
+        try:
+            return _reply(await agent.play(row, gone))
+        except Failed503 as error:
+            return _reply({"detail": str(error)}, 503)
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise
+            return Response(status_code=499)
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+
+    async def responses(request: Request) -> Response:
+        params = await _object(request)
+        if params is None:
+            return _reply({"detail": "the parameters of a response were expected, an object"}, 422)
+        try:
+            status, body = await agent.respond(params)
+        except (RollyardError, aiohttp.ClientError, TimeoutError) as error:
+            return _reply({"detail": f"the policy did not answer: {error}"}, 502)
+        return Response(body, status, media_type="application/json")
+
+    async def aggregate(request: Request) -> Response:
+        body = await _object(request) or {}
+        rows = body.get("verify_responses")
+        if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+            return _reply({"detail": "verify_responses: a list of rows was expected"}, 422)
+        return _reply(metrics_of(rows))
+
+    async def alive(_: Request) -> Response:
+        return _reply({"status": "ok", "run": agent.run})
+
+    routes = [
+        Route("/run", run, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/aggregate_metrics", aggregate, methods=["POST"]),
+        Route("/", alive, methods=["GET"]),
+    ]
+    return _NoPages(Starlette(routes=routes, lifespan=lifespan))
+
+
+class _NoPages:
+    """ASGI: refuses whatever comes from a browser's page. The agent has a token of the service, and asks for none."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):
+            await _reply({"detail": "a call with an Origin header comes from a browser's page"}, 403)(
+                scope, receive, send
+            )
+            return
+        await self._app(scope, receive, send)
+
+
+async def _unless(work: Awaitable[Record], gone: Awaitable[object] | None) -> Record:
+    """The record; CancelledError as soon as the caller is gone."""
+    task = asyncio.ensure_future(work)
+    other = asyncio.ensure_future(gone) if gone is not None else None
+    try:
+        await asyncio.wait([task, *([other] if other else [])], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise asyncio.CancelledError
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _object(request: Request) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(await request.body())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _reply(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

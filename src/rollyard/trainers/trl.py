@@ -1,0 +1,296 @@
+"""TRL: `RollyardRolloutWorker` for its AsyncGRPOTrainer, `RollyardRolloutFunc` for its GRPOTrainer (`_trl_func.py`).
+
+    worker = RollyardRolloutWorker(run="grpo", tasks=tasks, group_size=8, want=16)
+    trainer = AsyncGRPOTrainer(..., rollout_worker=worker, weight_transfer=worker.weights(backend))
+
+A thread of its own drives a draw. Each trainable trace of a delivered group becomes one `RolloutSample`: its tokens,
+its mask (0 on what tools said), the logprobs that it was sampled with, its rollout's advantage in the group, the oldest
+version of its sampled tokens (`_trl_samples.py`).
+
+Invariants. Whoever is not trainable is in neither loss nor baseline; what infrastructure failed is not there at all. A
+group is handed over whole. The buffer is bounded: while it is full, nothing is read, and no further batch is asked for.
+Weights change in one order: Rollyard pauses, the trainer writes, Rollyard resumes with the version's number.
+
+TRL counts versions from 1 in every process; Rollyard's go on where they were. The difference stays in here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollyard.client import AsyncClient, AsyncDraw, AsyncUpdate, Batch, ServiceUnreachable
+from rollyard.client.batching import Kind
+from rollyard.core import Json, RollyardError, Task
+from rollyard.trainers._trl_func import RollyardRolloutFunc, rollyard_reward
+from rollyard.trainers._trl_hands import Buffer, RollyardWeights, WeightTransfer
+from rollyard.trainers._trl_samples import Decoder, RolloutsMissing, Sampler
+
+__all__ = ["RolloutsMissing", "RollyardRolloutFunc", "RollyardRolloutWorker", "RollyardWeights", "rollyard_reward"]
+
+T = TypeVar("T")
+log = logging.getLogger("rollyard.trainers")
+
+HEALTH_S = 10.0
+"""For one sign of life. TRL asks every five seconds, while it has nothing to train on."""
+
+METRICS = 1024
+"""Reports of batches that wait to be logged; beyond that the oldest goes."""
+
+TOTALS = ("filtered", "failed", "dropped", "all_zero", "all_one", "stale", "infra_rollouts", "tokens_lost")
+GAUGES = ("reward_before", "pass_rate_before", "keep_rate")
+STATE_FILE = "rollyard.json"  # in a checkpoint
+
+
+class RollyardRolloutWorker:
+    """TRL's rollout worker, on a draw. See the module.
+
+    `run` is a run of the service, and its policy the one that is trained. Further arguments are those of
+    `AsyncClient.draw`: keep, max_staleness, epochs, seed… A draw that is given an `id` is left open when training ends,
+    for whoever comes back to it; any other is closed.
+    `want` groups are asked for at a time; `want * group_size` should be about what one optimizer step takes.
+    The next batch is asked for when no more than `ahead` samples wait for the trainer. Every batch ahead is one more
+    version of age, on top of the draw's `max_staleness`; and TRL itself reads one micro-batch ahead.
+    `temperature` is what the trainer computes its own logprobs with (`AsyncGRPOConfig.temperature`): a trace that was
+    sampled with another one is an error, as no ratio of the two would mean anything.
+    With a `tokenizer`, samples carry their text, for TRL's own logs.
+    `resume` is the checkpoint that training goes on from (see `callback`); the draw then needs its `id`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        run: str,
+        want: int,
+        tasks: Sequence[Task | Mapping[str, Json]] | None = None,
+        source: Mapping[str, Json] | None = None,
+        group_size: int = 8,
+        advantage: Kind = "grpo",
+        ahead: int = 0,
+        temperature: float = 1.0,
+        tokenizer: Decoder | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        **draw: Any,
+    ) -> None:
+        if resume is not None and draw.get("id") is None:
+            raise ValueError("going on from a checkpoint takes the id that the draw was given")
+        self.rollout_buffer = Buffer(ahead + want * group_size)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(METRICS)
+        self._place = (url, token)
+        self._run = run
+        self._want = want
+        self._ahead = ahead
+        self._request = {**draw, "tasks": tasks, "source": source, "group_size": group_size}
+        self._resume = None if resume is None else json.loads(Path(resume, STATE_FILE).read_text())
+        self._sampler = lambda first: Sampler(advantage, temperature, first, tokenizer)
+        self._first = 0  # Rollyard's number of the version that TRL calls 0
+        self._version = 0  # TRL's number of the weights that are in the engines
+        self._update: AsyncUpdate | None = None  # while weights are written
+        self._silent_since: float | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._yard: AsyncClient | None = None
+        self._draw: AsyncDraw | None = None
+        self._end: asyncio.Event | None = None
+        self._policy = ""
+        self._driving: Future[None] | None = None
+        self._ends: deque[tuple[int, int]] = deque()  # how many samples there were at the end of which batch
+        self._taken = self._trained = 0  # batches: given to the trainer whole, and surely trained on
+
+    # --- what TRL calls -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to ask for batches. Weights may have been sent before."""
+        if self._driving is None:
+            self._open()
+            self._go_back()
+            assert self._loop is not None
+            self._driving = asyncio.run_coroutine_threadsafe(self._drive(), self._loop)
+
+    def stop(self) -> None:
+        """Ends the thread, whatever it waits for. May be called twice."""
+        thread, loop = self._thread, self._loop
+        if thread is None or loop is None:
+            return
+        if self._driving is not None:
+            self._driving.cancel()
+        try:
+            if self._draw is not None and self._request.get("id") is None:
+                with contextlib.suppress(RollyardError, TimeoutError):
+                    self._call(self._draw.close(), HEALTH_S)
+        finally:
+            assert self._end is not None
+            loop.call_soon_threadsafe(self._end.set)
+            thread.join()
+            self._thread = self._loop = self._yard = self._draw = self._driving = self._update = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """The weights of that version are in the engines: rollouts go on."""
+        update, self._update = self._update, None
+        if update is None:
+            raise RuntimeError(
+                "weights were sent while rollouts went on, so nobody knows which tokens are theirs: give the trainer "
+                "weight_transfer=worker.weights(...), and no LoRA that vLLM loads by name"
+            )
+        update.version = self._first + model_version
+        self._call(update.__aexit__(None, None, None))
+        self._version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raises when nothing more will come: the draw has ended or failed, or the service is silent for that long."""
+        driving = self._driving
+        if driving is None:
+            raise RuntimeError("the rollout worker was not started")
+        if driving.done():
+            raise RuntimeError(f"no more rollouts come: {driving.exception()}") from driving.exception()
+        assert self._yard is not None
+        try:
+            self._call(self._yard.get_run(self._run), min(HEALTH_S, stale_after_s))
+            self._silent_since = None
+        except (ServiceUnreachable, TimeoutError) as error:
+            now = time.monotonic()
+            self._silent_since = self._silent_since or now
+            if now - self._silent_since >= stale_after_s:
+                raise RuntimeError(f"Rollyard has been silent for {now - self._silent_since:.0f} s") from error
+
+    # --- what you call --------------------------------------------------------------------------------
+
+    def weights(self, inner: WeightTransfer | None = None) -> RollyardWeights:
+        """`inner` is what writes them: TRL's own or yours. None: nothing is written."""
+        return RollyardWeights(self.pause, inner)
+
+    def pause(self) -> None:
+        """Before weights are written; `update_model_version` goes on. What is being sampled is kept and continued."""
+        self._open()
+        assert self._yard is not None
+        if self._update is None:
+            update = self._yard.policy(self._policy).update(self._first + self._version + 1)
+            self._call(update.__aenter__())
+            self._update = update
+            self._go_back()
+
+    def callback(self) -> Any:
+        """A TrainerCallback that ties the draw to checkpoints: each gets a `rollyard.json` that says how far it is, and
+        what was surely trained on by then is acknowledged. Give the checkpoint's folder to `resume` to go on from it:
+        later batches are undone, and what newer weights had sampled is void."""
+        from transformers import TrainerCallback  # type: ignore[import-not-found]
+
+        worker = self
+
+        class Checkpoints(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                worker._stepped()
+
+            def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                worker._saved(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
+        return Checkpoints()
+
+    def _stepped(self) -> None:
+        # TRL reads one micro-batch ahead, and may hold one sample more that did not fit into it: what it had taken a
+        # step ago, but for the last sample, is trained on by now.
+        self._trained = self._taken
+        while self._ends and self._ends[0][0] < self.rollout_buffer.taken:
+            self._taken = self._ends.popleft()[1]
+
+    def _saved(self, folder: Path) -> None:
+        if self._draw is None:  # not the main process
+            return
+        state = {"draw": self._draw.id, "batch": self._trained, "version": self._first + self._version}
+        (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
+        if self._trained:
+            self._call(self._draw.ack(self._trained))
+
+    # --- its thread -----------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """The thread, with an open client and the draw; raises what keeps it from opening."""
+        if self._thread is not None:
+            return
+        opened: Future[None] = Future()
+        work = threading.Thread(target=lambda: asyncio.run(self._live(opened)), name="rollyard-trl", daemon=True)
+        work.start()
+        opened.result()  # where that raises, the thread ends by itself
+        self._thread = work
+
+    async def _live(self, opened: Future[None]) -> None:
+        try:
+            async with AsyncClient(*self._place) as yard:
+                self._policy = str((await yard.get_run(self._run)).get("policy") or "default")
+                self._first = int((await yard.policy(self._policy).status())["version"])
+                self._draw = await yard.draw(self._run, **self._request)
+                self._loop, self._yard, self._end = asyncio.get_running_loop(), yard, asyncio.Event()
+                opened.set_result(None)
+                await self._end.wait()
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+
+    def _go_back(self) -> None:
+        """To the checkpoint, once. In a pause: what is begun anew is sampled by the checkpoint's weights alone."""
+        if self._resume is None:
+            return
+        assert self._draw is not None
+        state, self._resume = self._resume, None
+        if state["draw"] != self._draw.id:
+            raise ValueError(f"the checkpoint is one of draw {state['draw']}, not of {self._draw.id}")
+        self._call(self._draw.rewind(state["batch"], state["version"]))
+        self._taken = self._trained = state["batch"]
+        self._first = state["version"]  # its own weights may be newer than the last that were sent: they are the next
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """On the thread's loop, from the trainer's."""
+        assert self._loop is not None
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:  # Ctrl-C here must not leave the call running there
+            future.cancel()
+            raise
+
+    async def _drive(self) -> None:
+        """Batch after batch into the buffer, until the draw has no more: an error to whoever waits for more."""
+        draw, buffer = self._draw, self.rollout_buffer
+        assert draw is not None
+        sampler, numbers = self._sampler(self._first), itertools.count()
+        with buffer.filled_here():
+            while True:
+                await buffer.until(lambda: buffer.qsize() <= self._ahead)
+                try:
+                    async for group in draw.stream(want=self._want):
+                        for sample in sampler.samples(group, next(numbers)):
+                            await buffer.offer(sample)
+                except ServiceUnreachable as error:
+                    # The draw is durable, and is read on from where it was; `check_health` says when it is too long.
+                    log.warning("the service cannot be reached", extra={"code": error.code})
+                    continue
+                batch = draw.last_batch
+                assert batch is not None
+                self._ends.append((buffer.given, batch.number))
+                self._report(batch)
+                if batch.is_last:
+                    raise RuntimeError(f"the draw has ended ({batch.reason}) and its last group was handed over")
+
+    def _report(self, batch: Batch) -> None:
+        """What the trainer cannot see: how it was before the filter, and what did not get through it."""
+        names = {f"rollyard/{name}": name for name in GAUGES} | {f"rollyard/{name}_total": name for name in TOTALS}
+        figures = {name: batch.figures.get(figure) for name, figure in names.items()}
+        with contextlib.suppress(queue.Empty):
+            if self.metrics_queue.full():
+                self.metrics_queue.get_nowait()
+        self.metrics_queue.put_nowait({name: float(value) for name, value in figures.items() if value is not None})

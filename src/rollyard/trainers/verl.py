@@ -1,0 +1,156 @@
+"""verl: `RollyardAgentLoopManager`, in the place of its own agent loops.
+
+    +actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollyard.trainers.verl.RollyardAgentLoopManager
+
+verl hands over prompts, each with the task that it stands for; what has one `uid` is one group. Its trainer (0.9, "V1")
+takes what comes back from its TransferQueue: any number of rows for each prompt, all traces of a rollout among them.
+Its older one takes a `DataProto` of exactly as many rows as it gave, in their order. Both are served, by the kind of
+what is handed over.
+
+Invariants. What infrastructure failed is never a row with a reward of its own. Whoever is not trainable is in no loss
+and moves no baseline. Nothing is sampled while verl has the weights (`_verl_yard.py`). Versions are its `global_steps`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rollyard.client.groups import Group
+from rollyard.trainers._verl_prompts import Ask, asks_of_prompts, asks_of_repeated
+from rollyard.trainers._verl_rows import Harvest, Row, fill, harvest, padded
+from rollyard.trainers._verl_settings import read_settings, refuse
+from rollyard.trainers._verl_yard import VerlYard
+
+__all__ = ["RollyardAgentLoopManager"]
+
+log = logging.getLogger(__name__)
+
+PAD_ID = 0  # in places that verl's attention mask leaves out
+
+
+class RollyardAgentLoopManager:
+    """See the module. `config` is verl's whole configuration; `_verl_settings.py` has what is ours in it.
+
+    The other arguments that verl has for agent loops (teachers, reward workers) have no meaning here.
+    """
+
+    def __init__(self, config: Any, llm_client: Any = None, **_: Any) -> None:
+        refuse(config)
+        self._settings = read_settings(config)
+        self._rollout = config.actor_rollout_ref.rollout
+        self._yard = VerlYard(config, self._settings, llm_client)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: Exception | None = None  # what a group in the background was lost to, here
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> RollyardAgentLoopManager:
+        """As verl calls it. The service must be there by now; verl's servers, when the first prompts come."""
+        manager = cls(*args, **kwargs)
+        manager._yard.start()
+        return manager
+
+    def close(self) -> None:
+        """For who makes managers by hand; verl's processes just end."""
+        self._yard.stop()
+
+    def generate_sequences(self, prompts: Any) -> Any:
+        """A `DataProto` for a `DataProto`. For a `TensorDict` nothing: its rows go into the TransferQueue as they end.
+
+        Some of verl's trainers await the answer, others do not: a coroutine that calls gets something to await.
+        """
+        if self._broken is not None:
+            raise RuntimeError(f"rollouts of an earlier batch were lost: {self._broken}") from self._broken
+        if not hasattr(prompts, "non_tensor_batch"):
+            return self._yard.call(self._into_queue(prompts))
+        future = self._yard.submit(self._as_data_proto(prompts))
+        if sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
+            return asyncio.wrap_future(future)
+        return future.result()
+
+    # --- V1: into the TransferQueue -------------------------------------------------------------------
+
+    async def _into_queue(self, prompts: Any) -> None:
+        from rollyard.trainers._verl_types import rows_of
+
+        asks = asks_of_prompts(rows_of(prompts), self._rollout, self._settings)
+        await self._yard.begin(asks)
+        for ask in asks:
+            task = asyncio.create_task(self._deliver(ask))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self, ask: Ask) -> None:
+        """A group's rows, then its status, whatever happens: verl waits for that, for ever if need be.
+
+        A group in which a member is missing is a failure to verl, which by its settings replaces it, or takes the rows
+        that are there. One with a single row would be neither: verl would take that row's reward for its advantage.
+        """
+        from rollyard.trainers._verl_types import put_rows, put_status
+
+        status = "failure"
+        try:
+            await put_status(ask, "running")
+            async with self._yard.ended(ask) as group:
+                found = self._harvest(ask, group)
+                if len(found.members) >= (1 if ask.is_validation else min(2, ask.size)):
+                    await put_rows(ask, found.rows)
+                    status = "failure" if found.lost else "finished"
+        except Exception as error:
+            log.exception("rollyard.group_lost %s", ask.group)
+            self._broken, status = error, "failure"
+        await put_status(ask, status)
+
+    # --- the older trainer: a DataProto ---------------------------------------------------------------
+
+    async def _as_data_proto(self, prompts: Any) -> Any:
+        from rollyard.trainers._verl_types import data_proto
+
+        began = time.monotonic()
+        asks, place = asks_of_repeated(prompts, self._settings)
+        await self._yard.begin(asks)
+        found = await asyncio.gather(*(self._collect(ask) for ask in asks))
+        if not any(each.members for each in found):
+            raise RuntimeError(f"none of {len(asks)} groups has a rollout to learn from: {found[0].reason}")
+        filled = [fill(each, PAD_ID) for each in found]
+        of_ask = [iter(rows) for rows, _ in filled]
+        rows = [next(of_ask[ask]) for ask in place]
+        left_out = [row for _, more in filled for row in more]
+        arrays = padded(rows, int(self._rollout.prompt_length), int(self._rollout.response_length), PAD_ID)
+        figures = {
+            **_seconds([row for row in rows if isinstance(row, Row)]),
+            "agent_loop/rollyard/batch": time.monotonic() - began,
+            # Counts, in the one place where this trainer looks for what a manager has to say.
+            "agent_loop/rollyard/blank_rows": float(sum(not isinstance(row, Row) for row in rows)),
+            "agent_loop/rollyard/lost_members": float(sum(each.lost for each in found)),
+            "agent_loop/rollyard/traces_left_out": float(len(left_out)),
+            "agent_loop/rollyard/tokens_left_out": float(sum(row.sampled_tokens for row in left_out)),
+        }
+        return data_proto(prompts, arrays, rows, figures)
+
+    async def _collect(self, ask: Ask) -> Harvest:
+        async with self._yard.ended(ask) as group:
+            return self._harvest(ask, group)
+
+    def _harvest(self, ask: Ask, group: Group) -> Harvest:
+        temperature = None if ask.is_validation or ask.is_greedy else float(self._rollout.temperature)
+        found = harvest(group, ask.size, is_training=not ask.is_validation, temperature=temperature)
+        if found.lost or found.untrainable:
+            facts = {"group": group.id, "lost": found.lost, "untrainable": found.untrainable, "reason": found.reason}
+            log.warning("rollyard.short_group", extra=facts)
+        return found
+
+
+def _seconds(rows: Sequence[Row]) -> dict[str, float]:
+    """Where the time went, under the names that verl logs."""
+    found: dict[str, float] = {}
+    for name in ("generate_sequences", "tool_calls", "compute_score"):
+        seconds = [row.seconds[name] for row in rows]
+        found |= {f"agent_loop/{name}/{what}": of(seconds) for what, of in (("min", min), ("max", max))}
+        found[f"agent_loop/{name}/mean"] = sum(seconds) / len(seconds)
+    return found

@@ -1,0 +1,164 @@
+"""Real TRL trainers, in their own environment, on rollouts of a real service.
+
+Where the engine is scripted, its logprobs are made up and the ratio is not 1: what is compared then is what went into
+the loss, and the loss that follows from it."""
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollyard.client import AsyncClient, Group, Trace
+from rollyard.client.batching import advantages
+from rollyard.testing.script import Turn
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.client.served import Yard, call, served, task
+from tests.trainers.environment import run_script, trainer_python
+
+pytestmark = [pytest.mark.trainers, pytest.mark.slow, pytest.mark.timeout(300)]
+
+TASKS = [task(f"Write done, number {n}.") for n in range(6)]
+PROBE = Path(__file__).parent / "trl_probe.py"
+
+
+def every_second_one(turn: Turn) -> str:
+    """Rollouts with an odd index do their task, in two turns; the others only say that they have."""
+    if turn.number:
+        return call("finish")
+    is_doing = turn.session_id.rpartition("-")[2] in {"1", "3"}
+    return call("shell", command="echo hello > done" if is_doing else "echo nothing")
+
+
+async def probe(
+    mode: str, yard: Yard, folder: Path, tasks: Sequence[Any] = TASKS, model: Path | None = None
+) -> dict[str, Any]:
+    python = trainer_python("trl")
+    file = folder / "tasks.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in tasks))
+    arguments = (PROBE, mode, folder, model or tokenizer_dir(), file)
+    await asyncio.to_thread(run_script, python, *arguments, environ=yard.environ(), log=folder / "log")
+    return json.loads((folder / "seen.json").read_text())
+
+
+def terms_of(trace: Trace, advantage: float) -> tuple[tuple[int, ...], tuple[float, ...], float]:
+    """What a loss is taken over: the sampled tokens alone, with the logprobs that they were sampled with."""
+    assert trace.logprobs is not None
+    is_sampled = trace.mask == 1
+    ids, logprobs = trace.token_ids[is_sampled].tolist(), trace.logprobs[is_sampled].tolist()
+    return tuple(ids), tuple(round(value, 4) for value in logprobs), round(advantage, 4)
+
+
+def check_steps(steps: list[dict[str, Any]], groups: list[Group]) -> None:
+    """Trained on what these groups sampled, all of it and nothing else, with the loss that follows."""
+    signals = advantages(groups)
+    expected = Counter(terms_of(t, signals[r.id]) for g in groups for r in g.rollouts for t in r.traces)
+    trained: Counter[Any] = Counter()
+    for step in steps:
+        assert math.isfinite(step["loss"])
+        assert step["loss"] == pytest.approx(step["plain_loss"], abs=1e-4)
+        for ids, logprobs, signal in step["terms"]:
+            assert len(set(signal)) == 1
+            trained[tuple(ids), tuple(round(value, 4) for value in logprobs), round(signal[0], 4)] += 1
+    assert trained == expected
+
+
+def newest_of(group: Group) -> int:
+    return max(int(trace.versions.max()) for rollout in group.rollouts for trace in rollout.traces)
+
+
+async def test_async_grpo_learns_from_exactly_what_was_sampled(tmp_path: Path):
+    trainer_python("trl")
+    async with served(tmp_path) as yard:
+        yard.engine.script = every_second_one
+        seen = await probe("async", yard, tmp_path)
+        async with AsyncClient(yard.url, yard.token) as client:
+            (facts,) = await client.draws()
+            draw = await client.get_draw(facts["id"])
+            groups = [group for n in range(1, len(seen["steps"]) + 1) for group in (await draw.batch(number=n)).groups]
+    assert facts["state"] == "ended", "a draw without an id is closed when training ends"
+    check_steps(seen["steps"], groups)
+    assert {round(signal) for signal in advantages(groups).values()} == {-1, 1}, "rewards differ within a group"
+    for trace in (t for g in groups for r in g.rollouts for t in r.traces):
+        changes = np.flatnonzero(np.diff(trace.mask))
+        assert len(changes) >= 3, "two turns: what the tool said lies between them, masked"
+
+    assert seen["calls"][:3] == ["pause", 1, "start"], "weights come before the first rollout"
+    assert seen["calls"][3:] == [word for n in range(2, len(seen["steps"]) + 2) for word in ("pause", n)]
+    versions = [newest_of(group) for group in groups]
+    assert versions[0] == 1 and versions[-1] > 1, versions
+    assert versions == sorted(versions)
+
+
+@pytest.mark.vllm
+async def test_what_a_real_engine_sampled_has_the_ratio_one(vllm_url: str, vllm_folder: Path, tmp_path: Path):
+    """The trainer has the engine's own weights: it must find each token as likely as the engine did."""
+    trainer_python("trl")
+    model = vllm_folder / "smollm2"
+    short = {"max_tokens": 12}
+    sums = [
+        {"environment": "math", "data": {"question": f"{n} + 5?", "answer": "1"}, "sampling": short} for n in (2, 3)
+    ]
+    async with served(tmp_path, engines=[{"url": vllm_url, "id": "e0", "tokenizer": str(model)}]) as yard:
+        seen = await probe("real", yard, tmp_path, sums, model)
+        async with AsyncClient(yard.url, yard.token) as client:
+            (facts,) = await client.draws()
+            groups = (await (await client.get_draw(facts["id"])).batch(number=1)).groups
+    check_steps(seen["steps"], [*groups])
+    assert seen["steps"][0]["ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(tmp_path: Path):
+    trainer_python("trl")
+    async with served(tmp_path) as yard:
+        yard.engine.script = every_second_one
+        seen = await probe("again", yard, tmp_path)
+        state = seen["state"]
+        async with AsyncClient(yard.url, yard.token) as client:
+            draw = await client.get_draw("trl-draw")
+            facts = await draw.status()
+            numbers = range(state["batch"] + 1, state["batch"] + 1 + len(seen["again"]["steps"]))
+            groups = [group for n in numbers for group in (await draw.batch(number=n)).groups]
+            policy = await client.policy().status()
+    assert (len(seen["first"]["steps"]), len(seen["again"]["steps"])) == (2, 2)
+    assert (state["batch"], state["version"]) == (1, 3), "what two steps have surely trained on"
+    samples = [len(step["terms"]) for step in seen["again"]["steps"]]
+    assert sum(samples) == sum(len(group.rollouts) for group in groups) > 0
+    for step in seen["again"]["steps"]:
+        assert step["loss"] == pytest.approx(step["plain_loss"], abs=1e-4)
+    assert facts["acked"] > state["batch"], "the last checkpoint knows more, and its traces are gone"
+    assert not any(rollout.traces for group in groups[:1] for rollout in group.rollouts)
+    assert policy["version"] == 3 + 1 + 2, "the checkpoint's weights, then two steps"
+
+
+async def test_grpo_gets_a_rollout_for_each_prompt_in_order(tmp_path: Path):
+    trainer_python("trl")
+    async with served(tmp_path) as yard:
+        yard.engine.script = every_second_one
+        seen = await probe("sync", yard, tmp_path)
+        async with AsyncClient(yard.url, yard.token) as client:
+            for batch in seen["batches"]:
+                for place, id in enumerate(batch["rollyard_rollout"]):
+                    record, (trace,) = await client.get(id), await client.traces(id)
+                    number = batch["prompts"][place].removeprefix("task ")
+                    assert record.task["data"]["instruction"] == f"Write done, number {number}."
+                    row = {name: batch[name][place] for name in ("prompt_ids", "completion_ids", "env_mask")}
+                    assert row["prompt_ids"] + row["completion_ids"] == trace.token_ids.tolist()
+                    assert [0] * len(row["prompt_ids"]) + row["env_mask"] == trace.mask.tolist()
+                    assert batch["rollyard_reward"][place] == record.reward
+    assert seen["pushed"] == [0, 1], "weights are sent before each step's rollouts"
+    for batch in seen["batches"]:
+        rows = {tuple(ids): mask for ids, mask in zip(batch["completion_ids"], batch["env_mask"], strict=True)}
+        for taken in batch["loss"]:
+            assert math.isfinite(taken["loss"])
+            for ids, is_there, mask in zip(
+                taken["completion_ids"], taken["completion_mask"], taken["tool_mask"], strict=True
+            ):
+                size = sum(is_there)
+                assert mask[:size] == rows[tuple(ids[:size])]
+            assert {round(value, 1) for value in taken["advantages"]} == {-0.9, 0.9}

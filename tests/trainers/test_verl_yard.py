@@ -1,0 +1,127 @@
+"""How verl's process holds the service: a real one, and no verl."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollyard.client import AsyncClient, Group
+from rollyard.core import RollyardError
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.trainers._verl_prompts import Ask, asks_of_prompts
+from rollyard.trainers._verl_settings import Settings
+from rollyard.trainers._verl_yard import VerlYard
+from tests.client.served import Yard, served, task
+
+ROLLOUT = SimpleNamespace(
+    name="vllm",
+    n=2,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    prompt_length=2000,
+    response_length=2000,
+    val_kwargs=SimpleNamespace(n=1, temperature=0, top_p=1.0, top_k=-1),
+)
+MODEL = SimpleNamespace(path=str(tokenizer_dir()))
+
+
+@asynccontextmanager
+async def held(yard: Yard, engine: str | None = None) -> AsyncGenerator[VerlYard, None]:
+    settings = Settings(url=yard.url, token=yard.token, engines=(engine or yard.engine.url,))
+    verl = VerlYard(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT, model=MODEL)), settings, None)
+    await asyncio.to_thread(verl.start)
+    try:
+        yield verl
+    finally:
+        await asyncio.to_thread(verl.stop)
+
+
+def asks(step: int, *tasks: dict[str, Any], validate: bool = False) -> list[Ask]:
+    rows = [
+        {"uid": f"{step}.{i}.{validate}", "rollyard_task": one, "global_steps": step, "validate": validate}
+        for i, one in enumerate(tasks)
+    ]
+    return asks_of_prompts(rows, ROLLOUT, Settings())
+
+
+async def run(verl: VerlYard, work: Any) -> Any:
+    return await asyncio.wrap_future(verl.submit(work))
+
+
+async def group_of(verl: VerlYard, ask: Ask) -> Group:
+    async def wait() -> Group:
+        async with verl.ended(ask) as group:
+            return group
+
+    return await run(verl, wait())
+
+
+async def test_the_weights_are_verls_whenever_it_waits_for_no_group(tmp_path: Path):
+    async with served(tmp_path, engines=[]) as yard, AsyncClient(yard.url, yard.token) as client, held(yard) as verl:
+        policy = client.policy("default")
+        one, other = asks(1, task(), task())
+        await run(verl, verl.begin([one, other]))
+        assert (await policy.status())["state"] == "running"
+        first = await group_of(verl, one)
+        assert (await policy.status())["state"] == "running", "verl waits for the other one"
+        await group_of(verl, other)
+        assert (await policy.status())["state"] == "paused"
+
+        (later,) = asks(5, task())
+        await run(verl, verl.begin([later]))
+        second = await group_of(verl, later)
+        assert ((await policy.status())["state"], (await policy.status())["version"]) == ("paused", 4)
+        (judged,) = asks(5, task(), validate=True)
+        await run(verl, verl.begin([judged]))
+        third = await group_of(verl, judged)
+    assert [(group.oldest_version, group.newest_version) for group in (first, second, third)] == [
+        (0, 0),
+        (4, 4),
+        (5, 5),
+    ]
+    assert [len(group.rollouts) for group in (first, second, third)] == [2, 2, 1]
+    assert all(rollout.traces and rollout.reward == 1.0 for group in (first, second) for rollout in group.rollouts)
+    assert not third.rollouts[0].trainable and third.run == "verl.val"
+
+
+async def test_prompts_of_which_one_is_refused_leave_nothing_running(tmp_path: Path):
+    async with served(tmp_path, engines=[]) as yard, AsyncClient(yard.url, yard.token) as client, held(yard) as verl:
+        wanted = asks(1, task("NEVER"), {"environment": "nowhere"})
+        with pytest.raises(RollyardError, match="nowhere"):
+            await run(verl, verl.begin(wanted))
+        assert (await client.get_group(wanted[0].group)).state == "cancelled"
+        assert (await client.policy("default").status())["state"] == "paused"
+
+
+async def test_a_prompt_that_is_handed_over_again_is_the_group_that_is_there(tmp_path: Path):
+    async with served(tmp_path, engines=[]) as yard, AsyncClient(yard.url, yard.token) as client, held(yard) as verl:
+        (one,) = asks(1, task())
+        for _ in range(2):
+            await run(verl, verl.begin([one]))
+            await group_of(verl, one)
+        assert len((await client.list(run="verl")).rollouts) == ROLLOUT.n
+
+
+async def test_the_engines_of_a_trainer_before_are_replaced(tmp_path: Path):
+    async with served(tmp_path, engines=[]) as yard, AsyncClient(yard.url, yard.token) as client:
+        await client.add_engine(yard.engine.url, id="default.verl0", policy="default", tokenizer=MODEL.path)
+        await client.add_engine(yard.engine.url, id="default.verl1", policy="default", tokenizer=MODEL.path)
+        await client.add_engine(yard.engine.url, id="mine", policy="other", tokenizer=MODEL.path)
+        url = yard.engine.url.replace("127.0.0.1", "localhost")
+        async with held(yard, url) as verl:
+            (one,) = asks(1, task())
+            await run(verl, verl.begin([one]))
+            await group_of(verl, one)
+        assert {e["id"]: e["url"] for e in await client.engines()} == {"default.verl0": url, "mine": yard.engine.url}
+
+
+async def test_a_service_that_is_not_there_is_said_at_once():
+    settings = Settings(url="http://127.0.0.1:9", token="t", retry_s=0.1)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT, model=MODEL))
+    with pytest.raises(RollyardError, match="nobody answers"):
+        await asyncio.to_thread(VerlYard(config, settings, None).start)
