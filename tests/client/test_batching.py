@@ -245,6 +245,8 @@ def test_importance_weights_do_not_look_at_padding_and_refuse_nonsense():
     assert importance_weights([[900.0]], [[0.0]], [[1]]).tolist() == [[2.0]], "no overflow"
     with pytest.raises(ValueError, match="NaN"):
         importance_weights([[nan]], [[-1.0]], [[1]])
+    with pytest.raises(ValueError, match="inf"):
+        importance_weights([[inf, -inf]], [[-1.0, -1.0]], [[1, 1]], level="sequence")
     with pytest.raises(ValueError, match="shape"):
         importance_weights([[-1.0, -1.0]], [[-1.0]], [[1]])
     with pytest.raises(ValueError, match="cap"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -291,6 +293,29 @@ async def test_the_sync_draw_does_the_same(service: ScriptedDraws):
             assert client.get_draw("d").close()["id"] == "d"
 
     await asyncio.to_thread(work)
+
+
+async def test_a_sync_stream_that_is_garbage_does_not_stop_the_client(service: ScriptedDraws):
+    """Left half-way in a cycle, it is found by the collector, which may run in the client's own thread."""
+
+    def work() -> list[str]:
+        with Client(service.url, "t") as client:
+            draw = client.draw("r", [{"environment": "math"}], id="d")
+            stream = draw.stream(want=3, limit=1)
+            found, cycle = [next(stream).id], [stream]
+            cycle.append(cycle)  # type: ignore[arg-type]
+            del stream, cycle
+            loop = client._loop
+            assert loop is not None
+            loop.call_soon_threadsafe(gc.collect)
+            done = threading.Event()
+            loop.call_soon_threadsafe(done.set)
+            if not done.wait(10):
+                client._loop = None  # it will never stop: leave it behind, and say so
+                raise AssertionError("the client's thread waits for itself")
+            return found + [group.id for group in draw.stream(want=3)]
+
+    assert await asyncio.to_thread(work) == names(1, 3)
 
 
 async def test_an_evaluation_is_waited_for_and_tells_how_far_it_is(service: ScriptedDraws):

@@ -146,6 +146,57 @@ async def test_a_drain_that_takes_too_long_can_be_made_an_abort() -> None:
         assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(1, 5, 12))
 
 
+async def test_a_drain_that_outlasts_its_lease_is_still_pausing_while_its_holder_waits_for_it() -> None:
+    """Any other answer, and a trainer would write under calls that are in flight."""
+    async with (
+        ScriptedEngine(stalls_at_first) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        task = asyncio.create_task(complete(session))
+        await server.busy()
+        status = await router.policies.pause("default", holder="me", mode=PauseMode.DRAIN, lease_s=0.05, wait_s=0.2)
+        assert server.running == 1 and status.state is PolicyState.PAUSING
+        await until(router, lambda status: status.state is PolicyState.ABANDONED)  # it runs from the answer on
+        await router.policies.resume("default", 1)
+        assert (await task).versions == (VersionSpan(0, 0, 5), VersionSpan(1, 5, 12))
+
+
+async def test_a_pause_that_another_resumes_before_it_is_one_is_a_conflict() -> None:
+    async with (
+        ScriptedEngine(stalls_at_first) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        task = asyncio.create_task(complete(session))
+        await server.busy()
+        pausing = asyncio.create_task(router.policies.pause("default", holder="me", mode=PauseMode.DRAIN))
+        await until(router, lambda status: status.state is PolicyState.PAUSING)
+        await router.policies.resume("default", 1)
+        with pytest.raises(PolicyConflict, match="resumed by another"):
+            await pausing
+        await task
+
+
+async def test_a_pause_that_another_fails_to_resume_is_one() -> None:
+    async with (
+        ScriptedEngine(stalls_at_first) as server,
+        routed(server) as router,
+        router.session("default", "s1") as session,
+    ):
+        task = asyncio.create_task(complete(session))
+        await server.busy()
+        pausing = asyncio.create_task(router.policies.pause("default", holder="me", mode=PauseMode.DRAIN))
+        await until(router, lambda status: status.state is PolicyState.PAUSING)
+        server.control.fail("version", 1, 500)
+        with pytest.raises(PolicyStuck):
+            await router.policies.resume("default", 1)
+        status = await pausing
+        assert (status.state, status.holder, server.running) == (PolicyState.PAUSED, "me", 0)
+        await router.policies.resume("default", 1)
+        await task
+
+
 async def test_keep_freezes_calls_that_name_their_versions_and_they_switch_where_they_were() -> None:
     slow = Reply("hello world", tokens_per_s=8.0)
     async with (
@@ -404,11 +455,12 @@ async def test_a_rolling_update_moves_the_sessions_of_the_engines_that_it_aborts
         status = await router.policies.resume("default", 2, engines=["e1"])
         assert engines_of(status) == {"e1": (2, "up", False), "e2": (1, "up", False)}
         assert status.version == router.version("default") == 2 and status.state is PolicyState.RUNNING
+        assert router.policies.steady("default") is None, "an evaluation that began now would have two versions"
         await router.policies.pause("default", holder="me", engines=["e2"])
         await router.policies.resume("default", 2, engines=["e2"])
         generation = await task
         assert text_of(generation) == "hello world"
-        assert [span.version for span in generation.versions] == [1, 2]
+        assert [span.version for span in generation.versions] == [1, 2] and router.policies.steady("default") == 2
         assert list(two.control.log) == ["version 1", "clear", "resume", "pause abort", "version 2", "clear", "resume"]
 
 
@@ -508,6 +560,40 @@ async def test_a_pause_is_saved_before_an_engine_is_told() -> None:
         assert order == [(True, 0, []), (False, 1, ["pause abort", "version 1", "clear", "resume"])]
 
 
+async def test_while_a_pause_is_being_saved_it_is_not_one_yet() -> None:
+    async with ScriptedEngine() as server, routed(server) as router:
+        seen: list[PolicyState] = []
+
+        async def save(_: PolicyRecord) -> None:
+            seen.append(router.policies.status("default").state)
+
+        router.policies.save = save
+        await router.policies.pause("default", holder="me")
+        assert seen == [PolicyState.PAUSING]
+
+
+async def test_an_engine_that_was_away_when_its_policy_went_on_waits_for_a_resume() -> None:
+    """It is still paused, by our own doing: probed like any other, it would not answer, nor ever come up."""
+    saved: dict[str, PolicyRecord] = {}
+
+    async def save(record: PolicyRecord) -> None:
+        saved[record.name] = record
+
+    async with ScriptedEngine(lambda _: "ok") as server:
+        async with routed(server) as router:
+            router.policies.save = save
+            await router.policies.pause("default", holder="me")
+        async with Router(QUICK) as router:
+            router.policies.restore(saved.values())
+            router.policies.save = save
+            await router.policies.resume("default", 5)
+        async with Router(QUICK) as router:
+            router.policies.restore(saved.values())
+            status = await router.add(spec_of(server, "e1"))
+            assert status.health is Health.QUARANTINED and "away since" in status.stats.last_error
+            assert engines_of(await router.policies.resume("default", 5)) == {"e1": (5, "up", False)}
+
+
 async def test_a_listener_that_fails_does_not_keep_the_policy_paused() -> None:
     async with ScriptedEngine() as server, routed(server) as router:
 
@@ -524,6 +610,56 @@ async def test_an_engine_that_is_removed_in_the_midst_of_an_update_is_no_obstacl
         await router.remove("e2")
         status = await router.policies.resume("default", 1)
         assert engines_of(status) == {"e1": (1, "up", False)} and status.state is PolicyState.RUNNING
+
+
+async def test_an_engine_that_is_removed_while_it_is_paused_can_be_added_again() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine(lambda _: "ok") as two, routed(one, two) as router:
+        await router.policies.pause("default", holder="me")
+        await router.remove("e2")
+        assert (await router.add(spec_of(two, "e2"))).health is Health.QUARANTINED, "it cannot be probed"
+        assert engines_of(await router.policies.resume("default", 1))["e2"] == (1, "up", False)
+
+
+async def test_an_engine_that_is_removed_is_not_told_to_pause_any_more() -> None:
+    async with (
+        ScriptedEngine(stalls_at_first) as one,
+        ScriptedEngine() as two,
+        routed(one, two) as router,
+        router.session("default", "s1", avoid={"e2"}) as session,
+    ):
+        task = asyncio.create_task(complete(session))
+        await one.busy()
+        await router.policies.pause("default", holder="me", mode=PauseMode.DRAIN, wait_s=0)
+        await router.remove("e1")
+        assert (await router.policies.pause("default", holder="me")).state is PolicyState.PAUSED
+        assert list(one.control.log) == []
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def test_an_engine_that_is_removed_while_a_pause_is_saved_is_not_told_of_it() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
+
+        async def save(_: PolicyRecord) -> None:
+            await router.remove("e2")
+
+        router.policies.save = save
+        status = await router.policies.pause("default", holder="me")
+        assert engines_of(status) == {"e1": (0, "up", True)} and list(two.control.log) == []
+
+
+async def test_a_version_that_no_engine_has_is_not_that_of_the_policy() -> None:
+    """Else an evaluation would be pinned to weights that nobody samples from."""
+    async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
+        await router.policies.resume("default", 1)
+        told: list[tuple[str, int]] = []
+        router.on_version.append(lambda policy, version: told.append((policy, version)))
+        await router.policies.pause("default", holder="me", engines=["e2"])
+        await router.remove("e2")
+        status = await router.policies.resume("default", 2)
+        assert (status.state, status.version) == (PolicyState.RUNNING, 1)
+        assert told == [("default", 1)], "who waits for the end of the change hears of it"
+        assert engines_of(status) == {"e1": (1, "up", False)}
 
 
 async def test_what_was_kept_on_an_engine_that_fails_goes_on_elsewhere() -> None:

@@ -1,6 +1,7 @@
 """How much a draw begins, and how old a group may get: pace by the kept share, and `on_stale`."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 
 from rollyard.core import GroupState
 from rollyard.core.draw import OnStale
+from rollyard.core.group import Stats
+from rollyard.sampling.drawing import Flying
 
 from .driving import Driven, config_of
 
@@ -152,3 +155,24 @@ def test_in_the_long_run_as_much_is_begun_as_the_filter_needs(seed: int):
         opened.append(len(it.open()))
     # two batches of eight at a quarter are 64; ending in no order at all, most of them are overtaken at some time
     assert 28 <= max(opened[100:]) <= 260, "by the share that was measured"
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+def test_a_huge_batch_is_begun_and_handed_out_without_looking_at_all_groups_for_each(on_stale: OnStale):
+    class Counted(dict[str, Flying]):
+        looks = 0
+
+        def values(self) -> Any:
+            self.looks += 1
+            return super().values()
+
+    it = Driven(config_of(3000, on_stale=on_stale, max_staleness=0), want=500)
+    it.drawing.flying = flying = Counted()
+    it.drawing.ask(500)
+    begun = it.drawing.admit()
+    assert len(begun) == 500 and flying.looks < 10
+    for one in begun:
+        it.drawing.ended(one.id, GroupState.COMPLETE, Stats())
+    flying.looks = 0
+    assert [handed.id for handed in it.drawing.hand_out()] == [one.id for one in begun]
+    assert flying.looks < 10

@@ -275,6 +275,7 @@ async def test_it_fails_when_the_weights_change_under_it(tmp_path: Path, on_upda
         assert (await site.post("/v1/policies/default/resume", {"version": 1})).status == 200
         failed = await over(site)
         assert (failed["state"], failed["reason"], failed["version"]) == ("failed", "version_changed", 0)
+        assert (failed["done"], failed["total"]) == (2, 4)  # what was cancelled was not done
         told = failed["result"]
         assert told["missing"] == {"version_changed": 2} and told["all"]["pass_at"]["2"]["tasks"] == 1
         assert (await site.ended("e.1-0"))["outcome"] == "cancelled"

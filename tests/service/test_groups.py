@@ -126,3 +126,65 @@ async def test_what_is_wrong_with_a_group_is_said(tmp_path: Path) -> None:
         await site.post("/v1/runs", {"id": "mine"})
         theirs = await site.post("/v1/groups", {"run": "mine", "task": task(), "size": 1}, token=OTHER)
         assert theirs.code == "forbidden"
+
+
+async def test_a_spare_whose_name_is_taken_fails_its_group_and_no_other(tmp_path: Path) -> None:
+    def say(turn: Any) -> Reply:
+        if "<|im_start|>" in turn.text and turn.session_id == "g-0":
+            return Reply(fault=500)
+        return Reply(finish())
+
+    async with scripted() as engine:
+        engine.script = say
+        async with open_site(tmp_path, engines=[engine_table(engine)], max_attempts=1, engine_wait_s=5) as site:
+            await site.submit("g-2")
+            await site.post("/v1/groups", {"id": "g", "task": task(), "size": 2, "spares": 1})
+            failed = await over(site, "g")
+            assert (failed["state"], failed["reason"]) == ("failed", "id_conflict")
+            await site.post("/v1/groups", {"id": "h", "task": task(), "size": 2})
+            assert (await over(site, "h"))["state"] == "complete"
+
+
+async def test_a_group_named_twice_in_one_call_leaves_nothing(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        one = {"id": "g", "task": task(), "size": 2}
+        twice = await site.post("/v1/groups", {"groups": [one, one]})
+        assert twice.code == "id_conflict"
+        assert site.served.house.sampler.groups.opened("g") is None
+        await site.post("/v1/groups", {**one, "size": 3})
+        group = await over(site, "g")
+        assert (group["size"], group["stats"]["members"]) == (3, 3)
+
+
+async def test_rollouts_that_only_name_an_ended_group_survive_a_restart(tmp_path: Path) -> None:
+    async with scripted() as engine:
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            await site.post("/v1/groups", {"id": "g", "task": task(), "size": 1})
+            await over(site, "g")
+            await site.hold()
+            await site.submit("more", group="g", index=0)
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            assert (await site.ended("more"))["outcome"] == "completed"
+            assert [one["rollout"] for one in (await site.get("/v1/groups/g")).body["members"]] == ["g-0"]
+
+
+async def test_a_cancel_while_a_groups_end_is_written_does_not_end_it_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        store, writing, may_write = site.served.house.store, asyncio.Event(), asyncio.Event()
+        step = store.step
+
+        async def gated(change: Any) -> Any:
+            stored = await step(change)
+            writing.set()
+            await may_write.wait()
+            return stored
+
+        monkeypatch.setattr(store, "step", gated)
+        await site.post("/v1/groups", {"id": "g", "task": task(), "size": 1})
+        async with asyncio.timeout(30):
+            await writing.wait()
+        cancelling = asyncio.create_task(site.served.house.sampler.groups.cancel("g"))
+        await asyncio.sleep(0)  # it has looked whether the group is at work
+        may_write.set()
+        assert (await cancelling).state == "complete"
+        assert (await over(site, "g"))["state"] == "complete"

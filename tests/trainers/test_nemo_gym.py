@@ -20,6 +20,7 @@ from rollyard.testing.gym_server import GymServer, row
 from rollyard.testing.script import FolderTokenizer, Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.trainers._nemo_gym_rows import rollout_id
 from rollyard.trainers.nemo_gym import GymAgent, create_app, metrics_of
 from tests.service.site import Site, engine_table, finish, open_site, shell
 
@@ -180,6 +181,12 @@ async def test_a_named_row_is_one_rollout_an_unnamed_one_is_new_each_time(tmp_pa
         assert len(set(ids)) == 4
         other = await it.run({**named, **own_row("false")})
         assert (other["_ng_failure_class"], other["_ng_failure_terminal"]) == ("id_conflict", True)
+
+
+def test_no_two_names_and_attempts_are_one_rollout() -> None:
+    rows = [{"_ng_rollout_id": name, "_ng_attempt_index": n} for name in ("3", "3.1", "1.3", "é") for n in (0, 1, 2)]
+    assert len({rollout_id(row, "gym") for row in rows}) == len(rows)
+    assert rollout_id(rows[0], "gym") == rollout_id({"_ng_rollout_id": "3"}, "gym")
 
 
 async def test_infrastructures_failure_is_a_failure_row_that_nobody_can_train_on(tmp_path: Path) -> None:

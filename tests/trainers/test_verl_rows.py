@@ -8,9 +8,10 @@ import pytest
 
 from rollyard.client import Group, GroupRollout, Record, Trace
 from rollyard.core import Sampling
-from rollyard.trainers._verl_prompts import asks_of_prompts, asks_of_repeated, task_of
+from rollyard.trainers._verl_prompts import Ask, asks_of_prompts, asks_of_repeated, task_of
 from rollyard.trainers._verl_rows import Blank, Harvest, Row, fill, harvest, padded
 from rollyard.trainers._verl_settings import Settings, defaults_of, read_settings, refuse
+from rollyard.trainers.verl import _means
 
 TASK = {"environment": "shell", "data": {"instruction": "x"}}
 
@@ -97,8 +98,22 @@ def test_a_blank_row_stands_for_who_is_missing_with_the_mean_of_the_others():
     assert rows[2].reward == 0.75
     assert rows[2].prompt_ids.tolist() == [100, 101]
     assert not left_out
-    nobody, _ = fill(reap(size=2), pad_id=9)
-    assert [(row.reward, row.prompt_ids.tolist()) for row in nobody] == [(0.0, [9]), (0.0, [9])]
+    nobody, _ = fill(reap(size=2), 9, 0.75)
+    assert [(row.reward, row.prompt_ids.tolist()) for row in nobody] == [(0.75, [9]), (0.75, [9])]
+
+
+def test_a_lost_sample_is_no_wrong_one_in_a_validation_that_counts_every_row():
+    asks = [
+        Ask(uid, uid, "v", 1, TASK, {"data_source": source}, 1, True)
+        for uid, source in zip("abcd", "xxyz", strict=True)
+    ]
+    good, half = reap(rollout(0, 1.0, trace("01"))), reap(rollout(0, 0.5, trace("01")))
+    found = [good, reap(size=1), half, reap(size=1)]
+    means = _means(asks, found)
+    assert means[1] == 1.0, "of its own data source"
+    assert means[3] == 0.75, "of all: its source has no other"
+    rows = [row for each, mean in zip(found, means, strict=True) for row in fill(each, 0, mean)[0]]
+    assert [row.reward for row in rows] == [1.0, 1.0, 0.5, 0.75]
 
 
 def test_of_a_forked_rollout_the_trace_that_owns_most_tokens_is_the_row():

@@ -106,7 +106,9 @@ def pause(
 @policies.command("resume", epilog="Example: rollyard policies resume actor 7")
 def resume(
     name: Name,
-    version: Annotated[int, typer.Argument(min=0, help="The version of the weights that the engines have now.")],
+    version: Annotated[
+        int, typer.Argument(min=0, metavar="VERSION", help="The version of the weights that the engines have now.")
+    ],
     engine: Engines = None,
     url: Url = None,
     token: Token = None,

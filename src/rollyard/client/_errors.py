@@ -43,7 +43,7 @@ class DrawEnded(RollyardError):
 
     @property
     def reason(self) -> str:
-        """exhausted, nothing_kept, budget, closed, source_failed."""
+        """exhausted, nothing_kept, budget, closed, unusable, internal_error."""
         return str(self.data.get("reason") or "")
 
     @property

@@ -34,6 +34,7 @@ class Client(Sampling):
         self._yard = AsyncClient(url, token, timeout_s=timeout_s, retry_s=retry_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._closing: asyncio.Task[None] | None = None  # of an iterator that nobody held any more
 
     @property
     def url(self) -> str:
@@ -88,7 +89,9 @@ class Client(Sampling):
             while (item := self._run(following())) is not None:
                 yield item[0]
         finally:
-            if self._loop is not None:
+            if threading.current_thread() is self._thread:  # the garbage collector's doing: to wait here is for ever
+                self._closing = asyncio.get_running_loop().create_task(close())
+            elif self._loop is not None:
                 self._run(close())
 
     # --- runs -----------------------------------------------------------------------------------------

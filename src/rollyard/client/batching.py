@@ -170,8 +170,8 @@ def importance_weights(
     new, old = np.asarray(logprobs, dtype=np.float64), np.asarray(old_logprobs, dtype=np.float64)
     if not new.shape == old.shape == is_sampled.shape:
         raise ValueError(f"logprobs {new.shape}, old_logprobs {old.shape} and mask {is_sampled.shape} differ in shape")
-    if np.isnan(new[is_sampled]).any() or not np.isfinite(old[is_sampled]).all():
-        raise ValueError("under the mask, a logprob is NaN or an old one is not finite")
+    if not (new[is_sampled] < np.inf).all() or not np.isfinite(old[is_sampled]).all():  # NaN is not less, either
+        raise ValueError("under the mask, a logprob is NaN or +inf, or an old one is not finite")
     ratios = np.zeros(new.shape, dtype=np.float64)
     np.subtract(new, old, out=ratios, where=is_sampled)  # what stands in the padding is never looked at
     if level == "sequence":

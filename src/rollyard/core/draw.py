@@ -158,7 +158,7 @@ class Draw:
     run: str
     config: DrawConfig
     is_active: bool = True
-    reason: str | None = None  # exhausted, nothing_kept, budget, closed, source_failed
+    reason: str | None = None  # exhausted, nothing_kept, budget, closed, unusable, internal_error
     detail: str | None = None
     progress: Progress = field(default_factory=Progress)
     created_at: float = 0.0

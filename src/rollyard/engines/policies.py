@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from rollyard.core.failure import NotFound, PolicyConflict, PolicyStuck
 from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
@@ -31,6 +32,7 @@ from rollyard.engines.pins import Pins
 from rollyard.engines.policy_state import (
     ABANDONED,
     LEASE_S,
+    LEFT_BEHIND,
     OnVersion,
     PolicySettings,
     PolicyStatus,
@@ -101,8 +103,10 @@ class Policies:
         return status_of(self._known_pool(name), self._updates.get(name))
 
     def steady(self, name: str) -> int | None:
-        """The version of its weights; None while they are being changed."""
-        return None if name in self._updates else self._pool_of(name).version
+        """The version of its weights; None while they are being changed, engine by engine included."""
+        pool = self._pool_of(name)
+        is_mixed = any(one.health is Health.UP and one.version != pool.version for one in pool.members.values())
+        return None if name in self._updates or is_mixed else pool.version
 
     def _has(self, name: str) -> bool:
         pool = self._pools.get(name)
@@ -126,7 +130,8 @@ class Policies:
         wait_s: float | None = None,
     ) -> PolicyStatus:
         """Returns when the engines are paused, or after `wait_s`: then the state is still pausing, and the same call
-        again waits on. PolicyConflict while another holds it, PolicyPinned while one needs the weights as they are."""
+        again waits on. PolicyConflict while another holds it or if another resumed it meanwhile, PolicyPinned while one
+        needs the weights as they are. Its lease does not run while this waits: whoever holds it is here."""
         pool = self._known_pool(name)
         update = await self._settled(name)
         while update is None and self.pins.held(name):
@@ -139,7 +144,7 @@ class Policies:
             update = self._updates[name] = Update(holder, mode, None if engines is None else set(engines))
         elif update.ids is not None:
             update.ids = None if engines is None else update.ids | set(engines)
-        update.holder, update.mode = holder, mode
+        update.holder, update.mode, update.is_begun = holder, mode, False
         pool.is_paused = update.ids is None
         for member in members:
             member.pause(
@@ -151,14 +156,26 @@ class Policies:
                 member.cut(is_sparing=mode is PauseMode.KEEP)  # it was to drain, and took too long
         self._arm(pool, update, lease_s)
         await self._save(self._record(pool, update))
-        if self._updates.get(name) is update and update.resuming is None:
+        if self._holds(name, update):
             for member in members:
-                if member not in update.tasks:
+                if member not in update.tasks and member.health is not Health.GONE:
                     work = pause_engine(member, mode, self._settings)
                     update.tasks[member] = asyncio.create_task(work, name=f"pause {member.id}")
+            update.is_begun = True
             if tasks := [task for task in update.tasks.values() if not task.done()]:
-                await asyncio.wait(tasks, timeout=wait_s)
+                self._disarm(update)
+                try:
+                    await asyncio.wait(tasks, timeout=wait_s)
+                finally:
+                    if self._holds(name, update):
+                        self._arm(pool, update, lease_s)
+        is_ours = await self._settled(name) is update and update.holder == holder
+        if not is_ours or not all(member.is_paused for member in members):
+            raise PolicyConflict(f"policy {name!r} was resumed by another while it was being paused")
         return self.status(name)
+
+    def _holds(self, name: str, update: Update) -> bool:
+        return self._updates.get(name) is update and update.resuming is None
 
     # --- lease
 
@@ -271,10 +288,15 @@ class Policies:
                 + "; ".join(f"{member.id}: {error}" for member, error in zip(members, errors, strict=True)),
                 engines={member.id: error for member, error in zip(members, errors, strict=True)},
             )
-        pool.version, pool.is_named = version, True
+        is_new = bool(members) or not update.ids  # else those it was for are gone, and nobody has these weights
+        if is_new:
+            pool.version, pool.is_named = version, True
         for member in fresh:
             member.version, member.is_joined = version, True
             self._known.pop((pool.name, member.id), None)
+        for (name, engine_id), known in self._known.items():
+            if name == pool.name and engine_id not in pool.members and update.covers(engine_id):
+                self._known[name, engine_id] = replace(known, error=known.error or LEFT_BEHIND)
         left = still_paused(pool, update, members)
         if left:
             update.ids = left
@@ -290,8 +312,11 @@ class Policies:
                 member.set_health(Health.UP)
                 member.unpause()
         pool.wake()
-        log.info("a policy has new weights", extra={"policy": pool.name, "version": version, "engines": len(fresh)})
-        self.tell(pool.name, version)
+        extra = {"policy": pool.name, "version": pool.version, "engines": len(fresh)}
+        log.info(
+            "a policy has new weights" if is_new else "a policy goes on without the engines to be changed", extra=extra
+        )
+        self.tell(pool.name, pool.version)
 
     def tell(self, name: str, version: int) -> None:
         """To whoever wants to know of new versions."""
@@ -349,11 +374,16 @@ class Policies:
             member.set_health(Health.UP)
 
     def forget(self, member: Member) -> None:
-        """It was removed."""
-        self._known.pop((member.pool.name, member.id), None)
-        update = self._updates.get(member.pool.name)
+        """It was removed. One that may have been told to pause still stands still: it could not be probed if it were
+        added again, and waits for a resume then."""
+        name, update = member.pool.name, self._updates.get(member.pool.name)
+        self._known.pop((name, member.id), None)
+        if member.is_told or (update is not None and update.covers(member.id)):
+            self._known[name, member.id] = PolicyEngine(member.id, member.version, error=LEFT_BEHIND)
         if update is not None:
             update.turned.discard(member)
+            if (pausing := update.tasks.pop(member, None)) is not None:
+                pausing.cancel()
 
     # --- inside
 

@@ -17,6 +17,8 @@ OnVersion = list[Callable[[str, int], None]]
 
 ABANDONED = "the change of its weights was abandoned: a resume that names a version brings it up"
 
+LEFT_BEHIND = "it was paused, and away since: a resume that names a version brings it up"
+
 
 class PolicyState(StrEnum):
     RUNNING = "running"
@@ -69,6 +71,7 @@ class Update:
     timer: asyncio.TimerHandle | None = None
     tasks: dict[Member, asyncio.Task[None]] = field(default_factory=dict["Member", "asyncio.Task[None]"])
     resuming: asyncio.Task[None] | None = None
+    is_begun: bool = True  # off while a pause is being saved, before its engines are told
     is_abandoned: bool = False
     turned: set[Member] = field(default_factory=set["Member"])  # quarantined by the end of the lease alone
 
@@ -78,7 +81,8 @@ class Update:
             return PolicyState.RESUMING
         if self.is_abandoned:
             return PolicyState.ABANDONED
-        return PolicyState.PAUSED if all(task.done() for task in self.tasks.values()) else PolicyState.PAUSING
+        is_done = self.is_begun and all(task.done() for task in self.tasks.values())
+        return PolicyState.PAUSED if is_done else PolicyState.PAUSING
 
     def covers(self, engine_id: str) -> bool:
         return self.ids is None or engine_id in self.ids

@@ -190,7 +190,12 @@ class Drawing:
     def admit(self, at_most: int | None = None) -> list[Flying]:
         """The groups to begin now; they count as at work from here on."""
         begun: list[Flying] = []
-        while (at_most is None or len(begun) < at_most) and self._has_room() and self.order.has_more(self.progress):
+        counted = self._counted()
+        while (
+            (at_most is None or len(begun) < at_most)
+            and self._has_room(counted + len(begun))  # each new one counts, and changes nothing for the others
+            and self.order.has_more(self.progress)
+        ):
             item, progress = self.order.take(self.progress), self.progress
             progress.order += 1
             name = f"{self.draw.id}.{item.epoch}.{item.index}.{item.turn}"
@@ -202,7 +207,7 @@ class Drawing:
             begun.append(one)
         return begun
 
-    def _has_room(self) -> bool:
+    def _has_room(self, counted: int) -> bool:
         config, progress = self.config, self.progress
         if not self.draw.is_active or self._spent() is not None or progress.rejected_in_a_row >= self._patience:
             return False
@@ -213,7 +218,7 @@ class Drawing:
             return False
         missing = self.batch.want - self.batch.delivered if self.batch else 0
         room = max(progress.want * (config.max_staleness + 1) - progress.handed, missing)
-        return self._ahead() < min(room, self._left())
+        return self._ahead(counted) < min(room, self._left())
 
     def _left(self) -> float:
         """Groups that the budget still lets it hand out."""
@@ -225,25 +230,30 @@ class Drawing:
             left = min(left, to_come * progress.want - in_batch)
         return left
 
-    def _ahead(self) -> float:
-        """Groups that are handed out before one that is begun now. Under `deliver`, an open group is late that half a
-        batch of those begun after it has overtaken: nothing says that it comes before a new one, and what it waits for
-        is no reason to hold up the others. It still is delivered whenever it is complete."""
-        complete = len(self.flying) - self._open
+    def _ahead(self, counted: int) -> float:
+        """Groups that are handed out before one that is begun now."""
         if self.config.on_stale is OnStale.WAIT:
             return len(self.flying)
-        counted = self._open
-        if self.config.on_stale is OnStale.DELIVER:
-            orders = sorted((one.order for one in self.flying.values() if not one.is_complete), reverse=True)
-            most = max(1, self.progress.want // 2)
-            counted = sum(self.progress.order - order - newer < most for newer, order in enumerate(orders))
-        return complete + counted * self._likely_rate
+        return len(self.flying) - self._open + counted * self._likely_rate
+
+    def _counted(self) -> int:
+        """Open groups that come before a new one. Under `deliver`, an open group is late that half a batch of those
+        begun after it has overtaken: nothing says that it comes before a new one, and what it waits for is no reason to
+        hold up the others. It still is delivered whenever it is complete."""
+        if self.config.on_stale is not OnStale.DELIVER:
+            return self._open
+        orders = sorted((one.order for one in self.flying.values() if not one.is_complete), reverse=True)
+        most = max(1, self.progress.want // 2)
+        return sum(self.progress.order - order - newer < most for newer, order in enumerate(orders))
 
     def hand_out(self) -> Iterator[Handed]:
         """Complete groups that go into the open batch now; closes it when it is full. One after another: what the
         caller says of each (`delivered`) is in the figures of the batch that it closes."""
         most = self.config.budget.groups
-        while self.batch is not None and (one := self._next()) is not None:
+        complete = [one for one in self.flying.values() if one.is_complete] if self.batch is not None else []
+        for one in sorted(complete, key=lambda one: one.order):
+            if self.batch is None or not self._may_go(one):
+                break
             if most is not None and self.progress.figures.delivered >= most:
                 break
             batch, progress = self.batch, self.progress
@@ -256,21 +266,18 @@ class Drawing:
             if self.batch.delivered >= self.batch.want:
                 self._close(None)
 
-    def _next(self) -> Flying | None:
+    def _may_go(self, oldest: Flying) -> bool:
+        """Whether the open batch takes the oldest complete group now."""
         batch = self.batch
         assert batch is not None
-        complete = [one for one in self.flying.values() if one.is_complete]
-        if not complete:
-            return None
-        oldest = min(complete, key=lambda one: one.order)
         if self.config.on_stale is OnStale.WAIT:
             left = batch.want - batch.delivered - 1  # places, this one taken
             for due in range(batch.version - self.config.max_staleness, oldest.version):
                 # By `left` more groups from now, the next batch would be too late for these.
                 if left < sum(one.version <= due and not one.is_complete for one in self.flying.values()):
-                    return None
+                    return False
                 left += batch.want
-        return oldest
+        return True
 
     def too_old(self) -> list[Flying]:
         """What the open batch may not have any more; the caller ends it as dropped. None under `deliver`."""
@@ -308,14 +315,15 @@ class Drawing:
                 changed.append(replace(group, state=GroupState.VOID, reason="rewound", batch=None, place=None))
             elif group.place is not None:
                 changed.append(replace(group, state=GroupState.COMPLETE, batch=None, place=None, batch_version=None))
+        if to < progress.batch:  # else nothing is undone, and what has ended has ended
+            progress.rejected_in_a_row = 0
+            self.draw = replace(self.draw, is_active=True, reason=None, detail=None)
         progress.batch, progress.place, progress.version, progress.handed = to, place, version, 0
-        progress.rejected_in_a_row = 0
         for name in ("delivered", "tokens_delivered", "stale"):  # the next batch's figures do not count the undone
             then = min(getattr(progress.figures_then, name), getattr(progress.figures, name))
             setattr(progress.figures_then, name, then)
         self.batch = None
         self.closed.clear()
-        self.draw = replace(self.draw, is_active=True, reason=None, detail=None)
         return changed
 
     # --- the end --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from rollyard.core import Batch, Draw, Group, GroupState, Json, Rollout, RollyardError, Run, Task
 from rollyard.core.draw import Item, SourceKind
-from rollyard.core.failure import BatchConflict, InvalidRequest, SourceClosed, VersionConflict
+from rollyard.core.failure import BatchConflict, InvalidRequest, VersionConflict
 from rollyard.pipeline import Yard
 from rollyard.sampling.bell import Bell
 from rollyard.sampling.drawing import Drawing, Flying, Handed
@@ -93,6 +93,9 @@ class DrawKeeper:
         self._held_until = 0.0
         self._written = ""  # progress and batch, as they stand in the store
         self._asked: set[asyncio.Task[object]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_gone = False
+        self.is_kept = False  # `main` is at work, or about to be
 
     @property
     def draw(self) -> Draw:
@@ -128,18 +131,22 @@ class DrawKeeper:
 
     async def main(self) -> None:
         """Until the draw has ended and nothing of it is at work."""
-        while self.draw.is_active or self._over or self._open:
-            await self._news.wait()
-            self._news.clear()
-            try:
+        try:
+            while (self.draw.is_active or self._over or self._open) and not self._is_gone:
+                await self._news.wait()
+                self._news.clear()
                 async with self._lock:
-                    await self._turn()
-            except StoreUnusable:
-                raise
-            except Exception as error:
-                log.exception("a draw broke", extra={"draw": self.draw.id})
-                async with self._lock:
-                    await self._end("internal_error", f"{type(error).__name__}: {error}")
+                    if not self._is_gone:
+                        await self._turn()
+        finally:
+            self.is_kept = False
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def let_go(self) -> None:
+        """It was closed, and is about to be forgotten: nobody tells it of its rollouts' ends any more."""
+        self._is_gone = True
+        self.wake()
 
     def ended(self, rollout: Rollout) -> None:
         """A rollout of this draw has ended."""
@@ -225,9 +232,14 @@ class DrawKeeper:
 
     async def _push(self, tasks: Sequence[tuple[str | None, Mapping[str, Json]]], close: bool) -> int:
         async with self._lock:
-            if self.draw.progress.is_source_closed and tasks:
-                raise SourceClosed("the source of this draw was closed: nothing can be pushed to it any more")
-            total = await self._store.push_items(self.draw.id, tasks) if tasks else self._drawing.order.grown
+            closed = None
+            if self.draw.progress.is_source_closed:
+                closed = "the source of this draw was closed: nothing can be pushed to it any more"
+            elif not self.draw.is_active:
+                closed = f"this draw has ended ({self.draw.reason}): nothing can be pushed to it any more"
+            total = self._drawing.order.grown
+            if tasks:
+                total = await self._store.push_items(self.draw.id, tasks, closed=closed)
             self._drawing.order.grown = total
             self.draw.progress.is_source_closed |= close
             await self._turn()
@@ -253,10 +265,11 @@ class DrawKeeper:
     async def _rewind(self, number: int, version: int) -> None:
         async with self._lock:
             progress = self.draw.progress
-            if not progress.acked <= number <= progress.batch:
+            last = progress.batch - (self._drawing.batch is not None)
+            if not progress.acked <= number <= last:
                 raise InvalidRequest(
                     f"batch {number} cannot be gone back to: "
-                    f"{progress.acked} is acknowledged, and the last one is {progress.batch}"
+                    f"{progress.acked} is acknowledged, and the last one that is closed is {last}"
                 )
             if self._version() > version:
                 raise VersionConflict(
@@ -293,21 +306,42 @@ class DrawKeeper:
 
     async def _turn(self) -> None:
         """One decision after another, until there is nothing to decide."""
-        is_again = True
-        while is_again:
-            changes = _Changes()
-            touched, self._touched = self._touched, {}
-            for group_id in touched:
-                if group_id in self._open:
-                    self._look(self._open[group_id], changes)
-            is_again = await self._decide(changes)
-            await self._write(changes)
+        is_again, changes = True, _Changes()
+        try:
+            while is_again:
+                changes = _Changes()
+                touched, self._touched = self._touched, {}
+                for group_id in touched:
+                    if group_id in self._open:
+                        self._look(self._open[group_id], changes)
+                is_again = await self._decide(changes)
+                await self._write(changes)
+        except StoreUnusable:
+            raise
+        except Exception as error:  # whoever was driving: half a decision cannot be gone on from
+            log.exception("a draw broke", extra={"draw": self.draw.id})
+            await self._broke(changes, f"{type(error).__name__}: {error}")
+
+    async def _broke(self, changes: _Changes, detail: str) -> None:
+        """Ends it with what was decided, less the rollouts that were to begin: they are not in the store, and where
+        their names are taken, those are somebody else's."""
+        unborn = {new.rollout.group for new in changes.submissions if not new.rollout.index}
+        for new in changes.submissions:
+            if (opened := self._open.get(new.rollout.group or "")) is not None:
+                opened.group = replace(opened.group, started=min(opened.group.started, new.rollout.index))
+        changes.submissions.clear()
+        self._drawing.end("internal_error", detail)
+        self._end_all(changes)
+        changes.groups = {name: group for name, group in changes.groups.items() if name not in unborn}
+        await self._write(changes)
 
     async def _decide(self, changes: _Changes) -> bool:
         """Whether to decide again at once."""
         drawing = self._drawing
         drawing.set_version(self._version())
         drawing.elapsed_s = time.time() - self.draw.created_at
+        if (most_s := self.draw.config.budget.seconds) is not None and most_s > drawing.elapsed_s:
+            self._wake_in(min(3600.0, most_s - drawing.elapsed_s))
         for one in drawing.too_old():
             self._end_flying(one, GroupState.DROPPED, "stale", changes)
         for handed in drawing.hand_out():
@@ -320,15 +354,24 @@ class DrawKeeper:
             return False
         held_s = self._held_until - time.monotonic()
         if held_s > 0:
-            asyncio.get_running_loop().call_later(held_s, self.wake)
+            self._wake_in(held_s)
             return False
         room = max(0, self._yard.room // self.draw.config.group_size)
         if not room:  # the queue is full of others' rollouts: nobody tells when it is not
-            asyncio.get_running_loop().call_later(FULL_S, self.wake)
+            self._wake_in(FULL_S)
         begun = drawing.admit(min(MOST_AT_ONCE, room))
         for one in begun:
             await self._begin(one, changes)
         return bool(begun)
+
+    def _wake_in(self, delay_s: float) -> None:
+        """One timer, for what is due first: the turn that follows sets it anew."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if loop.time() < self._timer.when() <= loop.time() + delay_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(delay_s, self.wake)
 
     async def _begin(self, one: Flying, changes: _Changes) -> None:
         config, now = self.draw.config, time.time()
@@ -471,17 +514,21 @@ class DrawKeeper:
         as_it_stands = to_json((drawing.progress, drawing.batch, drawing.draw.is_active))
         if as_it_stands == self._written and not (changes.groups or closed or changes.undone_after is not None):
             return
-        self._written = as_it_stands
         batches = (*closed, *((drawing.batch,) if drawing.batch is not None else ()))
-        stored = await self._store.step(
-            Step(
-                submissions=tuple(changes.submissions),
-                groups=tuple(changes.groups.values()),
-                draw=drawing.draw,
-                batches=batches,
-                undone_after=changes.undone_after,
-            )
+        step = Step(
+            submissions=tuple(changes.submissions),
+            groups=tuple(changes.groups.values()),
+            draw=drawing.draw,
+            batches=batches,
+            undone_after=changes.undone_after,
         )
+        try:
+            stored = await self._store.step(step)
+        except Exception:
+            drawing.closed = closed + drawing.closed
+            raise
+        self._written = as_it_stands
+        changes.submissions.clear()
         self._yard.enqueue(stored)
         for rollout_id in changes.cancels:
             await self._yard.cancel(rollout_id, "its group was given up")

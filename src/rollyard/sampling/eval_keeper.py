@@ -203,8 +203,9 @@ class EvalKeeper:
 
     async def _give_up(self, reason: str, detail: str) -> None:
         """Ends it early, with the figures of what there is."""
+        done = self.done  # what is cancelled now has not been done
         await self._cancel_groups()
-        await self._end("failed", reason, detail, await self._result(reason))
+        await self._end("failed", reason, detail, await self._result(reason), done)
 
     async def _judge(self) -> None:
         result = await self._result(NOT_BEGUN)
@@ -242,9 +243,14 @@ class EvalKeeper:
         return TaskSamples(task.environment, samples, "" if by is None else label_of(task.data, by))
 
     async def _end(
-        self, state: str, reason: str | None, detail: str | None, result: Mapping[str, Json] | None = None
+        self,
+        state: str,
+        reason: str | None,
+        detail: str | None,
+        result: Mapping[str, Json] | None = None,
+        done: int | None = None,
     ) -> None:
-        data = {**self.record.data, "done": self.done, "detail": detail}
+        data = {**self.record.data, "done": self.done if done is None else done, "detail": detail}
         ended = replace(self.record, state=state, reason=reason, result=result, ended_at=time.time(), data=data)
         await self._store.put_eval(ended)
         self.record = ended

@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from rollyard.core import Group, GroupState, Json, Rollout, Task
+from rollyard.core import Group, GroupState, Json, Rollout, RollyardError, Task
 from rollyard.pipeline import Yard
 from rollyard.sampling.bell import Bell
 from rollyard.sampling.opening import OpenGroup, catch_up
-from rollyard.store.base import Step
+from rollyard.store.base import Step, StoreUnusable
 
 log = logging.getLogger("rollyard.sampling")
 
@@ -54,11 +55,13 @@ class Groups:
                 groups, stored = await self._store.put_groups(bodies, submissions)
             except BaseException:
                 for one in opened:
-                    if one.id not in known:
-                        self._open.pop(one.id, None)
+                    if self._open.get(one.id) is one:
+                        del self._open[one.id]
                 raise
-        for group in groups:
-            if group.state is not GroupState.OPEN and group.id not in known:
+        for one, group in zip(opened, groups, strict=True):
+            if group.state is GroupState.OPEN:
+                self._open.setdefault(group.id, one)  # whoever was first with it may have failed, and let it go
+            elif group.id not in known:
                 self._open.pop(group.id, None)
         self._yard.enqueue(stored)
         return list(groups)
@@ -104,8 +107,16 @@ class Groups:
             touched, self._touched = self._touched, {}
             for group_id in touched:
                 opened = self._open.get(group_id)
-                if opened is not None:
+                if opened is None:
+                    continue
+                try:
                     await self._look(opened)
+                except StoreUnusable:
+                    raise
+                except Exception as error:  # a spare's name is taken, say: the end of this group, and of no other
+                    log.exception("a group broke", extra={"group": group_id})
+                    reason = error.code if isinstance(error, RollyardError) else "internal_error"
+                    await self._end(opened, replace(opened.group, state=GroupState.FAILED, reason=reason))
 
     def _touch(self, group_id: str) -> None:
         self._touched[group_id] = None
@@ -116,7 +127,13 @@ class Groups:
         if now.start:
             if self._yard.is_draining:
                 return  # the next process begins it
-            stored = await self._store.step(Step(tuple(opened.begin(now.start)), (opened.group,)))
+            before = opened.group
+            begun = opened.begin(now.start)
+            try:
+                stored = await self._store.step(Step(tuple(begun), (opened.group,)))
+            except RollyardError:
+                opened.group = before  # they are not ours: somebody else's rollouts may have these names
+                raise
             self._yard.enqueue(stored)
             return
         if not now.is_over:
@@ -125,9 +142,12 @@ class Groups:
             group = opened.over(GroupState.COMPLETE, now.members)
         else:
             group = opened.over(GroupState.FAILED, reason=now.failure)
+        await self._end(opened, group)
+
+    async def _end(self, opened: OpenGroup, group: Group) -> None:
+        self._open.pop(opened.id, None)  # first: a cancel that comes meanwhile is too late
         await self._store.step(Step(groups=(group,)))
-        self._open.pop(opened.id, None)
-        await _cancel_all(self._yard, opened.at_work(), f"its group has failed: {now.failure}")
+        await _cancel_all(self._yard, opened.at_work(), f"its group has failed: {group.reason}")
         self._tell(opened.id)
 
     def _tell(self, group_id: str) -> None:

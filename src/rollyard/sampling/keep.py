@@ -97,7 +97,23 @@ class Named:
         self._options = options
 
     def keeps(self, judged: Judged) -> bool:
-        return bool(self._judge(judged, **self._options))
+        try:
+            return bool(self._judge(judged, **self._options))
+        except Exception as error:
+            raise RuntimeError(f"the filter {self._name!r} raised {type(error).__name__}: {error}") from error
+
+    def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool:
+        return False
+
+
+class Missing:
+    """In the place of a filter that is not there any more: its draw can only be read."""
+
+    def __init__(self, error: InvalidRequest) -> None:
+        self.error = error
+
+    def keeps(self, judged: Judged) -> bool:
+        raise self.error
 
     def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool:
         return False

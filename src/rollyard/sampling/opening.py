@@ -26,8 +26,9 @@ class OpenGroup:
         return self.group.id
 
     def take(self, rollout: Rollout) -> bool:
-        """Takes in the end of one of its rollouts; False if it knew."""
-        if rollout.index in self.ends or rollout.ending is None:
+        """Takes in the end of one of its rollouts; False if it knew, or if this is somebody else's: any rollout may
+        name any group and any place in it."""
+        if rollout.index in self.ends or rollout.ending is None or rollout.id != self.group.rollout_id(rollout.index):
             return False
         self.ends[rollout.index] = end_of(rollout)
         return True
@@ -55,7 +56,7 @@ class OpenGroup:
                     index=index,
                     priority=self.group.priority,
                 ),
-                {"group": self.group.id, "index": index},
+                {"group": self.group.id, "index": index} | ({"draw": self.group.draw} if self.group.draw else {}),
             )
             for index in indices
         ]
@@ -84,12 +85,12 @@ class OpenGroup:
 
 
 async def rollouts_of(store: Store, group_id: str) -> list[Rollout]:
-    """All of a group's rollouts, by index."""
+    """All of a group's rollouts, by index; not those that only name it."""
     found: list[Rollout] = []
     after: str | None = None
     while True:
         page = await store.list(group=group_id, after=after, limit=PAGE)
-        found += page.rollouts
+        found += [one for one in page.rollouts if one.id == f"{group_id}-{one.index}"]
         after = page.next_cursor
         if after is None:
             return sorted(found, key=lambda rollout: rollout.index)

@@ -16,14 +16,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 from rollyard.core import Draw, DrawConfig, Group, GroupState, Json, Rollout, RollyardError, Run, Task
-from rollyard.core.failure import NotFound
+from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.pipeline import Yard
 from rollyard.sampling.draws import DrawKeeper
 from rollyard.sampling.evals import Evals
 from rollyard.sampling.groups import Groups
-from rollyard.sampling.keep import keep_of
+from rollyard.sampling.keep import Keep, Missing, keep_of
 from rollyard.sampling.sources import RawTask, copy_source
 from rollyard.store.base import Step, StoreUnusable
 
@@ -42,6 +43,7 @@ class Sampler:
         self._make_task = make_task
         self._folders = folders
         self._draws: dict[str, DrawKeeper] = {}
+        self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -76,25 +78,31 @@ class Sampler:
     ) -> DrawKeeper:
         """A draw, made now or earlier with the same body. Its tasks are read, checked and copied first."""
         keep_of(config.keep)
-        with suppress(NotFound):
-            found = await self._store.get_draw(draw_id)
-            await self._store.put_draw(found, body)  # IdConflict if it is another one
-            return await self.keeper(draw_id)
-        source = await copy_source(
-            config.source,
-            tasks,
-            draw_id=draw_id,
-            store=self._store,
-            environments=self._yard.shop.environments,
-            folders=self._folders,
-            check=lambda raw: self._make_task(raw, run),
-        )
-        now = time.time()
-        draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
-        stored = await self._store.put_draw(draw, body)
-        if draw_id in self._draws:  # two calls at once: the first has it
-            return self._draws[draw_id]
-        return await self._load(stored, [])
+        most = self._yard.settings.max_queued
+        if config.group_size > most:
+            raise InvalidRequest(f"group_size: the queue never has room for {config.group_size} (max_queued is {most})")
+        async with self._making.setdefault(draw_id, asyncio.Lock()):  # two calls at once would mix their tasks
+            with suppress(NotFound):
+                found = await self._store.get_draw(draw_id)
+                await self._store.put_draw(found, body)  # IdConflict if it is another one
+                return await self.keeper(draw_id)
+            await self._store.put_items(draw_id, 0, [])  # what a call that was cut off left
+            try:
+                source = await copy_source(
+                    config.source,
+                    tasks,
+                    draw_id=draw_id,
+                    store=self._store,
+                    environments=self._yard.shop.environments,
+                    folders=self._folders,
+                    check=lambda raw: self._make_task(raw, run),
+                )
+            except RollyardError:
+                await self._store.put_items(draw_id, 0, [])
+                raise
+            now = time.time()
+            draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
+            return await self._load(await self._store.put_draw(draw, body), [])
 
     async def keeper(self, draw_id: str) -> DrawKeeper:
         """A draw, ended or not. NotFound."""
@@ -106,10 +114,9 @@ class Sampler:
 
     async def rewind(self, draw_id: str, batch: int, version: int) -> DrawKeeper:
         keeper = await self.keeper(draw_id)
-        was_active = keeper.draw.is_active
+        keep_of(keeper.draw.config.keep)
         await keeper.rewind(batch, version)
-        if not was_active:
-            self._own(keeper.main(), f"draw {draw_id}")
+        self._keep_going(keeper)
         return keeper
 
     async def close_run(self, run_id: str) -> None:
@@ -118,10 +125,11 @@ class Sampler:
         for keeper in list(self._draws.values()):
             if keeper.draw.run == run_id:
                 await keeper.close("closed", "its run was deleted")
-                del self._draws[keeper.draw.id]
+                self._draws.pop(keeper.draw.id, None)
+                keeper.let_go()
 
     async def _take_up(self, draw: Draw, groups: Sequence[Group]) -> None:
-        """A draw of an earlier process. If its filter is not installed any more, say, that is its own end, not ours."""
+        """A draw of an earlier process. If its run is gone, that is its own end, not ours."""
         try:
             await self._load(draw, groups)
         except RollyardError as error:
@@ -134,11 +142,16 @@ class Sampler:
         run = self._yard.run_of(draw.run)
         if run is None:
             raise NotFound(f"there is no run {draw.run!r}")
+        keep: Keep
+        try:
+            keep = keep_of(draw.config.keep)
+        except InvalidRequest as error:
+            keep = Missing(error)
         keeper = DrawKeeper(
             self._yard,
             draw,
             run,
-            keep_of(draw.config.keep),
+            keep,
             lambda raw: self._make_task(raw, run),
             partial(self._router.version, run.policy),
             on_change=self.groups.bell.ring,
@@ -146,8 +159,16 @@ class Sampler:
         self._draws[draw.id] = keeper
         await keeper.load(groups)
         if draw.is_active:
-            self._own(keeper.main(), f"draw {draw.id}")
+            if isinstance(keep, Missing):
+                log.error("a draw cannot go on", extra={"draw": draw.id, "detail": keep.error.detail})
+                await keeper.close("unusable", keep.error.detail)
+            self._keep_going(keeper)
         return keeper
+
+    def _keep_going(self, keeper: DrawKeeper) -> None:
+        if not keeper.is_kept:
+            keeper.is_kept = True
+            self._own(keeper.main(), f"draw {keeper.draw.id}")
 
     def active(self) -> list[dict[str, Json]]:
         """The draws that go on, in a few words each."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollyard.core import Batch, Draw, Group, GroupState
-from rollyard.core.failure import IdConflict, NotFound
+from rollyard.core.failure import IdConflict, NotFound, SourceClosed
 from rollyard.store import _writes
 from rollyard.store._rows import Row
 from rollyard.store._writer import Steps
@@ -52,16 +52,18 @@ def step(
 
 
 def _put_group(connection: sqlite3.Connection, group: Group, record: str, digest: str = "") -> None:
-    connection.execute(
+    put = connection.execute(
         "INSERT INTO groups (id, run, draw, state, batch, place, is_held, digest, updated_at, record) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, "
         "batch = excluded.batch, place = excluded.place, is_held = excluded.is_held, "
-        "updated_at = excluded.updated_at, record = excluded.record",
+        "updated_at = excluded.updated_at, record = excluded.record WHERE groups.draw IS excluded.draw RETURNING seq",
         (
             group.id, group.run, group.draw, group.state, group.batch, group.place,
             group.state in HELD, digest, group.updated_at, record,
         ),
-    )  # fmt: skip
+    ).fetchone()  # fmt: skip
+    if put is None:
+        raise IdConflict(f"group {group.id!r} exists already, and is not of this draw")
 
 
 def put_groups(
@@ -103,12 +105,15 @@ def put_draw(connection: sqlite3.Connection, draw: Draw, record: str, digest: st
 
 
 def put_items(connection: sqlite3.Connection, draw_id: str, first: int, tasks: Sequence[str]) -> Steps[None]:
+    connection.execute("DELETE FROM draw_items WHERE draw = ? AND item >= ?", (draw_id, first))
     for number, task in enumerate(tasks, first):
-        connection.execute("INSERT OR REPLACE INTO draw_items VALUES (?, ?, NULL, ?)", (draw_id, number, task))
+        connection.execute("INSERT INTO draw_items VALUES (?, ?, NULL, ?)", (draw_id, number, task))
         yield
 
 
-def push_items(connection: sqlite3.Connection, draw_id: str, items: Sequence[tuple[str | None, str]]) -> Steps[int]:
+def push_items(
+    connection: sqlite3.Connection, draw_id: str, items: Sequence[tuple[str | None, str]], closed: str | None
+) -> Steps[int]:
     """Appends tasks; one whose name is there already is not added again. How many there are then."""
     (count,) = connection.execute("SELECT COUNT(*) FROM draw_items WHERE draw = ?", (draw_id,)).fetchone()
     for name, task in items:
@@ -120,6 +125,8 @@ def push_items(connection: sqlite3.Connection, draw_id: str, items: Sequence[tup
                 if found[0] != task:
                     raise IdConflict(f"task {name!r} was pushed before, with another body")
                 continue
+        if closed is not None:
+            raise SourceClosed(closed)
         connection.execute("INSERT INTO draw_items VALUES (?, ?, ?, ?)", (draw_id, count, name, task))
         count += 1
         yield
@@ -133,7 +140,9 @@ def acknowledge_draw(connection: sqlite3.Connection, draw_id: str, batch: int, c
     ).fetchall()
     for seq, group_id in groups:
         rows = connection.execute(
-            'SELECT r.seq, r.id FROM rollouts r JOIN trajectories USING (seq) WHERE r."group" = ?', (group_id,)
+            'SELECT r.seq, r.id FROM rollouts r JOIN trajectories USING (seq) WHERE r."group" = ?1 '
+            "AND r.id = ?1 || '-' || r.\"index\"",
+            (group_id,),
         ).fetchall()
         for row_seq, rollout_id in rows:
             connection.execute("INSERT OR IGNORE INTO leavings VALUES (?)", (rollout_id,))
@@ -202,7 +211,7 @@ def unfinished_groups(connection: sqlite3.Connection) -> tuple[Group, ...]:
 def orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
     rows = connection.execute(
         'SELECT r.id FROM rollouts r JOIN groups g ON g.id = r."group" '
-        "WHERE r.ended_seq IS NULL AND g.state != 'open'"
+        "WHERE r.ended_seq IS NULL AND g.state != 'open' AND r.id = g.id || '-' || r.\"index\""
     ).fetchall()
     return tuple(row[0] for row in rows)
 

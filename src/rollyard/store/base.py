@@ -255,11 +255,14 @@ class Store(Protocol):
     async def list_draws(self) -> Sequence[Draw]: ...
 
     async def put_items(self, draw_id: str, first: int, tasks: Sequence[Mapping[str, Json]]) -> None:
-        """Tasks number `first` and on, over what may be there. Before the draw itself is stored."""
+        """Tasks number `first` and on, instead of what may be there from it on. Before the draw itself is stored."""
         ...
 
-    async def push_items(self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]]) -> int:
-        """Appends tasks, each once by its name where it has one. How many there are then."""
+    async def push_items(
+        self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]], *, closed: str | None = None
+    ) -> int:
+        """Appends tasks, each once by its name where it has one. How many there are then. `closed` says why none may
+        be added any more: `SourceClosed` then, unless all are there."""
         ...
 
     async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]: ...

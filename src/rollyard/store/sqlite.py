@@ -245,9 +245,11 @@ class SqliteStore:
     async def list_draws(self) -> Sequence[Draw]:
         return await self._read(_groups.list_draws)
 
-    async def push_items(self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]]) -> int:
+    async def push_items(
+        self, draw_id: str, items: Sequence[tuple[str | None, Mapping[str, Json]]], *, closed: str | None = None
+    ) -> int:
         encoded = [(name, _encode(task)) for name, task in items]
-        return await self._from_client(partial(_groups.push_items, draw_id=draw_id, items=encoded))
+        return await self._from_client(partial(_groups.push_items, draw_id=draw_id, items=encoded, closed=closed))
 
     async def get_item(self, draw_id: str, item: int) -> Mapping[str, Json]:
         return await self._read(partial(_groups.get_item, draw_id=draw_id, item=item))

@@ -50,7 +50,8 @@ def rollout_id(row: Row, run: str) -> tuple[str, bool]:
     if name is None:
         return new_id("gym"), False
     attempt = row.get("_ng_attempt_index")
-    whole = f"{run}.{name}" if attempt in (None, 0) else f"{run}.{name}.{attempt}"
+    # The attempt stands where no name can look like it: "3.1" is not the second attempt of "3".
+    whole = f"{run}.{name}" if attempt in (None, 0) else f"{run}:{attempt}.{name}"
     try:
         return check_id(whole), True
     except MalformedId:

@@ -86,6 +86,11 @@ class Harvest:
     reason: str | None = None  # why the group is short, if it is
 
     @property
+    def mean(self) -> float | None:
+        """Of the rewards of those that count. None: there is nobody."""
+        return mean_of([each[0].reward for each in self.members])
+
+    @property
     def rows(self) -> list[tuple[int, Row]]:
         return [(member, row) for member, rows in enumerate(self.members) for row in rows]
 
@@ -134,10 +139,11 @@ def _row(rollout: GroupRollout, reward: float, trace: Trace) -> Row:
     return Row(rollout, reward, ids[:start], ids[cut], mask[cut], logprobs[cut], versions[cut])
 
 
-def fill(found: Harvest, pad_id: int) -> tuple[list[Row | Blank], list[Row]]:
+def fill(found: Harvest, pad_id: int, otherwise: float = 0.0) -> tuple[list[Row | Blank], list[Row]]:
     """One row for each member that was asked for, and the rows that found no place there.
 
-    Of a rollout whose history forked, the trace that owns most tokens is the row.
+    Of a rollout whose history forked, the trace that owns most tokens is the row. `otherwise` is the score of blank
+    rows in a group that has nothing else: validation takes the mean over all rows, and theirs must not be a 0 in it.
     """
     import numpy as np
 
@@ -148,7 +154,8 @@ def fill(found: Harvest, pad_id: int) -> tuple[list[Row | Blank], list[Row]]:
         rows.append(best)
         left_out += [row for row in each if row is not best]
     prompt = found.members[0][0].prompt_ids if found.members else np.full(1, pad_id, dtype=np.int64)
-    neutral = mean_of([each[0].reward for each in found.members]) or 0.0
+    mean = found.mean
+    neutral = otherwise if mean is None else mean
     return rows + [Blank(prompt, neutral)] * (found.size - len(rows)), left_out
 
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollyard.client.groups import Group
+from rollyard.core.group import mean_of
 from rollyard.trainers._verl_prompts import Ask, asks_of_prompts, asks_of_repeated
 from rollyard.trainers._verl_rows import Harvest, Row, fill, harvest, padded
 from rollyard.trainers._verl_settings import read_settings, refuse
@@ -117,7 +118,7 @@ class RollyardAgentLoopManager:
         found = await asyncio.gather(*(self._collect(ask) for ask in asks))
         if not any(each.members for each in found):
             raise RuntimeError(f"none of {len(asks)} groups has a rollout to learn from: {found[0].reason}")
-        filled = [fill(each, PAD_ID) for each in found]
+        filled = [fill(each, PAD_ID, score) for each, score in zip(found, _means(asks, found), strict=True)]
         of_ask = [iter(rows) for rows, _ in filled]
         rows = [next(of_ask[ask]) for ask in place]
         left_out = [row for _, more in filled for row in more]
@@ -144,6 +145,18 @@ class RollyardAgentLoopManager:
             facts = {"group": group.id, "lost": found.lost, "untrainable": found.untrainable, "reason": found.reason}
             log.warning("rollyard.short_group", extra=facts)
         return found
+
+
+def _means(asks: Sequence[Ask], found: Sequence[Harvest]) -> list[float]:
+    """For each ask, the mean of the groups of its data source, by which verl sorts its figures of a validation; where
+    all of that source are lost, of all groups."""
+    means: dict[str | None, list[float]] = {}
+    for ask, each in zip(asks, found, strict=True):
+        if each.mean is not None:
+            for source in (str(ask.fields.get("data_source")), None):
+                means.setdefault(source, []).append(each.mean)
+    chosen = [means.get(str(ask.fields.get("data_source"))) or means.get(None) or [] for ask in asks]
+    return [mean_of(each) or 0.0 for each in chosen]
 
 
 def _seconds(rows: Sequence[Row]) -> dict[str, float]:

@@ -3,8 +3,8 @@
 A job with a `job_id` is the rollout of that id, for good. Its trainer sends none with plain batches: then a job is
 what was asked for, in this period (`intake.py`), so that a call that is repeated (it timed out, the service was
 restarted) waits for the same rollout. Two calls mean one job only if they name a `trajectory_id`: without, nothing
-tells a sibling from a repetition, and each call is a job of its own. A job whose rollout was lost to infrastructure is
-begun anew by the next call, for that is what its trainer repeats it for.
+tells a sibling from a repetition, and each call is a job of its own. A job without a `job_id` whose rollout was lost to
+infrastructure is begun anew by the next call, for that is what its trainer repeats it for.
 
 A `/start` follows a change of weights, so it names the policy's next version: every token has one, and no prefix that
 the old weights left in an engine's cache is used again.

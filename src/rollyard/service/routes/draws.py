@@ -24,7 +24,7 @@ from rollyard.service.auth import caller_of, require_mine
 from rollyard.service.bounds import while_wanted
 from rollyard.service.draw_models import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
 from rollyard.service.house import House, house_of
-from rollyard.service.models import read_body
+from rollyard.service.models import Count, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.pages import (
     batch_object,
@@ -52,7 +52,7 @@ class GroupsQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     after: str | None = Field(default=None, description="The `next` of the page before.")
-    batch: int | None = Field(default=None, ge=1, description="Only groups of that batch.")
+    batch: Count | None = Field(default=None, description="Only groups of that batch.")
     limit: int = Field(default=16, ge=1, le=MOST_GROUPS)
     wait_s: WaitS = Field(default=0.0, description="Wait so long for the first group, or for the batch to close.")
     include: Literal["traces", "records"] = "traces"
@@ -104,7 +104,7 @@ async def ask(request: Request, draw_id: str) -> Response:
 
 
 @router.get("/{draw_id}/batches/{number}")
-async def get_batch(request: Request, draw_id: str, number: int, query: Annotated[WaitQuery, Query()]) -> Response:
+async def get_batch(request: Request, draw_id: str, number: Count, query: Annotated[WaitQuery, Query()]) -> Response:
     """How a batch stands, at once or when it is closed."""
     house = house_of(request)
     keeper = await house.sampler.keeper(check_id(draw_id, "draw"))
@@ -220,6 +220,9 @@ async def _frames(house: House, keeper: DrawKeeper, after: int, query: GroupsQue
                 yield sse.frame("batch", batch_object(batch))
             return
         if not is_active:
+            last = keeper.draw.progress.batch  # it may have closed short, after its last group was told
+            if last > told and query.batch is None:
+                yield sse.frame("batch", batch_object(await house.store.get_batch(keeper.draw.id, last)))
             yield sse.frame("end", draw_object(keeper.draw, keeper.drawing))
             return
         await heard

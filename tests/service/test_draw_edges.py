@@ -1,0 +1,288 @@
+"""/v1/draws where others interfere, things break, and nothing happens: no reward is invented, and no draw hangs."""
+
+import asyncio
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.sampling.keep import Judged
+from tests.service.site import OTHER, Site, open_site, task
+from tests.service.skill import skilled
+from tests.service.test_draws import closed, draw, mixed, site_with, take, tasks
+
+
+def first_is_slow(rollout_id: str) -> float:
+    return 30.0 if rollout_id == "d.0.0.0-0" else 0.0
+
+
+async def ended(site: Site, draw_id: str = "d") -> dict[str, Any]:
+    async with asyncio.timeout(30):
+        while True:
+            body = (await site.get(f"/v1/draws/{draw_id}")).body
+            if body["state"] == "ended":
+                return body
+            await asyncio.sleep(0.05)
+
+
+def watched() -> list[str]:
+    """Draws that a task of this service keeps."""
+    return [name for one in asyncio.all_tasks() if (name := one.get_name()).startswith("draw ")]
+
+
+def broken(judged: Judged) -> bool:
+    raise ValueError(f"no {judged.rewards}")
+
+
+def install(monkeypatch: Any, *names: str) -> None:
+    found = [EntryPoint(name, f"{__name__}:{name}", "rollyard.filters") for name in names]
+    monkeypatch.setattr("rollyard.sampling.keep.entry_points", lambda group: found)
+
+
+async def test_a_stranger_with_a_members_place_is_not_the_member(tmp_path: Path) -> None:
+    async with skilled(lambda _: True, first_is_slow) as engine, site_with(tmp_path, engine) as site:
+        await site.post("/v1/runs", {"id": "mine"})
+        await draw(site, 1, run="mine", keep="all", epochs=1, shuffle=False)
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        assert (await site.ended("d.0.0.0-1"))["reward"] == 1
+        stranger = {"id": "x-0", "group": "d.0.0.0", "index": 0, "task": task("fake")}
+        assert (await site.post("/v1/rollouts", stranger, token=OTHER)).status == 202
+        await site.ended("x-0")
+        assert (await site.get("/v1/draws/d/batches/1?wait_s=0.5")).body["state"] == "open"
+        group = (await site.get("/v1/groups/d.0.0.0")).body
+        assert [one["rollout"] for one in group["members"]] == ["d.0.0.0-0", "d.0.0.0-1"]
+        assert "number 0" in group["task"]["data"]["instruction"]
+
+
+async def test_a_clients_group_of_the_same_name_is_never_taken_for_the_draws(tmp_path: Path) -> None:
+    async with (
+        skilled(mixed, lambda rollout: 30.0 * rollout.endswith("-1")) as engine,
+        site_with(tmp_path, engine) as site,
+    ):
+        theirs = {"id": "d.0.0.0", "task": task("another task"), "size": 2}
+        assert (await site.post("/v1/groups", theirs, token=OTHER)).status == 202
+        await site.ended("d.0.0.0-0")
+        await draw(site, 1, epochs=1, shuffle=False, keep="all")
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        body = await ended(site)
+        assert body["reason"] == "internal_error" and "d.0.0.0" in body["detail"]
+        assert (await closed(site, 1))["delivered"] == 0
+        group = (await site.get("/v1/groups/d.0.0.0")).body
+        assert (group["state"], group["draw"]) == ("open", None), "theirs is left alone"
+        assert group["members"][1]["state"] != "ended"
+
+
+async def test_a_filter_that_raises_ends_the_draw_and_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    install(monkeypatch, "broken")
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, 4, keep={"filter": "broken"})
+        keeper = await site.served.house.sampler.keeper("d")
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        batch = await closed(site, 1)
+        assert (batch["reason"], batch["is_last"]) == ("internal_error", True)
+        assert "'broken'" in (await ended(site))["detail"]
+        assert not keeper.drawing.flying
+
+
+async def test_a_filter_that_raises_while_a_client_asks_ends_the_draw_too(tmp_path: Path, monkeypatch: Any) -> None:
+    install(monkeypatch, "broken")
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, source={"push": True}, keep={"filter": "broken"})
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        keeper = await site.served.house.sampler.keeper("d")
+        monkeypatch.setattr(keeper, "wake", lambda: None)  # only clients drive it
+        await site.post("/v1/draws/d/tasks", {"tasks": tasks(1)})
+        await site.ended("d.0.0.0-0")
+        await site.ended("d.0.0.0-1")
+        pushed = await site.post("/v1/draws/d/tasks", {"tasks": tasks(1)})
+        assert pushed.status < 500, pushed.body
+        assert (await ended(site))["reason"] == "internal_error"
+        assert (await closed(site, 1))["is_last"]
+
+
+async def test_a_draw_without_its_filter_ends_at_restart_and_can_still_be_read(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    install(monkeypatch, "broken")
+    async with skilled(mixed, lambda _: 30.0) as engine:
+        async with site_with(tmp_path, engine, drain_s=0) as site:
+            await draw(site, 4, keep={"filter": "broken"})
+            await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        install(monkeypatch)
+        async with site_with(tmp_path, engine) as site:
+            body = (await site.get("/v1/draws/d")).body
+            assert (body["state"], body["reason"]) == ("ended", "unusable") and "broken" in body["detail"]
+            assert body["figures"]["open"] == body["figures"]["complete"] == 0
+            batch = (await site.get("/v1/draws/d/batches/1")).body
+            assert (batch["state"], batch["reason"], batch["is_last"]) == ("closed", "unusable", True)
+            assert [one["id"] for one in (await site.get("/v1/draws")).body["draws"]] == ["d"]
+            assert (await site.get("/v1/draws/d/groups")).body["groups"] == []
+            refused = await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})
+            assert refused.status == 422 and "no filter" in refused.body["detail"]
+        async with site_with(tmp_path, engine) as site:
+            assert (await site.get("/v1/draws")).status == 200
+
+
+async def test_a_budget_of_seconds_ends_a_draw_that_nobody_wakes(tmp_path: Path) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, source={"push": True}, budget={"seconds": 1})
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        async with asyncio.timeout(20):
+            batch = await closed(site, 1)
+        assert (batch["reason"], batch["is_last"]) == ("budget", True)
+
+
+async def test_a_batch_that_is_open_cannot_be_gone_back_to(tmp_path: Path) -> None:
+    def slow(rollout_id: str) -> float:
+        return 30.0 * (int(rollout_id.split(".")[2]) > 2)
+
+    async with skilled(mixed, slow) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, 6, shuffle=False)
+        await take(site, 2, 1)
+        await site.post("/v1/draws/d/batches", {"want": 3, "number": 2})
+        refused = await site.post("/v1/draws/d/rewind", {"batch": 2, "version": 0})
+        assert refused.status == 422 and "closed is 1" in refused.body["detail"], refused.body
+        assert (await site.post("/v1/draws/d/rewind", {"batch": 1, "version": 0})).body["batch"] == 1
+
+
+async def test_what_a_refused_source_left_is_not_drawn(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    good, bad = folder / "good.jsonl", folder / "bad.jsonl"
+    good.write_text("".join(json.dumps(one) + "\n" for one in tasks(600)))
+    bad.write_text(good.read_text() + '{"environment": "none"}\n')
+    async with skilled(mixed) as engine, site_with(tmp_path, engine, task_folders=[str(folder)]) as site:
+        refused = await site.post("/v1/draws", {"id": "d", "source": {"file": str(bad)}})
+        assert refused.status == 422 and "bad.jsonl:601" in refused.body["detail"]
+        assert await site.served.house.store.count_items("d") == 0
+        await draw(site, source={"push": True})
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        pushed = await site.post("/v1/draws/d/tasks", {"tasks": tasks(1), "close": True})
+        assert pushed.body["total"] == 1
+        assert (await closed(site, 1))["delivered"] == 1
+
+
+async def test_two_draws_of_one_id_made_at_once_do_not_mix(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name in ("one", "other"):
+        lines = [json.dumps(task(f"of {name}, {number}")) + "\n" for number in range(1500)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    async with open_site(tmp_path, task_folders=[str(folder)]) as site:
+        bodies = [{"id": "d", "source": {"file": str(folder / f"{name}.jsonl")}} for name in ("one", "other", "one")]
+        answers = await asyncio.gather(*(site.post("/v1/draws", body) for body in bodies))
+        assert sorted(answer.status for answer in answers) in ([201, 201, 409], [201, 409, 409])
+        file = next(answer.body["config"]["source"]["file"] for answer in answers if answer.status == 201)
+        store = site.served.house.store
+        for number in (0, 499, 700, 1499):
+            assert f"of {Path(file).stem}," in json.dumps(await store.get_item("d", number))
+
+
+async def test_a_group_that_the_queue_can_never_hold_is_refused(tmp_path: Path) -> None:
+    async with open_site(tmp_path, max_queued=4) as site:
+        refused = await site.post("/v1/draws", {"source": {"tasks": tasks(1)}, "group_size": 5})
+        assert refused.status == 422 and "max_queued" in refused.body["detail"]
+
+
+async def test_a_full_queue_is_looked_at_by_one_timer(tmp_path: Path, monkeypatch: Any) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine, max_queued=2) as site:
+        await site.hold()
+        await site.submit("a", "b")
+        await draw(site)
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        keeper = await site.served.house.sampler.keeper("d")
+        loop, begun = asyncio.get_running_loop(), list[Any]()
+        call_later = loop.call_later
+
+        def counted(delay: float, callback: Any, *arguments: Any, **options: Any) -> Any:
+            handle = call_later(delay, callback, *arguments, **options)
+            if getattr(callback, "__self__", None) is keeper:
+                begun.append(handle)
+            return handle
+
+        monkeypatch.setattr(loop, "call_later", counted)
+        for _ in range(20):
+            keeper.wake()
+            await site.get("/v1/draws/d")
+        assert sum(not one.cancelled() and one.when() > loop.time() for one in begun) <= 1
+        assert (await site.call("PATCH", "/v1/pools", json={"init": 2})).status == 200
+        assert (await closed(site, 1))["delivered"] == 1, "and that one is enough"
+
+
+async def test_nothing_of_a_deleted_run_is_left(tmp_path: Path) -> None:
+    async with skilled(mixed, lambda _: 30.0) as engine, site_with(tmp_path, engine) as site:
+        await site.post("/v1/runs", {"id": "mine"})
+        await draw(site, run="mine")
+        await site.post("/v1/draws/d/batches", {"want": 2, "number": 1})
+        await engine.busy()
+        assert watched() == ["draw d"]
+        assert (await site.delete("/v1/runs/mine")).status == 204
+        async with asyncio.timeout(10):
+            while watched():
+                await asyncio.sleep(0.05)
+
+
+async def test_a_draw_that_goes_on_after_a_rewind_is_kept_once(tmp_path: Path) -> None:
+    def slow(rollout_id: str) -> float:
+        return 0.0 if int(rollout_id.split(".")[2]) < 2 else 30.0
+
+    async with skilled(mixed, slow) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, 6, shuffle=False)
+        await take(site, 2, 1)
+        await engine.busy()
+        await site.delete("/v1/draws/d")
+        back = [site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0}) for _ in range(3)]
+        assert {answer.status for answer in await asyncio.gather(*back)} == {200}
+        assert watched() == ["draw d"]
+
+
+async def test_a_push_that_closes_can_be_sent_again(tmp_path: Path) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, source={"push": True})
+        body = {"tasks": tasks(2), "ids": ["t0", "t1"], "close": True}
+        for _ in range(2):
+            pushed = await site.post("/v1/draws/d/tasks", body)
+            assert (pushed.status, pushed.body.get("total")) == (202, 2), pushed.body
+        late = await site.post("/v1/draws/d/tasks", {"tasks": tasks(1), "ids": ["t2"]})
+        assert late.code == "source_closed"
+        batch, groups = await take(site, 4, 1)
+        assert (batch["delivered"], len(groups)) == (2, 2)
+        assert (await site.post("/v1/draws/d/tasks", body)).status == 202
+
+
+async def test_nothing_is_pushed_to_a_draw_that_has_ended(tmp_path: Path) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, source={"push": True})
+        await site.delete("/v1/draws/d")
+        late = await site.post("/v1/draws/d/tasks", {"tasks": tasks(1)})
+        assert late.code == "source_closed" and "closed" in late.body["detail"]
+
+
+async def test_the_last_batch_is_told_to_those_who_listen(tmp_path: Path) -> None:
+    """It closes short, after its last group was told."""
+
+    def passes(rollout_id: str) -> bool:
+        return mixed(rollout_id) and ".1.0-" not in rollout_id
+
+    async with (
+        skilled(passes, lambda rollout: 2.0 * (".1.0-" in rollout)) as engine,
+        site_with(tmp_path, engine) as site,
+    ):
+        await draw(site, 2, epochs=1, shuffle=False)
+        await site.post("/v1/draws/d/batches", {"want": 2, "number": 1})
+        headers = {"Authorization": f"Bearer {site.token}", "Accept": "text/event-stream"}
+        events: list[str] = []
+        async with asyncio.timeout(30), site.http.get(f"{site.url}/v1/draws/d/groups", headers=headers) as sse:
+            async for line in sse.content:
+                if line.startswith(b"event: "):
+                    events.append(line[7:].decode().strip())
+        assert events == ["group", "batch", "end"]
+
+
+@pytest.mark.parametrize("path", ["batches/99999999999999999999", "groups?batch=99999999999999999999"])
+async def test_a_number_beyond_the_stores_is_refused(tmp_path: Path, path: str) -> None:
+    async with open_site(tmp_path) as site:
+        await draw(site)
+        assert (await site.get(f"/v1/draws/d/{path}")).status in (404, 422)

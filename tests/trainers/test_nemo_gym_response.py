@@ -1,0 +1,62 @@
+"""Whatever the agent did: what NeMo RL puts together from a response is the trace, up to its last sampled token."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.client import Record, Trace, Trajectory
+from rollyard.core import Sampling
+from rollyard.core import Trace as Kept
+from rollyard.core import Trajectory as Played
+from rollyard.tokens.trace import TraceBuilder
+from rollyard.trainers._nemo_gym_response import response_of
+from tests.service.test_prorl_messages import IDS, sampled, trajectories
+from tests.trainers.test_nemo_gym import learned
+
+
+def as_read(trace: Kept, index: int, siblings: int) -> Trace:
+    columns: dict[str, Any] = {
+        "token_ids": np.array(trace.token_ids, dtype=np.int32),
+        "mask": np.frombuffer(bytes(trace.mask), dtype=np.uint8),
+        "logprobs": np.array(trace.logprobs, dtype=np.float32),
+        "versions": np.array(trace.versions, dtype=np.int32),
+    }
+    known = {"spans": trace.spans, "trainable": trace.is_trainable, "index": index, "siblings": siblings}
+    return Trace(**columns, **known)
+
+
+def check(played: Played, told: int) -> None:
+    traces = tuple(as_read(trace, index, len(played.traces)) for index, trace in enumerate(played.traces))
+    read = Trajectory(Record(id="r"), traces=traces, messages=played.messages, turns=played.turns)
+    ids, mask, logprobs = learned({"response": response_of({}, read)})
+    trace = traces[told]
+    assert trace.logprobs is not None
+    end = int(np.flatnonzero(trace.mask)[-1]) + 1
+    assert (ids, mask) == (trace.token_ids[:end].tolist(), trace.mask[:end].tolist())
+    assert logprobs == pytest.approx(trace.logprobs[:end].tolist())
+
+
+@given(trajectories())
+def test_what_is_learned_is_the_trace(played: Played) -> None:
+    check(played, 0)
+
+
+@given(trajectories(), st.lists(st.sampled_from(["assistant", "user"]), max_size=3))
+def test_messages_that_do_not_fit_lose_no_token(played: Played, roles: list[str]) -> None:
+    other = tuple({"role": role, "content": "another's"} for role in roles)
+    check(Played("r", 1, traces=played.traces, messages=other, turns=played.turns), 0)
+
+
+@given(trajectories(), IDS, IDS)
+def test_of_a_fork_only_what_it_owns_was_generated(played: Played, told: list[int], said: list[int]) -> None:
+    """A second trace that holds the first as a copy, and samples more than it."""
+    first = played.traces[0]
+    fork = TraceBuilder(sampling=Sampling(), policy="default", model="m", fork_reason="rewritten")
+    fork.context([*first.token_ids, *told])
+    fork.copies(first.spans)
+    sampled(fork, said * (len(first) + 1), played.turns)
+    messages = (*played.messages, {"role": "user", "content": "go on"}, {"role": "assistant", "content": "more"})
+    check(Played("r", 1, traces=(first, fork.build()), messages=messages, turns=played.turns + 1), 1)
