@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rollyard.testing.script import Reply
@@ -228,6 +229,32 @@ async def test_a_file_is_read_only_below_the_allowed_folders(tmp_path: Path) -> 
         inside.unlink()  # it was copied
         batch, groups = await take(site, 3, 1)
         assert batch["delivered"] == 3 and sorted(group["item"] for group in groups) == [0, 1, 2]
+
+
+async def test_an_environment_makes_the_tasks_or_reads_the_rows_of_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "gsm8k.parquet")
+    async with skilled(mixed) as engine, site_with(tmp_path, engine, task_folders=[str(folder)]) as site:
+        made = {"environment": "reasoning_gym", "options": {"family": "gcd", "count": "5", "seed": "7"}}
+        assert (await draw(site, id="made", source=made))["config"]["source"]["size"] == 5
+        read = {"file": str(folder / "gsm8k.parquet"), "environment": "math"}
+        assert (await draw(site, id="read", source=read))["config"]["source"]["size"] == 4
+        for name, environment in (("made", "reasoning_gym"), ("read", "math")):
+            await site.post(f"/v1/draws/{name}/batches", {"want": 1, "number": 1})
+            async with asyncio.timeout(20):
+                while not (found := (await site.get("/v1/rollouts")).body["rollouts"]) or not any(
+                    one["id"].startswith(name) for one in found
+                ):
+                    await asyncio.sleep(0.02)
+            assert {one["task"]["environment"] for one in found if one["id"].startswith(name)} == {environment}
+        wrong = await site.post(
+            "/v1/draws", {"source": {"environment": "reasoning_gym", "options": {"family": "none"}}}
+        )
+        assert 400 <= wrong.status < 500 and "none" in wrong.body["detail"]
+        none = await site.post("/v1/draws", {"source": {"environment": "shell"}})
+        assert 400 <= none.status < 500 and "shell" in none.body["detail"]
 
 
 async def test_a_draw_goes_on_after_a_restart_and_delivers_each_group_once(tmp_path: Path) -> None:
