@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rollyard.core import Batch, Draw, DrawConfig, Group, GroupState, Rollout, Run, State, Task
 from rollyard.core.draw import Item, Progress, SourceKind, SourceSpec
-from rollyard.core.failure import IdConflict, NotFound
+from rollyard.core.failure import IdConflict, NotFound, SourceClosed
 from rollyard.store.base import EvalRecord, Retention, Step, Store, Submission
 from rollyard.testing.store_conformance import (
     QUEUED,
@@ -131,6 +131,11 @@ async def tasks_of_a_draw_are_kept_and_pushed_once(open_store: Open) -> None:
         assert await store.push_items("p", [("a", {"n": 1}), ("b", {"n": 3})]) == 3
         await raises(IdConflict, store.push_items("p", [("c", {"n": 4}), ("a", {"n": 5})]))
         assert await store.count_items("p") == 3 and await store.get_item("p", 2) == {"n": 3}
+        assert await store.push_items("p", [("a", {"n": 1})], closed="no more") == 3, "sent again: nothing new"
+        said = await raises(SourceClosed, store.push_items("p", [("b", {"n": 3}), ("d", {"n": 6})], closed="no more"))
+        assert said == "no more" and await store.count_items("p") == 3
+        await store.put_items("d", 0, [{"n": 7}])
+        assert await store.count_items("d") == 1, "what was there from the first number on is gone"
 
 
 @_check
@@ -141,12 +146,16 @@ async def what_a_live_draw_has_not_been_told_to_let_go_stays(open_store: Open) -
             one = group(name, "d", state=GroupState.DELIVERED, place=place, batch=place)
             await store.step(Step(members(name), (one,)))
             await _ended(store, name)
+        stranger = Submission(Rollout("mine", "run", Task("shell"), group="acked", index=0), {"id": "mine"})
+        await store.submit([stranger])
+        await store.end("mine", QUEUED, completed(), trajectory("mine"))
         assert await store.acknowledge_draw("d", 1) == 1
+        assert await store.trajectory("mine") is not None, "it names the group, and is not of it"
         assert await store.acknowledge_draw("d", 1) == 0
         assert await store.trajectory("acked-0") is None and await store.trajectory("unacked-0") is not None
         await _next_tick()
         swept = await store.sweep(Retention(0))
-        assert set(swept) == {"acked-0", "acked-1"}
+        assert set(swept) == {"acked-0", "acked-1", "mine"}  # that one is only old
         assert (await store.get("unacked-1")).state is State.ENDED and (await store.get_group("unacked")).place == 2
         await raises(NotFound, store.get_group("acked"))
         await store.step(Step(draw=draw(is_active=False)))
