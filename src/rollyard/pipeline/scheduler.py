@@ -41,6 +41,9 @@ class Scheduler:
     def __contains__(self, rollout_id: str) -> bool:
         return rollout_id in self._present
 
+    def queued_of(self, run_id: str) -> int:
+        return sum(row.run == run_id for row in self._present.values())
+
     def set_quota(self, run: Run) -> None:
         self._queue(run.id).max_live = run.max_live
 

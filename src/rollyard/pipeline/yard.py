@@ -61,7 +61,7 @@ class Yard:
         self.is_draining = False
         self.live: dict[str, Attempt] = {}
         self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
-        self._taking: set[str] = set()  # admitted, and being read from the store
+        self._taking: dict[str, str] = {}  # admitted, and being read from the store: each one's run
         self._arriving = 0  # being stored: their places in the queue are taken
         self.rescoring = Rescoring(self)
         self._max_live = settings.max_live
@@ -213,6 +213,10 @@ class Yard:
         """Evaluates saved artifacts again. The terminal record stays; the new score is appended."""
         return await self.rescoring.rescore(rollout_id)
 
+    def queued_of(self, run_id: str) -> int:
+        """Rollouts of a run that have not begun. Together with its live ones, none is missing and none is twice."""
+        return self.scheduler.queued_of(run_id) + sum(run == run_id for run in self._taking.values())
+
     @property
     def places_free(self) -> int:
         """Of the budget of live rollouts."""
@@ -293,7 +297,7 @@ class Yard:
             if row is None:
                 break
             self.init_pool.try_acquire()
-            self._taking.add(row.id)
+            self._taking[row.id] = row.run
             run = self._runs.get(row.run)
             if run is not None:
                 self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
@@ -339,7 +343,7 @@ class Yard:
             if rollout is not None and rollout.state is State.ENDED:
                 self.publish(rollout)  # cancelled on the way from the queue
         finally:
-            self._taking.discard(row.id)
+            self._taking.pop(row.id, None)
             is_ours = rollout is not None and rollout.state is State.QUEUED and not self.is_draining
             is_ours = is_ours and row.run in self._runs
             if not is_ours or run is None:

@@ -158,14 +158,14 @@ class Jobs:
                 while any(attempt.run.id == RUN for attempt in yard.live.values()):
                     await yard.changed()
 
-    async def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """The reference's counters, of this run alone."""
         yard = self._house.yard
         states = [attempt.state for attempt in yard.live.values() if attempt.run.id == RUN]
         evals = states.count(State.EVAL)
         eval_queue = min(evals, yard.eval_pool.waiting)
         counts = {
-            "init_queue": await self._queued(),
+            "init_queue": yard.queued_of(RUN),
             "run_queue": states.count(State.READY),
             "eval_queue": eval_queue,
             "active_init": states.count(State.INIT),
@@ -202,11 +202,3 @@ class Jobs:
             found = await self._house.store.put_run(Run(RUN, created_at=time.time()), {})
             self._house.yard.know(found)
         return found
-
-    async def _queued(self) -> int:
-        found, after = 0, None
-        while True:
-            page = await self._house.store.list(state=State.QUEUED, run=RUN, after=after, limit=1000)
-            found, after = found + len(page.rollouts), page.next_cursor
-            if after is None or not page.rollouts:
-                return found

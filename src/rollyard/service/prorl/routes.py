@@ -102,7 +102,7 @@ async def status(request: Request) -> Response:
     jobs = _jobs(request)
     if not jobs.intake.now.is_open:
         return _not_running()
-    return reply({"status": "running", "pending_jobs": jobs.waiting, **await jobs.counts()})
+    return reply({"status": "running", "pending_jobs": jobs.waiting, **jobs.counts()})
 
 
 # --- jobs ---------------------------------------------------------------------------------------------
