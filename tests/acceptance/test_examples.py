@@ -14,7 +14,8 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "environments.json
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_oracle_and_noop_of_every_example(runtime: str):
     tasks = read_tasks([str(EXAMPLES)])
-    assert {str(line.task["environment"]) for line in tasks} == {"shell", "math", "stem", "code", "reasoning_gym"}
+    environments = {"shell", "math", "stem", "code", "reasoning_gym", "yardwork"}
+    assert {str(line.task["environment"]) for line in tasks} == environments
     async with workshop(runtime) as shop:
         for line in tasks:
             assert (line.place, *await rewards(shop, line.task)) == (line.place, 1.0, 0.0)

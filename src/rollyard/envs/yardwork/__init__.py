@@ -1,0 +1,7 @@
+"""The `yardwork` environment: small shell tasks out of a seed, with exact checks and an oracle. See `environment`."""
+
+from rollyard.envs.yardwork.environment import YardworkEnvironment
+from rollyard.envs.yardwork.families import FAMILIES, demonstration, make
+from rollyard.envs.yardwork.puzzle import Puzzle, Turn
+
+__all__ = ["FAMILIES", "Puzzle", "Turn", "YardworkEnvironment", "demonstration", "make"]

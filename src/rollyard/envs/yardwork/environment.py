@@ -1,0 +1,175 @@
+"""The `yardwork` environment: small shell tasks out of a seed, for training and, apart from it, for testing.
+
+    {"family": "chain", "template": "t0", "level": 2, "seed": 42, "split": "train"}
+
+A task's files, what is told and what is right follow from these data alone, on any machine. Every task needs a look:
+something that solving it takes is in the sandbox and not in the instruction. Level 1 takes one or two commands; up to
+level 5 there are more files, more steps and more that leads astray.
+
+The reward is 1 or 0. Where an answer is asked for, it is what was given to `finish`, else the last message; where files
+are to be changed, the whole workspace must be as expected, and nothing else in it. It is compared here, on the host:
+EVAL executes nothing that RUN left. `held_out` has other templates than `train`, some with rules of their own, and
+other words and numbers (`words`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from rollyard.core import Json, Message, Score, Task
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start, check_options
+from rollyard.envs.yardwork.families import FAMILIES, MAX_SEED, YardworkData
+from rollyard.envs.yardwork.judging import is_answer, pack, share_right, unpacked
+from rollyard.envs.yardwork.puzzle import LEVELS, Family
+from rollyard.envs.yardwork.words import SPLITS, Split
+from rollyard.sandbox.base import WORKDIR
+from rollyard.tools.base import Tool
+
+SYSTEM_PROMPT = (
+    "You work in a Linux shell. Look first, then act. Call finish at the end, with the answer if one is asked."
+)
+
+WORKSPACE = "workspace"
+"""The artifact of tasks that change files."""
+
+WORKSPACE_BYTES = 4 << 20
+"""The files of a task have a few kilobytes. A workspace beyond this is not what was asked for."""
+
+COUNT = 1000
+MAX_COUNT = 1_000_000
+
+
+class YardworkEnvironment(Environment):
+    """See the module."""
+
+    name: ClassVar[str] = "yardwork"
+    tools: ClassVar[tuple[str, ...]] = ("shell", "finish")
+
+    def check(self, task: Task) -> None:
+        YardworkData.read(task)
+
+    def plan(self, task: Task) -> Plan:
+        if YardworkData.read(task).puzzle().scene.after is None:
+            return Plan(eval_needs_sandbox=False)
+        return Plan(artifacts=(ArtifactRule(WORKSPACE, WORKDIR, WORKSPACE_BYTES),))
+
+    def layer_key(self, task: Task) -> str | None:
+        """Of the files themselves: the families' sources decide them, too, and wordings do not."""
+        files = YardworkData.read(task).puzzle().scene.files
+        return self.key_of([[path, None if file is None else [file.text, file.mode]] for path, file in files.items()])
+
+    async def prepare(self, context: EnvContext) -> None:
+        files = YardworkData.read(context.task).puzzle().scene.files
+        with tempfile.TemporaryDirectory(prefix="yardwork-") as folder:
+            archive = Path(folder) / "files.tar"
+            await asyncio.to_thread(pack, files, archive)
+            await context.box.unpack(archive, WORKDIR)
+
+    async def init(self, context: EnvContext) -> Start:
+        data = YardworkData.read(context.task)
+        system = SYSTEM_PROMPT if data.system_prompt is None else data.system_prompt
+        user: Message = {"role": "user", "content": data.puzzle().instruction}
+        return Start(({"role": "system", "content": system}, user) if system else (user,))
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        """Turn by turn through the tools, as `demonstration` tells."""
+        puzzle = YardworkData.read(context.task).puzzle()
+        if "shell" not in tools:
+            raise TaskInvalid(f"{self.name}: the oracle works with the tool shell, which this task does not have")
+        said: list[Message] = []
+        for index, turn in enumerate(puzzle.turns):
+            arguments = json.dumps(dict(turn.arguments), ensure_ascii=False)
+            call: Json = {
+                "id": f"call_{index}",
+                "type": "function",
+                "function": {"name": turn.tool, "arguments": arguments},
+            }
+            said.append({"role": "assistant", "content": turn.text, "tool_calls": [call]})
+            if (tool := tools.get(turn.tool)) is not None:
+                result = await tool.call(turn.arguments, timeout_s=context.task.limits.tool_s)
+                told: Message = {"role": "tool", "tool_call_id": f"call_{index}", "name": turn.tool}
+                said.append({**told, "content": result.content})
+        return Solution(answer=puzzle.scene.answer, messages=tuple(said))
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        scene = YardworkData.read(context.task).puzzle().scene
+        if scene.after is None:
+            answered = bool(evidence.answer.strip())
+            is_right = scene.answer is not None and is_answer(scene.answer, evidence.answer)
+            return Score(float(is_right), components={"answer": float(is_right)}, metrics={"answered": float(answered)})
+        share = 0.0
+        if WORKSPACE in evidence.artifacts:
+            with tempfile.TemporaryDirectory(prefix="yardwork-") as folder:
+                archive = Path(folder) / "left.tar"
+                try:
+                    await context.box.download(WORKDIR, archive, limit_bytes=WORKSPACE_BYTES)
+                    found = await asyncio.to_thread(unpacked, archive)
+                except ValueError:  # no folder any more, or beyond the limit: RUN's doing
+                    found = None
+            if found is not None:
+                share = share_right(scene.after, found, checks_modes=scene.checks_modes)
+        is_right = share == 1.0
+        return Score(float(is_right), components={"files": float(is_right)}, metrics={"files_right": share})
+
+    def generate(self, options: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:
+        """`count` tasks of a split, families and levels taking turns. Other seeds are other tasks."""
+        check_options(self.name, options, ("count", "seed", "split", "families", "levels"))
+        split = _split(options.get("split", "train"))
+        families = _families(options.get("families", "all"))
+        levels = _levels(options.get("levels", f"{LEVELS[0]}-{LEVELS[-1]}"))
+        count = _number(options, "count", COUNT, 1, MAX_COUNT)
+        seed = _number(options, "seed", 0, 0, MAX_SEED)
+        for index in range(count):
+            family = families[index % len(families)]
+            templates = family.templates[split]
+            digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
+            data: dict[str, Json] = {
+                "family": family.name,
+                "template": templates[digest[6] % len(templates)].name,
+                "level": levels[index // len(families) % len(levels)],
+                "seed": int.from_bytes(digest[:6], "big"),
+                "split": split,
+            }
+            yield {"environment": self.name, "data": data}
+
+
+def _split(given: str) -> Split:
+    for split in SPLITS:
+        if split == given:
+            return split
+    raise TaskInvalid(f"yardwork: split={given}: {' or '.join(SPLITS)} was expected")
+
+
+def _families(given: str) -> list[Family]:
+    if given == "all":
+        return list(FAMILIES.values())
+    names = list(dict.fromkeys(name.strip() for name in given.split(",")))
+    for name in names:
+        if name not in FAMILIES:
+            raise TaskInvalid(f"yardwork: families: there is no family {name!r}; there are {', '.join(FAMILIES)}")
+    return [FAMILIES[name] for name in names]
+
+
+def _levels(given: str) -> list[int]:
+    """`2`, or `1-3`."""
+    low, _, high = given.partition("-")
+    if not low.isdecimal() or not (high or low).isdecimal():
+        raise TaskInvalid(f"yardwork: levels={given}: a level, or two with - between, was expected")
+    levels = [level for level in LEVELS if int(low) <= level <= int(high or low)]
+    if not levels or int(low) not in LEVELS or int(high or low) not in LEVELS:
+        raise TaskInvalid(f"yardwork: levels={given}: levels are {LEVELS[0]} to {LEVELS[-1]}")
+    return levels
+
+
+def _number(options: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    text = options.get(name, str(default))
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise TaskInvalid(f"yardwork: {name}={text}: a whole number from {low} to {high} was expected")
+    return int(text)

@@ -1,0 +1,92 @@
+"""All families by name, and a task's data made into its puzzle. The same data are the same puzzle on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollyard.core import Json, Task
+from rollyard.envs.fields import Fields
+from rollyard.envs.yardwork.arranging import ARRANGING
+from rollyard.envs.yardwork.counting import COUNTING
+from rollyard.envs.yardwork.draw import Draw
+from rollyard.envs.yardwork.editing import EDITING
+from rollyard.envs.yardwork.finding import FINDING
+from rollyard.envs.yardwork.numbers import NUMBERS
+from rollyard.envs.yardwork.puzzle import LEVELS, Family, Puzzle, Template, Turn
+from rollyard.envs.yardwork.scripts import SCRIPTS
+from rollyard.envs.yardwork.texts import TEXTS
+from rollyard.envs.yardwork.words import Split
+
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (*FINDING, *COUNTING, *NUMBERS, *EDITING, *ARRANGING, *TEXTS, *SCRIPTS)
+}
+
+MAX_SEED = (1 << 48) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class YardworkData:
+    """A task's data, read."""
+
+    family: Family
+    template: Template
+    level: int
+    seed: int
+    split: Split
+    system_prompt: str | None = None
+
+    @classmethod
+    def read(cls, task: Task) -> YardworkData:
+        """The data, or TaskInvalid with the field that is wrong."""
+        fields = Fields(task)
+        family = FAMILIES.get(fields.text("family"))
+        if family is None:
+            raise fields.wrong("family", f"one of {', '.join(FAMILIES)}")
+        split = _split(fields)
+        templates = {template.name: template for template in family.templates[split]}
+        template = templates.get(fields.text("template"))
+        if template is None:
+            raise fields.wrong("template", f"one of {', '.join(templates)}, for {split},")
+        data = cls(
+            family,
+            template,
+            _whole(fields, "level", LEVELS[0], LEVELS[-1]),
+            _whole(fields, "seed", 0, MAX_SEED),
+            split,
+            fields.optional_text("system_prompt"),
+        )
+        fields.done()
+        return data
+
+    def puzzle(self) -> Puzzle:
+        """The template is no part of the seed: it is only told otherwise, unless it has a rule of its own."""
+        seed = f"yardwork/{self.split}/{self.family.name}/{self.level}/{self.seed}"
+        return self.family.puzzle(Draw(seed, self.split), self.level, self.template)
+
+
+def make(data: Mapping[str, Json]) -> Puzzle:
+    """The puzzle of a task's data; TaskInvalid if there is none."""
+    return YardworkData.read(Task("yardwork", data)).puzzle()
+
+
+def demonstration(data: Mapping[str, Json]) -> list[Turn]:
+    """The turns that a policy should take, `finish` last: what the oracle does, too."""
+    return make(data).turns
+
+
+def _split(fields: Fields) -> Split:
+    match fields.text("split"):
+        case "train":
+            return "train"
+        case "held_out":
+            return "held_out"
+        case _:
+            raise fields.wrong("split", '"train" or "held_out"')
+
+
+def _whole(fields: Fields, name: str, low: int, high: int) -> int:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise fields.wrong(name, f"a whole number from {low} to {high}")
+    return value

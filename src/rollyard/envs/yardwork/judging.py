@@ -1,0 +1,83 @@
+"""Files in and out of a sandbox as one archive, and what was left compared with what should be there.
+
+What RUN left is only ever read, here, from an archive: nothing of it is executed, and no link in it is followed.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+
+from rollyard.envs.yardwork.puzzle import File, Tree, whole
+
+MTIME_S = 1_700_000_000
+"""Of all files, so that a listing is the same in every rollout."""
+
+MAX_ENTRIES = 1000
+"""No task has a tenth of it."""
+
+STRANGE = File("", -1)
+"""A link, or a file that is no text: equal to nothing that a task asks for."""
+
+
+def pack(tree: Tree, target: Path) -> None:
+    """The archive that `Sandbox.unpack` reads: every file of a task in one go."""
+    with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as archive:
+        for path, file in whole(tree).items():
+            info = tarfile.TarInfo(path)
+            info.mtime = MTIME_S
+            if file is None:
+                info.type, info.mode = tarfile.DIRTYPE, 0o755
+                archive.addfile(info)
+            else:
+                data = file.text.encode()
+                info.size, info.mode = len(data), file.mode
+                archive.addfile(info, BytesIO(data))
+
+
+def unpacked(archive: Path) -> dict[str, File | None] | None:
+    """What is in an archive that `Sandbox.download` made. None: more than any task has."""
+    found: dict[str, File | None] = {}
+    with tarfile.open(archive, "r:") as members:
+        for info in members:
+            if len(found) >= MAX_ENTRIES:
+                return None
+            found[info.name] = None if info.isdir() else _file(members, info)
+    return found
+
+
+def _file(members: tarfile.TarFile, info: tarfile.TarInfo) -> File:
+    content = members.extractfile(info) if info.isreg() else None
+    if content is None:
+        return STRANGE
+    try:
+        return File(content.read().decode(), info.mode)
+    except UnicodeDecodeError:
+        return STRANGE
+
+
+def share_right(expected: Tree, found: Mapping[str, File | None], *, checks_modes: bool) -> float:
+    """1.0: exactly what was expected, and nothing else. Below: the share of all paths that are as they should be.
+
+    A newline more or less at the end of a file is not looked at; permissions are, where the task is about them."""
+    wanted = whole(expected)
+    paths = wanted.keys() | found.keys()
+    right = sum(
+        path in wanted and path in found and _is_same(wanted[path], found[path], checks_modes) for path in paths
+    )
+    return right / len(paths)
+
+
+def _is_same(wanted: File | None, found: File | None, checks_modes: bool) -> bool:
+    if wanted is None or found is None:
+        return wanted is found
+    if found is STRANGE or wanted.text.rstrip("\n") != found.text.rstrip("\n"):
+        return False
+    return not checks_modes or (wanted.mode & 0o100) == (found.mode & 0o100)
+
+
+def is_answer(expected: str, given: str) -> bool:
+    """Exactly the same, but for white space and a `./` before a path."""
+    return " ".join(given.split()).removeprefix("./") == expected

@@ -1,0 +1,274 @@
+"""Yardwork played: in real sandboxes by the oracle, by nobody, by a policy, and by those who would rather cheat."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.core import Outcome, Task
+from rollyard.core.failure import TaskInvalid
+from rollyard.envs.yardwork import FAMILIES, YardworkEnvironment, demonstration, make
+from rollyard.envs.yardwork.environment import SYSTEM_PROMPT, WORKSPACE_BYTES
+from rollyard.envs.yardwork.judging import pack, unpacked
+from rollyard.envs.yardwork.puzzle import File, Tree
+from rollyard.envs.yardwork.words import SPLITS, Split
+from rollyard.sandbox import WORKDIR, Sandbox
+from rollyard.testing.script import Reply, Rules
+from tests.pipeline.site import finish, shell, site
+from tests.tools.busybox import busybox_image
+
+from .conftest import context, evidence, task
+from .yard import RUNTIMES, played, rewards, workshop
+
+TREE: dict[str, Any] = {"family": "tree", "template": "t0", "level": 3, "seed": 7, "split": "train"}
+FIND: dict[str, Any] = {"family": "find_content", "template": "t0", "level": 1, "seed": 7, "split": "train"}
+FIX: dict[str, Any] = {"family": "fix_source", "template": "t0", "level": 1, "seed": 7, "split": "train"}
+MODES: dict[str, Any] = {"family": "permissions", "template": "t0", "level": 3, "seed": 7, "split": "train"}
+
+
+def one_of_each(split: Split, seed: str = "0") -> Iterator[dict[str, Any]]:
+    """A task of each family, at levels that differ from one to the next."""
+    for index, family in enumerate(FAMILIES):
+        yield from (
+            dict(body)
+            for body in YardworkEnvironment().generate(
+                {"count": "1", "families": family, "levels": str(1 + index % 5), "seed": seed, "split": split}
+            )
+        )
+
+
+# --- played for real
+
+
+@pytest.mark.parametrize("split", SPLITS)
+async def test_the_oracle_solves_one_of_each_family_and_nothing_done_is_nothing_earned(split: Split):
+    async with workshop("bubblewrap") as shop:
+        for body in one_of_each(split):
+            assert (body["data"], *await rewards(shop, body)) == (body["data"], 1.0, 0.0)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_every_runtime_knows_answers_files_folders_and_modes(runtime: str):
+    async with workshop(runtime) as shop:
+        for data in (FIND, FIX, TREE, MODES):
+            assert (data, *await rewards(shop, {"environment": "yardwork", "data": data})) == (data, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+async def test_the_oracle_needs_no_more_than_busybox(split: Split, tmp_path: Path):
+    image = {"sandbox": {"image": str(busybox_image(tmp_path / "image"))}}
+    async with workshop("bubblewrap") as shop:
+        for body in one_of_each(split, seed="1"):
+            result = await played(shop, {**body, **image}, "oracle")
+            assert result.score is not None, (body, result.failure)
+            assert result.score.reward == 1.0, (body, result.trajectory)
+
+
+async def test_the_oracle_goes_through_the_tools_as_the_demonstration_tells():
+    async with workshop("bubblewrap") as shop:
+        result = await played(shop, {"environment": "yardwork", "data": FIND}, "oracle")
+    assert result.trajectory is not None
+    messages = result.trajectory.messages
+    calls: list[Any] = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    called = [call["function"] for (call,) in calls]
+    turns = demonstration(FIND)
+    assert [(call["name"], json.loads(call["arguments"])) for call in called] == [
+        (turn.tool, dict(turn.arguments)) for turn in turns
+    ]
+    told = [message["content"] for message in messages if message["role"] == "tool"]
+    assert told[-2:] == [make(FIND).scene.answer, "Done."], "what it looked at is real"
+
+
+@pytest.mark.parametrize("data", [FIND, FIX])
+async def test_a_policy_that_says_the_demonstration_gets_the_reward(data: dict[str, Any], tmp_path: Path):
+    turns = [
+        f"{turn.text}\n<tool_call>\n{json.dumps({'name': turn.tool, 'arguments': dict(turn.arguments)})}\n</tool_call>"
+        for turn in demonstration(data)
+    ]
+    async with site(tmp_path, Rules(rules=((make(data).instruction, tuple(map(Reply, turns))),))) as yard:
+        rollout = await yard.rolled(Task("yardwork", data))
+    assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
+    assert (rollout.ending.outcome, rollout.ending.score.reward) == (Outcome.COMPLETED, 1.0)
+
+
+# --- cheating
+
+SOLUTION = str(demonstration(TREE)[1].arguments["command"])
+
+
+async def reward_of(commands: list[str], folder: Path) -> float:
+    """Of a policy that runs them at `TREE`, and says that it is done."""
+    turns = (*(Reply(shell(command)) for command in commands), Reply(finish("1.0")))
+    async with site(folder, Rules(rules=((make(TREE).instruction, turns),))) as yard:
+        rollout = await yard.rolled(Task("yardwork", TREE))
+    assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
+    assert rollout.ending.outcome is Outcome.COMPLETED
+    return rollout.ending.score.reward
+
+
+async def test_the_work_alone_gets_the_reward(tmp_path: Path):
+    assert await reward_of([SOLUTION], tmp_path) == 1.0
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [SOLUTION, "touch extra"],
+        [SOLUTION, "ln -s /etc escape"],
+        [SOLUTION, "p=$(ls *.*); mv $p /tmp/plan; ln -s /tmp/plan $p; cat $p"],
+        [SOLUTION, "mkfifo pipe && mv pipe $(ls *.* | head -n 1)"],
+        [SOLUTION, "printf '#!/bin/sh\\nexit 0\\n' > tar; chmod +x tar; export PATH=/workspace:$PATH"],
+        ["echo '{\"reward\": 1}' > reward.json; echo 1 > reward.txt; mkdir -p /logs; echo 1 > /logs/reward"],
+        ["cd / && rm -rf /workspace/* && ln -s / /workspace/root"],
+        [SOLUTION, "head -c 8000000 /dev/zero > big"],
+    ],
+    ids=["more", "link", "linked", "fifo", "program", "verdict", "root", "large"],
+)
+async def test_what_is_more_or_else_than_asked_for_gets_nothing(commands: list[str], tmp_path: Path):
+    assert await reward_of(commands, tmp_path) == 0.0
+
+
+class Unrunnable:
+    """A sandbox in which nothing can be started."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.spec, self.download, self.unpack = sandbox.spec, sandbox.download, sandbox.unpack
+
+
+async def left(sandbox: Sandbox, tree: Tree, folder: Path) -> None:
+    pack(tree, folder / "left.tar")
+    await sandbox.unpack(folder / "left.tar", WORKDIR)
+
+
+async def test_files_are_judged_without_running_anything(new_sandbox, tmp_path: Path):
+    """The repaired script is a trap: it is read, never run."""
+    after = make(FIX).scene.after
+    assert after is not None
+    sandbox = await new_sandbox()
+    await left(sandbox, after, tmp_path)
+    given = context(task("yardwork", FIX), Unrunnable(sandbox))  # type: ignore[arg-type]
+    score = await YardworkEnvironment().eval(given, evidence())
+    assert (score.reward, score.metrics) == (1.0, {"files_right": 1.0})
+    script = next(path for path, file in after.items() if file and file.text.startswith(". "))
+    await left(sandbox, {script: File("touch /tmp/ran\n")}, tmp_path)
+    score = await YardworkEnvironment().eval(given, evidence())
+    assert score.reward == 0.0 and 0.5 < score.metrics["files_right"] < 1.0
+
+
+async def test_a_workspace_that_could_not_be_kept_gets_nothing(new_sandbox, tmp_path: Path):
+    after = make(FIX).scene.after
+    assert after is not None
+    sandbox = await new_sandbox()
+    await left(sandbox, after, tmp_path)
+    given = context(task("yardwork", FIX), sandbox)
+    assert (await YardworkEnvironment().eval(given, evidence(kept=()))).reward == 0.0
+    await left(sandbox, {"big": File("x" * (WORKSPACE_BYTES + 1))}, tmp_path)
+    assert (await YardworkEnvironment().eval(given, evidence())).reward == 0.0
+
+
+async def test_an_answer_is_right_or_it_is_not():
+    answer = str(make(FIND).scene.answer)
+    names = [path for path in make(FIND).scene.files if path != answer]
+
+    async def reward(said: str = "", **info: Any) -> float:
+        return (await YardworkEnvironment().eval(context(task("yardwork", FIND)), evidence(said, **info))).reward
+
+    assert await reward(answer=answer) == await reward(answer=f" {answer}\n") == await reward(said=answer) == 1.0
+    for wrong in ("", names[0], f"{answer} {names[0]}", f"It is {answer}", answer.upper(), "*", "1.0"):
+        assert await reward(answer=wrong) == 0.0, wrong
+    assert await reward(said=answer, answer=names[0]) == 0.0, "what was given to finish counts"
+
+
+# --- set-up
+
+
+async def test_files_come_in_one_go_with_their_modes(new_sandbox, tmp_path: Path):
+    sandbox = await new_sandbox()
+    jobs: list[str] = []
+
+    class Counted:
+        async def unpack(self, archive: Path, path: str) -> None:
+            jobs.append(path)
+            await sandbox.unpack(archive, path)
+
+    data: dict[str, Any] = {**MODES, "split": "held_out", "template": "h1"}
+    await YardworkEnvironment().prepare(context(task("yardwork", data), Counted()))  # type: ignore[arg-type]
+    assert jobs == [WORKDIR]
+    await sandbox.download(WORKDIR, tmp_path / "seen.tar", limit_bytes=1 << 20)
+    assert unpacked(tmp_path / "seen.tar") == dict(make(data).scene.files)
+
+
+async def test_what_is_told_is_a_line_on_the_work_and_the_instruction():
+    start = await YardworkEnvironment().init(context(task("yardwork", FIND)))
+    system, user = start.messages
+    assert (system["role"], system["content"]) == ("system", SYSTEM_PROMPT)
+    assert (user["role"], user["content"]) == ("user", make(FIND).instruction)
+    start = await YardworkEnvironment().init(context(task("yardwork", {**FIND, "system_prompt": ""})))
+    assert [message["role"] for message in start.messages] == ["user"]
+
+
+def test_one_set_up_per_files_whatever_is_told():
+    environment = YardworkEnvironment()
+    key = environment.layer_key(task("yardwork", TREE))
+    assert key is not None and key == environment.layer_key(task("yardwork", TREE))
+    assert key == environment.layer_key(task("yardwork", {**TREE, "template": "t1", "system_prompt": "Be brief."}))
+    others = [{**TREE, "seed": 8}, {**TREE, "level": 4}, {**TREE, "split": "held_out", "template": "h0"}]
+    assert len({key, *(environment.layer_key(task("yardwork", other)) for other in others)}) == 4
+
+
+def test_only_tasks_that_change_files_keep_them():
+    environment = YardworkEnvironment()
+    find, fix = environment.plan(task("yardwork", FIND)), environment.plan(task("yardwork", FIX))
+    assert (find.artifacts, find.eval_needs_sandbox) == ((), False)
+    assert [(rule.path, rule.limit_bytes) for rule in fix.artifacts] == [(WORKDIR, WORKSPACE_BYTES)]
+    assert (fix.eval_needs_sandbox, fix.eval_mode, fix.is_reevaluable) == (True, "fresh", True)
+
+
+# --- data and options
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"family": "chess"}, "data.family: one of find_content, "),
+        ({"template": "h0"}, "data.template: one of t0, t1, t2, for train, was expected"),
+        ({"level": 6}, "data.level: a whole number from 1 to 5"),
+        ({"level": True}, "data.level"),
+        ({"seed": -1}, "data.seed"),
+        ({"seed": None}, "data.seed"),
+        ({"split": "test"}, 'data.split: "train" or "held_out"'),
+        ({"answer": "x"}, "data.answer: unknown field"),
+    ],
+)
+def test_data_that_can_never_work_is_refused_with_the_field(change: dict[str, Any], wrong: str):
+    with pytest.raises(TaskInvalid, match=wrong):
+        YardworkEnvironment().check(task("yardwork", {**FIND, **change}))
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"count": "0"}, "count=0: a whole number from 1"),
+        ({"seed": "x"}, "seed=x"),
+        ({"split": "test"}, "split=test: train or held_out"),
+        ({"families": "chain,chess"}, "no family 'chess'; there are find_content"),
+        ({"levels": "0-3"}, "levels are 1 to 5"),
+        ({"levels": "3-1"}, "levels are 1 to 5"),
+        ({"levels": "easy"}, "levels=easy"),
+        ({"family": "chain"}, "unknown option 'family'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, str], wrong: str):
+    with pytest.raises(TaskInvalid, match=wrong):
+        list(YardworkEnvironment().generate(options))
+
+
+def test_families_and_levels_can_be_chosen():
+    bodies = YardworkEnvironment().generate({"count": "12", "families": "chain,tree", "levels": "2-3"})
+    tasks: list[Any] = [body["data"] for body in bodies]
+    chosen = [(data["family"], data["level"]) for data in tasks]
+    assert chosen[:4] == [("chain", 2), ("tree", 2), ("chain", 3), ("tree", 3)]
+    for data in tasks:
+        YardworkEnvironment().check(task("yardwork", data))
