@@ -13,6 +13,7 @@ BELOW: dict[str, set[str]] = {
     "store": {"core"},
     "sandbox": {"core"},
     "engines": {"core"},
+    "embedded": {"core"},
     "tokens": {"core"},
     "tools": {"sandbox", "core"},
     "gateway": {"tokens", "engines", "core"},

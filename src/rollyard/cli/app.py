@@ -12,6 +12,7 @@ from rollyard.cli.bench import command as bench
 from rollyard.cli.config import config
 from rollyard.cli.doctor import doctor
 from rollyard.cli.draws import draws
+from rollyard.cli.engine import engine
 from rollyard.cli.engines import engines
 from rollyard.cli.evaluate import evaluate
 from rollyard.cli.gym_agent import gym_agent
@@ -79,6 +80,7 @@ app.add_typer(images, name="images", epilog=_example("rollyard images pull docke
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
 app.add_typer(draws, name="draws", epilog=_example("rollyard draws show grpo-7b"))
 app.add_typer(tokens, name="tokens", epilog=_example("rollyard tokens check Qwen/Qwen3-0.6B"))
+app.command(epilog=_example("rollyard engine --model ~/models/qwen3-0.6b --port 8000"))(engine)
 app.command("gym-agent", epilog=_example("rollyard gym-agent --port 8130 --server counter"))(gym_agent)
 app.command(epilog=_example("rollyard top --interval 0.5"))(top)
 app.command(epilog=_example("rollyard shell tasks.jsonl:3 --eval"))(shell)

@@ -1,0 +1,94 @@
+"""`rollyard engine`: the embedded engine as a server of its own."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import AsJson, Trouble, note, print_json, run
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def engine(
+    model: Annotated[
+        str, typer.Option("--model", help="A model's folder, a GGUF file, or a hub name. Of any causal LM.")
+    ],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on. The engine asks for no key.")] = "127.0.0.1",
+    name: Annotated[str | None, typer.Option(help="What it calls the model; else the last part of --model.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N. auto: the first GPU, else the CPU.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16. auto: as saved; on the CPU float32.")
+    ] = "auto",
+    max_context: Annotated[int | None, typer.Option(min=2, help="Longest sequence; else the model's own.")] = None,
+    cache_gib: Annotated[
+        float, typer.Option(min=0.001, help="GiB for keys and values, of what runs and of prefixes that are kept.")
+    ] = 2.0,
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences that are sampled at once.")] = 64,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens computed per step, so that a long prompt does not stop the rest.")
+    ] = 512,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a model from this machine's CPU or GPU, by the part of vLLM's API that Rollyard uses.
+
+    For laptops, tests and small models: plain torch, exact logprobs, weight versions, prefix reuse. A cluster wants
+    vLLM or SGLang. It needs the extra: pip install 'rollyard[local]'. When it is ready it says where it is; with
+    --json as one object on stdout.
+    """
+    from rollyard.embedded import missing_packages
+
+    if missing := missing_packages():
+        names = " and ".join(missing)
+        verb = "is" if len(missing) == 1 else "are"
+        raise Trouble(f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'")
+    if dtype not in DTYPES:
+        raise Trouble(f"--dtype {dtype}: it is {', '.join(DTYPES)}", status=2)
+
+    from rollyard.embedded.batching import Settings
+
+    settings = Settings(max_running, chunk_tokens, int(cache_gib * (1 << 30)))
+    folder = Path(model)
+    place = {
+        "host": host,
+        "port": port,
+        "name": name or folder.name,
+        "root": str(folder.resolve()) if folder.is_dir() else "",
+        "max_context": max_context,
+    }
+    run(_serve(model, device, dtype, settings, place, as_json))
+
+
+async def _serve(model: str, device: str, dtype: str, settings: Any, place: dict[str, Any], as_json: bool) -> None:
+    import asyncio
+
+    from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
+
+    from rollyard.embedded.model import Unsupported, choose_device, choose_dtype, load_module, load_tokenizer
+    from rollyard.embedded.server import Engine
+
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    try:
+        chosen = choose_device(device)
+        note(f"loading {model} on {chosen}")
+        if not sys.stderr.isatty():
+            disable_progress_bar()
+        module = await asyncio.to_thread(load_module, model, device=chosen, dtype=choose_dtype(dtype, chosen))
+        tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        async with Engine.serve(module, tokenizer, settings=settings, **place) as served:
+            note(f"rollyard engine at {served.url}, model {served.name}; use it: rollyard serve --engine {served.url}")
+            if as_json:
+                print_json({"url": served.url, "model": served.name})
+                sys.stdout.flush()
+            await stopped.wait()
+    except (Unsupported, ValueError) as error:
+        raise Trouble(str(error)) from error
+    except OSError as error:
+        raise Trouble(f"{place['host']}:{place['port']} cannot be listened on: {error.strerror or error}") from error

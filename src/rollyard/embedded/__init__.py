@@ -1,0 +1,31 @@
+"""The embedded engine: a causal language model served in this process, by the part of vLLM's API that Rollyard uses.
+
+It is for laptops, tests, small models and trainers that sample and train on the same device: plain torch, no kernels of
+its own, and correct before fast. A cluster wants vLLM or SGLang. What speaks to it is `rollyard.engines.VllmEngine`,
+unchanged, and it passes the same conformance suite.
+
+    model.py      a transformers model, run over sequences of different lengths at once, sharing a trainer's weights
+    attention.py  the keys and values of each sequence, and attention over them
+    sampling.py   temperature, top_k, top_p, seeds, and the exact logprobs of what was sampled from
+    batching.py   which sequences go into a step: joining, leaving, chunks of prompts, memory
+    prefixes.py   what ended sequences leave for the next turn of their session
+    worker.py     the one thread that runs the model
+    calls.py      one request as the event loop sees it, and the bodies of its answers
+    desk.py       which calls there are, between the event loop and that thread
+    requests.py   the bodies of requests, read strictly
+    texts.py      chat templates and plain text
+    server.py     the routes, and an engine's life
+
+Importing this wing needs none of the packages of the extra `rollyard[local]`; using it does.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+NEEDED = ("torch", "transformers")
+
+
+def missing_packages() -> tuple[str, ...]:
+    """Which packages of `rollyard[local]` are not installed."""
+    return tuple(name for name in NEEDED if find_spec(name) is None)

@@ -1,0 +1,290 @@
+"""Continuous batching: sequences join and leave between two steps of the model.
+
+A step takes the next token of every running sequence, and as many tokens of prompts as fit into `chunk_tokens`, so a
+long prompt does not stop the others. A sequence is only its tokens: those that are not in its cache yet are what it
+has to compute next. That makes one thing of a prompt, a continuation, a sequence that lost its cache to another
+(preempted), and one whose cache was cleared because the weights changed.
+
+Memory is a bound on all caches, running and kept (`prefixes.py`). Kept ones give way first; then the youngest running
+sequence goes back to the queue, and computes its cache anew when there is room. One sequence of the longest context
+always fits, so the oldest always goes on.
+
+Why not transformers' own continuous batching (5.22): it tells logprobs of the processed distribution, cancels and
+shares prefixes, but it has one random stream for all requests (no seeds), tells no likeliest tokens, leaves a cancelled
+request without its answer, and cannot clear the caches of running requests or say which weights a token came from.
+
+Not thread-safe: the worker's thread owns it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rollyard.embedded.prefixes import Kept, Prefixes
+
+if TYPE_CHECKING:
+    from rollyard.embedded.attention import Kv
+    from rollyard.embedded.model import Model, Piece
+    from rollyard.embedded.sampling import Drawn
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How much is done at once."""
+
+    max_running: int = 64  # sequences in a step
+    chunk_tokens: int = 512  # of prompts, in a step
+    cache_bytes: int = 2 << 30  # for keys and values, running and kept
+    max_calls: int = 4096  # running and waiting; one more is answered with 503
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be sampled; checked, and with a seed of its own."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_ids: frozenset[int] = frozenset()
+    top: int = 0
+    salt: str = ""
+    session: str = ""
+    priority: int = 0  # the lower the earlier
+
+
+class Job:
+    """A sequence at work: its request, and its tokens so far."""
+
+    def __init__(self, request: Request, number: int) -> None:
+        self.request = request
+        self.tokens = list(request.prompt)
+        self.kv: Kv | None = None
+        self.cached_tokens: int | None = None  # of its prompt, that it found; known when it has begun
+        self.order = (request.priority, number)
+
+    @property
+    def sampled(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One new token of a sequence."""
+
+    job: Job
+    drawn: Drawn
+    version: str  # of the weights that it came from
+    finish: Finish | None
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since it started."""
+
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Batcher:
+    """See the module."""
+
+    def __init__(self, model: Model, settings: Settings) -> None:
+        self.model = model
+        self.settings = settings
+        self.version = "default"  # vLLM's word for weights that nobody has named
+        self.counts = Counts()
+        self.running: list[Job] = []  # in the order in which they go on
+        self.waiting: list[Job] = []
+        self.prefixes = Prefixes()
+        self._numbers = 0
+        self._most_tokens = settings.cache_bytes // model.bytes_per_token
+        if self._most_tokens < model.max_context:
+            raise ValueError(
+                f"a cache of {settings.cache_bytes >> 20} MiB holds {self._most_tokens} tokens, "
+                f"fewer than the context of {model.max_context}"
+            )
+
+    # --- between steps
+
+    def add(self, request: Request) -> Job:
+        self._numbers += 1
+        made = Job(request, self._numbers)
+        bisect.insort(self.waiting, made, key=_order)
+        return made
+
+    def drop(self, job: Job) -> None:
+        """It is not wanted any more; what it has computed is kept. An ended one is ignored."""
+        if job in self.running:
+            self._end(job)
+        elif job in self.waiting:
+            self.waiting.remove(job)
+
+    def clear(self, *, with_running: bool) -> bool:
+        """Forgets all caches. Whether none is left: those that running sequences hold go only if it is said so."""
+        self.prefixes.clear()
+        held = [job for job in self.running if job.kv is not None and job.kv.length]
+        if with_running:
+            for job in held:
+                job.kv = self.model.new_kv()
+        return with_running or not held
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def use(self) -> float:
+        """How much of the memory the running sequences hold: what is kept gives way to them."""
+        return min(1.0, self._running_tokens() / self._most_tokens)
+
+    def give_up(self) -> list[Job]:
+        """After a step that failed: all running sequences, with their caches, which may be half written; if there are
+        none, those that wait, since beginning one is what failed."""
+        if self.running:
+            failed, self.running = self.running, []
+        else:
+            failed, self.waiting = self.waiting, []
+        return failed
+
+    # --- one step
+
+    def step(self) -> list[Step]:
+        from torch import inference_mode  # pyright: ignore[reportMissingImports]
+
+        with inference_mode():
+            return self._step()
+
+    def _step(self) -> list[Step]:
+        from rollyard.embedded.sampling import Draw, sample
+
+        chosen: list[tuple[Job, Piece]] = []
+        budget = self.settings.chunk_tokens
+        for job in list(self.running):
+            if job not in self.running:
+                continue  # an older one took its memory
+            piece = self._piece(job, budget)
+            if piece is not None:
+                budget -= len(piece.tokens) if len(piece.tokens) > 1 else 0
+                chosen.append((job, piece))
+        while self.waiting and len(self.running) < self.settings.max_running and budget > 0:
+            job = self.waiting[0]
+            if not self._begin(job):
+                break
+            piece = self._piece(job, budget)
+            if piece is None:
+                break
+            budget -= len(piece.tokens)
+            chosen.append((job, piece))
+        if not chosen:
+            return []
+        logits = self.model.forward([piece for _, piece in chosen])
+        ready = [job for job, piece in chosen if piece.wants_logits]
+        if not ready:
+            return []
+        draws = [
+            Draw(r.temperature, r.top_p, r.top_k, r.seed, len(one.tokens), r.top)
+            for one, r in ((one, one.request) for one in ready)
+        ]
+        return [self._take(one, drawn) for one, drawn in zip(ready, sample(logits, draws), strict=True)]
+
+    def _piece(self, job: Job, budget: int) -> Piece | None:
+        """What it computes in this step; None: nothing, the step is full or its memory is gone."""
+        from rollyard.embedded.model import Piece
+
+        kv = job.kv
+        assert kv is not None
+        todo = len(job.tokens) - kv.length
+        count = 1 if todo == 1 else min(todo, budget)
+        if count <= 0:
+            return None
+        while not self._make_room(kv.capacity_for(kv.length + count) - kv.capacity):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is job:
+                return None
+        kv.reserve(kv.length + count)  # at once: the next one asks what is left
+        return Piece(job.tokens[kv.length : kv.length + count], kv, count == todo)
+
+    def _take(self, job: Job, drawn: Drawn) -> Step:
+        job.tokens.append(drawn.token)
+        request = job.request
+        finish: Finish | None = None
+        if drawn.token in request.stop_ids:
+            finish = "stop"
+        elif job.sampled >= request.max_tokens:
+            finish = "length"
+        if finish is not None:
+            self._end(job)
+        return Step(job, drawn, self.version, finish)
+
+    # --- joining and leaving
+
+    def _begin(self, job: Job) -> bool:
+        """Moves the first that waits among the running, with the best prefix there is; False: no room for it yet."""
+        request, size = job.request, len(job.tokens)
+        fresh = self.model.new_kv()
+        found = self.prefixes.find(job.tokens[:-1], request.salt, request.session)  # the last gives the logits
+        if found is None:
+            if not self._make_room(fresh.capacity_for(size)):
+                return False
+            kv = fresh
+        else:
+            kept, shared = found
+            # a session that goes on, not one that went back to its beginning: that may return to where it was
+            is_own = request.session and kept.session == request.session and 2 * shared >= len(kept.tokens)
+            if is_own or not self._make_room(fresh.capacity_for(size), kept):
+                self.prefixes.take(kept)
+                if not self._make_room(kept.kv.capacity_for(size)):
+                    self.prefixes.keep(kept.tokens, kept.kv, kept.salt, kept.session)
+                    return False
+                kv = kept.kv
+                kv.cut(shared)
+            else:
+                self.prefixes.touch(kept)
+                kv = kept.kv.copy(shared)
+        kv.reserve(size)
+        self.waiting.remove(job)
+        job.kv = kv
+        bisect.insort(self.running, job, key=_order)
+        if job.cached_tokens is None:  # not again, when it comes back
+            job.cached_tokens = kv.length
+            self.counts.prompt_tokens += size
+            self.counts.cached_tokens += kv.length
+        return True
+
+    def _end(self, job: Job) -> None:
+        self.running.remove(job)
+        kv, job.kv = job.kv, None
+        if kv is not None:
+            self.prefixes.keep(job.tokens, kv, job.request.salt, job.request.session)
+
+    def _preempt(self, job: Job) -> None:
+        self.counts.preemptions += 1
+        self.running.remove(job)
+        job.kv = None
+        bisect.insort(self.waiting, job, key=_order)
+
+    # --- memory
+
+    def _make_room(self, tokens: int, spared: Kept | None = None) -> bool:
+        """Forgets kept caches until so many more tokens fit. What it forgot is gone, whether that was enough or not."""
+        while tokens > 0 and self._running_tokens() + self.prefixes.capacity_tokens + tokens > self._most_tokens:
+            if not self.prefixes.forget_oldest(spared):
+                return False
+        return True
+
+    def _running_tokens(self) -> int:
+        return sum(job.kv.capacity for job in self.running if job.kv is not None)
+
+
+def _order(job: Job) -> tuple[int, int]:
+    return job.order

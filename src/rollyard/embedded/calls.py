@@ -1,0 +1,102 @@
+"""One request as the event loop sees it: what was sampled so far, and the bodies in which that is told, as vLLM does.
+
+Beyond vLLM, every event of a stream says the weight versions of all tokens so far, not only the last: a stream that
+breaks off can still be numbered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollyard.embedded.batching import Request
+
+if TYPE_CHECKING:
+    from rollyard.embedded.batching import Job, Step
+    from rollyard.embedded.sampling import Drawn
+
+Body = dict[str, Any]
+
+
+class Call:
+    """Belongs to the loop. Once it has a `finish` or an `error` it does not change any more."""
+
+    def __init__(self, known_as: str, request: Request, *, has_logprobs: bool) -> None:
+        self.known_as = known_as
+        self.request = request
+        self.job: Job | None = None  # set by the worker's thread, read there only
+        self.drawn: list[Drawn] = []
+        self.finish: Literal["stop", "length", "abort"] | None = None
+        self.error = ""
+        self._has_logprobs = has_logprobs
+        self._cached = 0
+        self._spans: list[tuple[str, int, int]] = []
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish is not None or bool(self.error)
+
+    def take(self, step: Step) -> None:
+        if self.is_over:
+            return  # sampled while it was being aborted
+        at = len(self.drawn)
+        self.drawn.append(step.drawn)
+        if self._spans and self._spans[-1][0] == step.version:
+            self._spans[-1] = (step.version, self._spans[-1][1], at + 1)
+        else:
+            self._spans.append((step.version, at, at + 1))
+        self._cached = step.job.cached_tokens or 0
+        self.finish = step.finish
+        self._news.set()
+
+    def abort(self) -> None:
+        if not self.is_over:
+            self.finish = "abort"
+            self._news.set()
+
+    def fail(self, error: str) -> None:
+        if not self.is_over:
+            self.error = error
+            self._news.set()
+
+    async def news(self) -> None:
+        """Waits until something has changed since the last time."""
+        if not self.is_over:
+            await self._news.wait()
+            self._news.clear()
+
+    async def over(self) -> None:
+        while not self.is_over:
+            await self.news()
+
+    # --- bodies
+
+    def choice(self, start: int = 0) -> Body:
+        """Its tokens from `start` on."""
+        drawn = self.drawn[start:]
+        made: Body = {
+            "index": 0,
+            "finish_reason": self.finish,
+            "stop_reason": None,
+            "token_ids": [one.token for one in drawn],
+            "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in self._spans],
+            "logprobs": None,
+        }
+        if self._has_logprobs:
+            made["logprobs"] = {"content": [_entry(one) for one in drawn]}
+        return made
+
+    def usage(self) -> Body:
+        prompt, sampled = len(self.request.prompt), len(self.drawn)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+        }
+
+
+def _entry(drawn: Drawn) -> Body:
+    tops = [{"token_id": token, "logprob": logprob} for token, logprob in drawn.tops]
+    return {"token_id": drawn.token, "logprob": drawn.logprob, "top_logprobs": tops}

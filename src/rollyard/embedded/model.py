@@ -1,0 +1,204 @@
+# pyright: reportMissingImports=false
+"""A causal language model of transformers, run over many sequences of different lengths in one forward pass.
+
+The model that is given stays as it is: what runs here is a second tree of modules with the *same* parameters and
+buffers, in evaluation mode and with the attention of `attention.py`. A trainer may keep its own mode, its own attention
+and its own hooks, and weights that it writes in place are these weights. (Parameters that it replaces are not.)
+
+Whether a model can be run this way is tried, not looked up: `check` compares with a plain forward pass of the model
+as it came. A model with a state beside keys and values (Mamba, linear attention), or with an attention that takes more
+than these, is refused with the difference that was found.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollyard.embedded.attention import NAME, Kv, Row, ragged_attention
+
+CHECK_TOKENS = 12
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # nats; half precision rounds sums in another order
+_HALF_TOLERANCE = 0.5
+
+
+class Unsupported(Exception):
+    """A model, a folder or weights that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next tokens of a sequence, behind those in its cache."""
+
+    tokens: Sequence[int]
+    kv: Kv
+    wants_logits: bool
+
+
+class Model:
+    """See the module. Used by one thread at a time."""
+
+    def __init__(self, module: Any, max_context: int | None = None) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, ragged_attention)
+        self._given = module
+        self._module = _twin(module)
+        self._module.set_attn_implementation(NAME)
+        config = module.config.get_text_config()
+        self.vocabulary = int(config.vocab_size)
+        longest = getattr(config, "max_position_embeddings", None)
+        self.max_context = int(max_context or longest or 4096)
+        if longest and self.max_context > longest:
+            raise Unsupported(f"a context of {self.max_context} tokens, where the model was made for {longest}")
+        self.eos_ids = _eos_ids(module)
+        self.bytes_per_token = 1
+
+    def new_kv(self) -> Kv:
+        return Kv(self.max_context)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._module.parameters()).device
+
+    @torch.inference_mode()
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+        """The logits after the last token of each piece that wants them. Their caches have the tokens afterwards."""
+        ids: list[int] = []
+        places: list[int] = []
+        rows: list[Row] = []
+        wanted: list[int] = []
+        for piece in pieces:
+            start = piece.kv.length
+            piece.kv.reserve(start + len(piece.tokens))
+            rows.append(Row(piece.kv, len(ids), len(ids) + len(piece.tokens)))
+            places += range(start, start + len(piece.tokens))
+            ids += piece.tokens
+            if piece.wants_logits:
+                wanted.append(len(ids) - 1)
+        made = self._module(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.tensor([places], device=self.device),
+            logits_to_keep=torch.tensor(wanted or [len(ids) - 1], device=self.device),
+            use_cache=False,
+            ragged_rows=rows,
+        )
+        for piece in pieces:
+            piece.kv.advance(len(piece.tokens))
+        return made.logits[0] if wanted else made.logits[0, :0]
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compares with a plain forward pass of the model as it was given; Unsupported if they differ."""
+        ids = [(7 * n + 1) % self.vocabulary for n in range(CHECK_TOKENS)]
+        plain = _twin(self._given)(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        first, second = self.new_kv(), self.new_kv()
+        half = CHECK_TOKENS // 2
+        try:
+            self.forward([Piece(ids[:half], first, True), Piece(ids[: half + 1], second, False)])
+            ours = self.forward([Piece(ids[half:-1], first, True), Piece(ids[half + 1 :], second, True)])
+        except Exception as error:  # a model's own code may raise anything at what it does not know
+            raise Unsupported(f"{type(self._given).__name__} cannot be run here: {error}") from error
+        expected = plain[[-2, -1]]
+        gap = float((ours.float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max())
+        if not gap <= _TOLERANCE.get(plain.dtype, _HALF_TOLERANCE):
+            raise Unsupported(
+                f"{type(self._given).__name__} cannot be run here: computed in pieces its logprobs are off by {gap:.3g}"
+            )
+        self.bytes_per_token = first.bytes_per_token
+
+    # --- other weights
+
+    def read_weights(self, folder: Path) -> Mapping[str, Tensor]:
+        """The weights of a folder, on the CPU, checked to be of this model. Nothing is written yet."""
+        fresh = load_module(folder, device="cpu", dtype=next(self._given.parameters()).dtype).state_dict()
+        known = self._module.state_dict()
+        missing = sorted(known.keys() ^ fresh.keys())
+        other = sorted(name for name in known.keys() & fresh.keys() if known[name].shape != fresh[name].shape)
+        if missing or other:
+            named = ", ".join((missing or other)[:3])
+            raise Unsupported(
+                f"the weights in {folder} are not of this model: {named} {'…' if len(missing) > 3 else ''}"
+            )
+        return fresh
+
+    @torch.no_grad()
+    def write_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """In place. Whoever calls sees to it that nothing is being sampled, and that caches are cleared."""
+        known = self._module.state_dict()
+        for name, tensor in weights.items():
+            known[name].copy_(tensor)
+
+
+def choose_device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise Unsupported(f"device {name} cannot be used: {str(error).splitlines()[0]}") from error
+    return name
+
+
+def choose_dtype(name: str, device: str) -> Any:
+    """The CPU computes in float32 unless it is told otherwise: many have no arithmetic for less."""
+    if name == "auto":
+        return torch.float32 if device == "cpu" else "auto"
+    return getattr(torch, name)
+
+
+def load_module(name: str | Path, *, device: str, dtype: Any = "auto") -> Any:
+    """A model from a folder, a GGUF file (or a folder with one), or a hub name that is cached."""
+    from transformers import AutoModelForCausalLM
+
+    folder, more = _where(name)
+    if "gguf_file" in more:
+        from transformers import GgufConfig
+
+        more["quantization_config"] = GgufConfig(dequantize=True)
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more).to(device)
+    except (OSError, ValueError, ImportError) as error:
+        raise Unsupported(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    from transformers import AutoTokenizer
+
+    folder, more = _where(name)
+    try:
+        return AutoTokenizer.from_pretrained(folder, **more)
+    except (OSError, ValueError, ImportError) as error:
+        raise Unsupported(f"the tokenizer of {name} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _twin(module: Any) -> Any:
+    """The same modules once more, with the same tensors, in evaluation mode."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors}).eval()
+
+
+def _where(name: str | Path) -> tuple[str, dict[str, Any]]:
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").exists() and (found := sorted(path.glob("*.gguf"))):
+        if len(found) > 1:
+            raise Unsupported(f"{name} has {len(found)} GGUF files: name one of them")
+        return str(path), {"gguf_file": found[0].name}
+    return str(name), {}
+
+
+def _eos_ids(module: Any) -> frozenset[int]:
+    """Where the model ends by itself."""
+    for source in (getattr(module, "generation_config", None), module.config):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()

@@ -1,0 +1,98 @@
+# pyright: reportMissingImports=false
+"""From logits to sampled tokens, with the logprobs of exactly the distribution that they were sampled from.
+
+A token is drawn from softmax(logits / temperature), cut to top_k and then to top_p, by inverting its cumulative
+distribution at one random number. That number is a hash of the request's seed and of the token's place in its whole
+sequence. So it depends neither on the batch nor on time, and a completion that was cut and is continued with the same
+seed from the tokens so far is the one that was not cut.
+
+At temperature 0 the likeliest token is taken. Its logprob is then that at temperature 1, as vLLM tells it: of the
+distribution that it really came from, all mass on one token, the logprob would say nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How one token is sampled."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # ≤ 0: all tokens
+    seed: int
+    place: int  # in the whole sequence
+    top: int = 0  # so many of the likeliest tokens are told as well
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    token: int
+    logprob: float
+    tops: tuple[tuple[int, float], ...] = ()  # the likeliest; only those that could be sampled
+
+
+def uniform(seed: int, place: int) -> float:
+    """A number in [0, 1), the same on every machine."""
+    raw = hashlib.blake2b(b"%d:%d" % (seed, place), digest_size=8).digest()
+    return (int.from_bytes(raw, "little") >> 12) / (1 << 52)  # 52 bits: times any mass it stays below that mass
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    """One token for each row of logits."""
+    logprobs = processed(logits, draws)
+    numbers = torch.tensor([uniform(one.seed, one.place) for one in draws], dtype=torch.float64, device=logits.device)
+    masses = logprobs.double().exp().cumsum(dim=-1)  # float32 loses the tail of a large vocabulary
+    goals = numbers[:, None] * masses[:, -1:]
+    # right: a goal that meets a boundary belongs to the next token, so one without mass is never drawn
+    tokens = torch.searchsorted(masses, goals, right=True).clamp_(max=logits.shape[-1] - 1)
+    is_greedy = torch.tensor([one.temperature < GREEDY for one in draws], device=logits.device)[:, None]
+    tokens = torch.where(is_greedy, logits.argmax(dim=-1, keepdim=True), tokens)
+    found = logprobs.gather(1, tokens)[:, 0].tolist()
+    if not all(map(math.isfinite, found)):
+        raise ArithmeticError("the model's logits are not numbers")
+    most = max(one.top for one in draws)
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(draws)
+    if most > 0:
+        likeliest = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
+        pairs = zip(draws, likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+        tops = [
+            tuple((t, v) for t, v in zip(ids[: one.top], values[: one.top], strict=True) if v != float("-inf"))
+            for one, ids, values in pairs
+        ]
+    rows = zip(tokens[:, 0].tolist(), found, tops, strict=True)
+    return [Drawn(token, logprob, top) for token, logprob, top in rows]
+
+
+def processed(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The logprobs of the distribution that is sampled from; −inf for what it leaves out."""
+    heat = [one.temperature if one.temperature >= GREEDY else 1.0 for one in draws]
+    logits = logits.float() / torch.tensor(heat, dtype=torch.float32, device=logits.device)[:, None]
+    size = logits.shape[-1]
+    if any(0 < one.top_k < size or one.top_p < 1.0 for one in draws):
+        logits = _cut(logits, draws)
+    return logits.log_softmax(dim=-1)
+
+
+def _cut(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """−inf for what is outside top_k, and then top_p: the fewest of the likeliest that have at least that mass."""
+    size, device = logits.shape[-1], logits.device
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    kept = torch.tensor([one.top_k if 0 < one.top_k < size else size for one in draws], device=device)
+    is_out = torch.arange(size, device=device)[None] >= kept[:, None]
+    ordered = ordered.masked_fill(is_out, float("-inf"))
+    before = ordered.double().softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
+    before[:, 0] = -1.0  # the likeliest always stays
+    mass = torch.tensor([one.top_p if one.top_p < 1.0 else 2.0 for one in draws], dtype=torch.float64, device=device)
+    ordered = ordered.masked_fill(before >= mass[:, None], float("-inf"))
+    return torch.empty_like(ordered).scatter_(1, order, ordered)

@@ -1,0 +1,344 @@
+"""The engine as a server: the routes of vLLM that Rollyard uses, and an engine's life.
+
+    async with Engine.serve(model, tokenizer) as engine:      # in a trainer's process, sharing its weights
+        ...                                                   # engine.url is what Rollyard is given
+        with engine.weights(version=7):
+            optimizer.step()
+
+Weights change in one of three ways: in this process, under `weights`; by the handshake over HTTP that Rollyard speaks
+(/pause, then somebody writes, /update_weight_version, /reset_prefix_cache, /resume); or from a folder, with
+/update_weights_from_folder, which is this engine's own.
+
+Invariants. The event loop never waits for the model: the worker's thread runs it and posts what it sampled. An abort is
+answered at once with what had been told until then, even while a step goes on. /pause answers when no step goes on and
+none will begin; calls that come while it is paused wait.
+
+It asks for no key: listen only where everyone may use it. The file is long because it is a whole server: one short
+handler per path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+from aiohttp import web
+
+from rollyard import __version__
+from rollyard.embedded.batching import Batcher, Request, Settings
+from rollyard.embedded.calls import Call
+from rollyard.embedded.desk import PAUSE_MODES, Desk
+from rollyard.embedded.requests import (
+    CHAT_FIELDS,
+    GenerateBody,
+    Params,
+    Refused,
+    TokenizeBody,
+    make_request,
+    read,
+    read_params,
+)
+from rollyard.embedded.texts import Texts
+
+if TYPE_CHECKING:
+    from rollyard.embedded.model import Model
+
+MAX_BODY_BYTES = 64 << 20
+DONE = b"data: [DONE]\n\n"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Engine:
+    """See the module. Made by `serve`."""
+
+    def __init__(self, model: Model, tokenizer: Any, *, name: str, root: str, settings: Settings) -> None:
+        self.name = name
+        self.url = ""
+        self._root = root
+        self._model = model
+        self._texts = Texts(tokenizer)
+        self._batcher = Batcher(model, settings)
+        self._desk = Desk(self._batcher)
+
+    @classmethod
+    @asynccontextmanager
+    async def serve(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str = "local",
+        root: str = "",
+        max_context: int | None = None,
+        settings: Settings | None = None,
+    ) -> AsyncGenerator[Self, None]:
+        """Serves a model of transformers, which keeps its weights: see `model.py`. `root` is the folder of its
+        tokenizer, which clients on this machine may read. Unsupported, ValueError: it cannot be served so."""
+        from rollyard.embedded.model import Model
+
+        def prepare() -> Model:
+            made = Model(model, max_context)
+            made.check()
+            return made
+
+        engine = cls(await asyncio.to_thread(prepare), tokenizer, name=name, root=root, settings=settings or Settings())
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for method, path, handler in engine._routes():
+            app.router.add_route(method, path, _guarded(handler))
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        engine._desk.worker.start()
+        try:
+            await web.TCPSite(runner, host, port, backlog=2048).start()
+            place = f"[{host}]" if ":" in host else host
+            engine.url = f"http://{place}:{runner.addresses[0][1]}"
+            yield engine
+        finally:
+            engine._desk.abort()
+            await runner.cleanup()
+            await asyncio.to_thread(engine._desk.worker.stop)
+
+    @contextmanager
+    def weights(self, version: int | None = None) -> Generator[None, None, None]:
+        """While it is held nothing is sampled, and the thread that holds it may write the weights in place. See
+        `Worker.weights`. What was being sampled goes on afterwards, from the new weights."""
+        with self._desk.worker.weights(None if version is None else str(version)):
+            yield
+
+    # --- generating
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body: GenerateBody = read(await request.read(), GenerateBody, "the request")
+        self._check_model(body.model)
+        params = read_params(body.sampling_params)
+        session = request.headers.get("X-Session-ID", "")
+        wanted = self._request(body.token_ids, params, body.cache_salt or "", session, body.priority)
+        known_as = f"generate-tokens-{request.headers.get('X-Request-Id') or body.request_id}"
+        call = Call(known_as, wanted, has_logprobs=params.logprobs is not None)
+        head = {"request_id": known_as, "model": self.name}
+        self._desk.start(call)
+        try:
+            if body.stream:
+                has_usage = body.stream_options is not None and body.stream_options.include_usage
+                return await self._stream(request, call, head, has_usage)
+            await call.over()
+            if call.error:
+                raise Refused(call.error, 500)
+            return _json({**head, "choices": [call.choice()], "usage": call.usage()})
+        finally:
+            self._desk.end(call)
+
+    async def _stream(
+        self, request: web.Request, call: Call, head: Mapping[str, Any], has_usage: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        told = 0
+        while True:
+            await call.news()
+            is_over, count = call.is_over, len(call.drawn)
+            if call.error:
+                error = {"error": {"message": call.error, "type": "InternalServerError", "code": 500}}
+                await response.write(_event(error) + DONE)
+                return response
+            if count > told or is_over:
+                event = _event({**head, "choices": [call.choice(told)]})
+                told = count
+                if is_over:
+                    event += _event({**head, "choices": [], "usage": call.usage()}) if has_usage else b""
+                    event += DONE
+                await response.write(event)
+            if is_over:
+                return response
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """Text in, text out, whole. Tool calls are left in the text: whoever wants them parsed asks for tokens."""
+        body: dict[str, Any] = read(await request.read(), dict[str, Any], "the request")
+        self._check_model(body.get("model"))
+        if body.get("stream"):
+            raise Refused("chat is not streamed here: ask for tokens, or for the whole")
+        params = read_params({"max_tokens": None} | {k: v for k, v in body.items() if k not in CHAT_FIELDS})
+        prompt = await asyncio.to_thread(
+            self._texts.render, body.get("messages"), body.get("tools"), body.get("chat_template_kwargs")
+        )
+        wanted = self._request(prompt, params, "", request.headers.get("X-Session-ID", ""), 0)
+        call = Call("chat", wanted, has_logprobs=False)
+        self._desk.start(call)
+        try:
+            await call.over()
+            if call.error:
+                raise Refused(call.error, 500)
+        finally:
+            self._desk.end(call)
+        ids = [one.token for one in call.drawn]
+        text = await asyncio.to_thread(self._texts.decode, ids)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": call.finish}
+        head = {"id": "chat", "object": "chat.completion", "created": 0, "model": self.name}
+        return _json({**head, "choices": [choice], "usage": call.usage()})
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        body: TokenizeBody = read(await request.read(), TokenizeBody, "the request")
+        self._check_model(body.model)
+
+        def tokens() -> list[int]:
+            if body.messages is not None:
+                return self._texts.render(body.messages, body.tools, is_asking=body.add_generation_prompt)
+            if body.prompt is None:
+                raise Refused("a prompt or messages are needed")
+            return self._texts.encode(body.prompt, has_special_tokens=body.add_special_tokens)
+
+        found = await asyncio.to_thread(tokens)
+        return _json({"count": len(found), "max_model_len": self._model.max_context, "tokens": found})
+
+    def _request(self, prompt: list[int], params: Params, salt: str, session: str, priority: int) -> Request:
+        model = self._model
+        return make_request(
+            prompt,
+            params,
+            max_context=model.max_context,
+            vocabulary=model.vocabulary,
+            eos_ids=model.eos_ids,
+            salt=salt,
+            session=session,
+            priority=priority,
+        )
+
+    def _check_model(self, name: object) -> None:
+        if name not in (None, "", self.name):
+            raise Refused(f"The model `{name}` does not exist: this is `{self.name}`.", 404)
+
+    # --- what it is told of its weights
+
+    async def _abort_requests(self, request: web.Request) -> web.StreamResponse:
+        wanted = read(await request.read(), dict[str, list[str] | None], "the request").get("request_ids")
+        self._desk.abort(None if wanted is None else frozenset(wanted))
+        return _json({})
+
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        mode = request.query.get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise Refused(f"mode {mode!r} is not {', '.join(PAUSE_MODES)}")
+        await self._desk.pause(PAUSE_MODES[mode])
+        return _json({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.StreamResponse:
+        await self._desk.resume()
+        return _json({"status": "resumed"})
+
+    async def _paused(self, request: web.Request) -> web.StreamResponse:
+        return _json({"is_paused": self._desk.is_paused})
+
+    async def _set_version(self, request: web.Request) -> web.StreamResponse:
+        version = read(await request.read(), dict[str, Any], "the request").get("new_version")
+        if version is None:
+            raise Refused("new_version is missing")
+
+        def name(batcher: Batcher) -> None:
+            batcher.version = str(version)
+
+        await self._desk.tell(name)
+        return _json({"success": True, "new_version": str(version)})
+
+    async def _weight_info(self, request: web.Request) -> web.StreamResponse:
+        return _json({"weight_version": self._batcher.version})
+
+    async def _clear(self, request: web.Request) -> web.StreamResponse:
+        has_all = request.query.get("reset_running_requests", "false").lower() in ("true", "1")
+        is_clear = await self._desk.tell(lambda batcher: batcher.clear(with_running=has_all))
+        return _json({"success": is_clear})
+
+    async def _load(self, request: web.Request) -> web.StreamResponse:
+        """{"path", "version"?}: other weights of the same model, from a folder. All of them are read and checked
+        before the first is written; calls go on from the new ones."""
+        from rollyard.embedded.model import Unsupported
+
+        body = read(await request.read(), dict[str, Any], "the request")
+        path, version = body.get("path"), body.get("version")
+        if not isinstance(path, str) or not path:
+            raise Refused("path is missing")
+
+        def load() -> None:
+            found = self._model.read_weights(Path(path))
+            with self._desk.worker.weights(None if version is None else str(version)):
+                self._model.write_weights(found)
+
+        try:
+            await asyncio.to_thread(load)
+        except Unsupported as error:
+            raise Refused(str(error)) from None
+        return _json({"success": True, "weight_version": self._batcher.version})
+
+    # --- what it is
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=200 if self._desk.worker.is_alive else 503)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        card = {"id": self.name, "object": "model", "root": self._root, "max_model_len": self._model.max_context}
+        return _json({"object": "list", "data": [card]})
+
+    async def _version(self, request: web.Request) -> web.StreamResponse:
+        return _json({"version": f"rollyard {__version__}"})
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        batcher, counts = self._batcher, self._batcher.counts
+        samples: dict[str, tuple[str, float]] = {
+            "vllm:num_requests_running": ("gauge", len(batcher.running)),
+            "vllm:num_requests_waiting": ("gauge", len(batcher.waiting) + self._desk.held),
+            "vllm:kv_cache_usage_perc": ("gauge", batcher.use),
+            "vllm:num_preemptions_total": ("counter", counts.preemptions),
+            "vllm:prefix_cache_queries_total": ("counter", counts.prompt_tokens),
+            "vllm:prefix_cache_hits_total": ("counter", counts.cached_tokens),
+        }
+        labels = f'{{engine="0",model_name="{self.name}"}}'
+        lines = [f"# TYPE {name} {kind}\n{name}{labels} {value}\n" for name, (kind, value) in samples.items()]
+        lines += [
+            f'vllm:request_success_total{{engine="0",model_name="{self.name}",finished_reason="{reason}"}} {count}\n'
+            for reason, count in self._desk.ended.items()
+        ]
+        return web.Response(text="".join(lines), content_type="text/plain")
+
+    def _routes(self) -> list[tuple[str, str, Handler]]:
+        return [
+            ("POST", "/inference/v1/generate", self._generate),
+            ("POST", "/inference/v1/abort_requests", self._abort_requests),
+            ("POST", "/abort_requests", self._abort_requests),
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/tokenize", self._tokenize),
+            ("POST", "/pause", self._pause),
+            ("POST", "/resume", self._resume),
+            ("GET", "/is_paused", self._paused),
+            ("POST", "/update_weight_version", self._set_version),
+            ("GET", "/weight_info", self._weight_info),
+            ("POST", "/reset_prefix_cache", self._clear),
+            ("POST", "/update_weights_from_folder", self._load),
+            ("GET", "/health", self._health),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/version", self._version),
+            ("GET", "/metrics", self._metrics),
+        ]
+
+
+def _guarded(handler: Handler) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as refused:
+            return _json({"error": {"message": refused.message, "code": refused.status}}, refused.status)
+
+    return handle
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

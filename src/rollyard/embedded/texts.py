@@ -1,0 +1,40 @@
+"""Text to tokens and back, by the model's own tokenizer and chat template. Tokens that were sampled never go this way
+and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollyard.embedded.requests import Refused
+
+
+class Texts:
+    """A tokenizer of transformers, or None, with which every text is refused. Slow: call it in a thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._given = tokenizer
+
+    def encode(self, text: str, *, has_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=has_special_tokens)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def render(
+        self, messages: Any, tools: Any = None, more: Mapping[str, Any] | None = None, *, is_asking: bool = True
+    ) -> list[int]:
+        """`is_asking`: the assistant's turn is next."""
+        tokenizer, options = self._tokenizer, {**(more or {}), "tokenize": True, "return_dict": False}
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=is_asking, **options
+            )
+        except Exception as error:  # a template raises whatever it likes
+            raise Refused(f"the chat template refuses these messages: {error}") from None
+
+    @property
+    def _tokenizer(self) -> Any:
+        if self._given is None:
+            raise Refused("this engine was given no tokenizer: it takes token ids only")
+        return self._given

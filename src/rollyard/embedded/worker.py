@@ -1,0 +1,134 @@
+"""The one thread that runs the model. Everything else tells it what to do between two steps.
+
+Invariants. Only this thread, or whoever holds `weights`, touches the batcher and the model. What is told is done in the
+order in which it was told. While it is paused no step begins; `do(pause)` that has returned means that none goes on.
+A step that fails (out of memory, say) fails the sequences that were running, and the thread goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rollyard.embedded.batching import Batcher, Job, Step
+
+log = logging.getLogger("rollyard.embedded")
+T = TypeVar("T")
+
+Tell = Callable[[Sequence[Step]], None]
+TellFailed = Callable[[Sequence[Job], str], None]
+
+
+class Worker:
+    """See the module. `tell` and `tell_failed` are called in its thread."""
+
+    def __init__(self, batcher: Batcher, tell: Tell, tell_failed: TellFailed) -> None:
+        self.is_paused = False
+        self._batcher = batcher
+        self._tell = tell
+        self._tell_failed = tell_failed
+        self._turn = threading.Condition()
+        self._orders: deque[Callable[[], None]] = deque()
+        self._is_busy = False  # the thread is at the batcher
+        self._is_ending = False
+        self._writers = 0
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="rollyard-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Waits for the step that goes on. What was told before is still done."""
+        with self._turn:
+            self._is_ending = True
+            self._turn.notify_all()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def do(self, order: Callable[[Batcher], T]) -> Future[T]:
+        """Done between two steps, also while paused."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(order(self._batcher))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._turn:
+            if self._is_ending:
+                raise RuntimeError("the engine has ended")
+            self._orders.append(run)
+            self._turn.notify_all()
+        return future
+
+    def pause(self) -> Future[None]:
+        return self.do(lambda _: self._set_paused(True))
+
+    def resume(self) -> Future[None]:
+        return self.do(lambda _: self._set_paused(False))
+
+    @contextmanager
+    def weights(self, version: str | None = None) -> Generator[None, None, None]:
+        """While it is held, nothing is sampled and weights may be written, by the thread that holds it. Afterwards no
+        cache of the old weights is left, and new tokens have the version. Blocks until the step at hand is done."""
+        with self._writing:
+            with self._turn:
+                self._writers += 1
+                self._turn.wait_for(lambda: not self._is_busy)
+            try:
+                yield
+            finally:  # also after a failure: nobody knows what was written
+                self._batcher.clear(with_running=True)
+                if version is not None:
+                    self._batcher.version = version
+                with self._turn:
+                    self._writers -= 1
+                    self._turn.notify_all()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: not self._writers and (self._is_ending or self._has_something()))
+                if self._is_ending and not self._orders:
+                    return
+                orders = [*self._orders]
+                self._orders.clear()
+                self._is_busy = True
+            try:
+                for order in orders:
+                    order()
+                if not self.is_paused and self._batcher.has_work and not self._is_ending:
+                    self._step()
+            finally:
+                with self._turn:
+                    self._is_busy = False
+                    self._turn.notify_all()
+
+    def _has_something(self) -> bool:
+        return bool(self._orders) or (not self.is_paused and self._batcher.has_work)
+
+    def _step(self) -> None:
+        try:
+            steps = self._batcher.step()
+        except Exception as error:
+            failed = self._batcher.give_up()
+            log.exception("a step of the model failed", extra={"sequences": len(failed)})
+            self._tell_failed(failed, f"{type(error).__name__}: {error}")
+            return
+        if steps:
+            self._tell(steps)
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self.is_paused = is_paused

@@ -1,0 +1,208 @@
+# pyright: reportMissingImports=false
+"""Whatever shares a step, a cache or a memory, each sequence is what it would have been alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from rollyard.embedded.batching import Batcher, Request
+from tests.embedded.inside.parts import (
+    END,
+    ask,
+    batcher_of,
+    ids_of,
+    logprobs_of,
+    plain_logprobs,
+    prompt_of,
+    run,
+    tiny,
+)
+
+MIXED = [
+    ask(prompt_of(5), 20, 1),
+    ask(prompt_of(70, 1), 9, 2, temperature=0.6, top_k=20),
+    ask(prompt_of(1, 2), 14, 3, temperature=1.5, top_p=0.8),
+    ask(prompt_of(33, 3), 11, 4, temperature=0.0),
+]
+
+
+def alone(module: Any, request: Request) -> tuple[list[int], list[float]]:
+    (steps,) = run(batcher_of(module), [request])
+    return ids_of(steps), logprobs_of(steps)
+
+
+def test_logprobs_are_those_of_a_plain_forward_of_the_whole_sequence(module: Any):
+    for request, steps in zip(MIXED, run(batcher_of(module), MIXED), strict=True):
+        assert len(steps) == request.max_tokens and steps[-1].finish == "length"
+        assert logprobs_of(steps) == pytest.approx(plain_logprobs(module, request, ids_of(steps)), abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 7}, {"max_running": 2, "chunk_tokens": 16}], ids=str)
+@pytest.mark.parametrize("apart", [0, 3])
+def test_batched_equals_alone(settings: dict[str, int], apart: int):
+    module = tiny()
+    for request, steps in zip(MIXED, run(batcher_of(module, **settings), MIXED, apart=apart), strict=True):
+        ids, logprobs = alone(module, request)
+        assert ids_of(steps) == ids
+        assert logprobs_of(steps) == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_continuation_with_the_same_seed_gives_the_tokens_that_an_uninterrupted_one_gives():
+    module = tiny()
+    request = ask(prompt_of(12), 16)
+    ids, _ = alone(module, request)
+    batcher = batcher_of(module)
+    rest = ask([*request.prompt, *ids[:6]], 10)
+    ((*steps,),) = run(batcher, [rest])
+    assert ids_of(steps) == ids[6:]
+
+
+def test_a_stop_token_ends_it_and_is_kept():
+    module = tiny()
+    ids, _ = alone(module, ask(prompt_of(5), 20))
+    stop = ids[4]
+    ((*steps,),) = run(batcher_of(module), [ask(prompt_of(5), 20, stop_ids=frozenset({stop, END}))])
+    assert ids_of(steps) == ids[: ids.index(stop) + 1] and steps[-1].finish == "stop"
+
+
+# --- prefixes
+
+
+def turns(module: Any, batcher: Batcher, **fields: Any) -> tuple[list[int], list[int]]:
+    """Two turns of a session: the cached tokens of the second, and its tokens."""
+    first = ask(prompt_of(40), 8, session="s", **fields)
+    ((*steps,),) = run(batcher, [first])
+    second = ask([*first.prompt, *ids_of(steps), *prompt_of(6, 9)], 8, session="s", **fields)
+    ((*more,),) = run(batcher, [second])
+    assert logprobs_of(more) == pytest.approx(plain_logprobs(module, second, ids_of(more)), abs=1e-4)
+    assert ids_of(more) == alone(module, second)[0]
+    return [step.job.cached_tokens or 0 for step in more[:1]], ids_of(more)
+
+
+def test_the_next_turn_of_a_session_finds_its_prefix_and_nothing_changes(module: Any):
+    batcher = batcher_of(module)
+    (cached,), _ = turns(module, batcher)
+    assert cached == 40 + 8 - 1, "all but the last token, which nobody had computed yet"
+    assert batcher.counts.cached_tokens == cached
+    assert len(batcher.prefixes) == 1, "what it went beyond is not kept twice"
+
+
+def test_another_salt_finds_nothing():
+    module = tiny()
+    batcher = batcher_of(module)
+    run(batcher, [ask(prompt_of(40), 4, session="s", salt="p:1")])
+    ((step, *_),) = run(batcher, [ask(prompt_of(40), 4, session="s", salt="p:2")])
+    assert step.job.cached_tokens == 0
+
+
+def test_a_sibling_copies_the_common_prefix_and_the_owner_keeps_its_own():
+    module = tiny()
+    batcher = batcher_of(module)
+    run(batcher, [ask(prompt_of(40), 4, session="a")])
+    sibling = ask([*prompt_of(30), *prompt_of(5, 7)], 6, session="b")
+    ((*steps,),) = run(batcher, [sibling])
+    assert steps[0].job.cached_tokens == 30
+    assert ids_of(steps) == alone(module, sibling)[0]
+    ((step, *_),) = run(batcher, [ask(prompt_of(40), 4, session="a")])
+    assert step.job.cached_tokens == 39
+
+
+def test_a_cleared_cache_is_found_by_nobody_and_what_runs_computes_it_anew():
+    module = tiny()
+    batcher = batcher_of(module)
+    run(batcher, [ask(prompt_of(40), 4, session="a")])
+    request = ask(prompt_of(20, 5), 12, session="b")
+    job = batcher.add(request)
+    found = [batcher.step()[0] for _ in range(5)]
+    assert batcher.clear(with_running=False) is False, "a running sequence holds its own"
+    assert batcher.clear(with_running=True) is True
+    while batcher.has_work:
+        found += batcher.step()
+    assert ids_of(found) == alone(module, request)[0]
+    assert job.cached_tokens == 0
+    ((step, *_),) = run(batcher, [ask(prompt_of(40), 4, session="a")])
+    assert step.job.cached_tokens == 0
+
+
+# --- memory
+
+
+def held_bytes(batcher: Batcher) -> int:
+    capacity = batcher.prefixes.capacity_tokens + sum(job.kv.capacity for job in batcher.running if job.kv)
+    return capacity * batcher.model.bytes_per_token
+
+
+def small_batcher(module: Any, contexts: float, **settings: Any) -> Batcher:
+    """Memory for so many sequences of the longest context, which is short."""
+    from rollyard.embedded.batching import Settings
+    from rollyard.embedded.model import Model
+
+    model = Model(module, max_context=256)
+    model.check()
+    return Batcher(model, Settings(cache_bytes=int(contexts * 256 * model.bytes_per_token), **settings))
+
+
+def test_those_that_lose_their_memory_come_back_and_give_the_same():
+    module = tiny()
+    batcher = small_batcher(module, 2.0)
+    requests = [ask(prompt_of(60 + n, n), 90, n) for n in range(6)]
+    for request, steps in zip(requests, run(batcher, requests), strict=True):
+        assert ids_of(steps) == alone(module, request)[0]
+    assert batcher.counts.preemptions > 0
+
+
+def test_memory_is_never_exceeded_whatever_comes_and_goes():
+    module, rng = tiny(), random.Random(4)
+    batcher = small_batcher(module, 1.5, max_running=5, chunk_tokens=48)
+    live: list[Any] = []
+    expected: dict[Any, int] = {}
+    for n in range(150):
+        if rng.random() < 0.4:
+            length = rng.randrange(1, 200)
+            request = ask(
+                prompt_of(length, rng.randrange(3)), rng.randrange(1, 50), n, session=str(n % 4), priority=n % 3
+            )
+            job = batcher.add(request)
+            live.append(job)
+            expected[job] = request.max_tokens
+        if live and rng.random() < 0.1:
+            dropped = live.pop(rng.randrange(len(live)))
+            batcher.drop(dropped)
+            expected.pop(dropped, None)
+        batcher.step()
+        assert held_bytes(batcher) <= batcher.settings.cache_bytes
+        assert 0 <= batcher.use <= 1
+    while batcher.has_work:
+        batcher.step()
+        assert held_bytes(batcher) <= batcher.settings.cache_bytes
+    assert all(job.sampled == count for job, count in expected.items())
+
+
+def test_a_memory_that_does_not_hold_one_context_is_refused():
+    with pytest.raises(ValueError, match="fewer than the context"):
+        small_batcher(tiny(), 0.9)
+
+
+# --- versions and order
+
+
+def test_a_version_holds_from_the_next_token_on():
+    batcher = batcher_of(tiny())
+    batcher.add(ask(prompt_of(5), 6))
+    found = [batcher.step()[0] for _ in range(4)]
+    batcher.version = "7"
+    found += [batcher.step()[0] for _ in range(2)]
+    assert [step.version for step in found] == ["default"] * 4 + ["7"] * 2
+
+
+def test_the_more_urgent_begins_first():
+    batcher = batcher_of(tiny(), max_running=1)
+    late, early = ask(prompt_of(4), 2, priority=0), ask(prompt_of(4, 1), 2, priority=-5)
+    jobs = [batcher.add(late), batcher.add(early)]
+    order = []
+    while batcher.has_work:
+        order += [step.job for step in batcher.step() if step.finish]
+    assert order == jobs[::-1]

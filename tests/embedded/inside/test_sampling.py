@@ -1,0 +1,82 @@
+# pyright: reportMissingImports=false
+"""What is drawn has the distribution that was asked for, and its logprobs are those of that distribution."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from rollyard.embedded.sampling import Draw, processed, sample, uniform
+
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.4])
+
+
+def draw(place: int = 0, **fields: float) -> Draw:
+    values: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 3, "place": place, **fields}
+    return Draw(**values)  # type: ignore[arg-type]
+
+
+def by_hand(temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """Probabilities, from the definition: scale, keep the k likeliest, then the fewest with enough mass."""
+    weights = {i: math.exp(float(v) / temperature) for i, v in enumerate(LOGITS)}
+    order = sorted(weights, key=lambda i: -weights[i])
+    order = order[:top_k] if top_k > 0 else order
+    total = sum(weights[i] for i in order)
+    kept: list[int] = []
+    for i in order:
+        kept.append(i)
+        if sum(weights[j] for j in kept) / total >= top_p:
+            break
+    total = sum(weights[i] for i in kept)
+    return {i: weights[i] / total for i in kept}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [-1, 1, 3, 100])
+@pytest.mark.parametrize("top_p", [0.3, 0.75, 1.0])
+def test_logprobs_are_those_of_the_processed_distribution(temperature: float, top_k: int, top_p: float):
+    other = draw(temperature=2.0)  # in the same batch, and not to be touched by it
+    row, plain = processed(
+        torch.stack([LOGITS, LOGITS]), [draw(temperature=temperature, top_k=top_k, top_p=top_p), other]
+    )
+    expected = by_hand(temperature, top_k, top_p)
+    for token in range(len(LOGITS)):
+        assert math.exp(row[token]) == pytest.approx(expected.get(token, 0.0), abs=1e-6)
+    assert dict(enumerate(plain.exp().tolist())) == pytest.approx(by_hand(2.0, -1, 1.0), abs=1e-6)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (3, 1.0), (-1, 0.8)])
+def test_tokens_are_as_frequent_as_they_are_likely(top_k: int, top_p: float):
+    count = 20_000
+    draws = [draw(place, temperature=1.3, top_k=top_k, top_p=top_p) for place in range(count)]
+    drawn = sample(LOGITS.expand(count, -1), draws)
+    seen, expected = Counter(one.token for one in drawn), by_hand(1.3, top_k, top_p)
+    assert seen.keys() == expected.keys(), "what is cut is never drawn"
+    for token, chance in expected.items():
+        assert seen[token] / count == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / count))
+    for one in drawn[:50]:
+        assert one.logprob == pytest.approx(math.log(expected[one.token]), abs=1e-5)
+
+
+def test_temperature_0_takes_the_likeliest_and_tells_its_logprob_at_1():
+    (one,) = sample(LOGITS[None], [draw(temperature=0.0, top=2)])
+    assert one.token == 0
+    assert one.logprob == pytest.approx(math.log(by_hand(1.0, -1, 1.0)[0]), abs=1e-5)
+    assert [token for token, _ in one.tops] == [0, 3]
+
+
+def test_a_draw_depends_on_its_seed_and_place_alone():
+    alone = [sample(LOGITS[None], [draw(place)])[0].token for place in range(64)]
+    batch = sample(LOGITS.expand(64, -1), [draw(place) for place in reversed(range(64))])
+    assert [one.token for one in reversed(batch)] == alone
+    assert [sample(LOGITS[None], [draw(place, seed=4)])[0].token for place in range(64)] != alone
+    assert uniform(3, 0) == uniform(3, 0) != uniform(3, 1)
+    assert all(0 <= uniform(seed, place) < 1 for seed in range(40) for place in range(40))
+
+
+def test_logits_that_are_no_numbers_are_an_error():
+    with pytest.raises(ArithmeticError):
+        sample(torch.full((1, 4), math.nan), [draw()])

@@ -1,0 +1,293 @@
+# pyright: reportMissingImports=false
+"""The server, spoken to by Rollyard's own engine: pauses, versions, aborts, other weights, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from rollyard.core import Sampling
+from rollyard.core.failure import EngineRefused, EngineUnavailable
+from rollyard.core.policy import PauseMode
+from rollyard.embedded.batching import Settings
+from rollyard.embedded.calls import Call
+from rollyard.embedded.server import Engine
+from rollyard.engines.base import GenerateRequest, Generation, VersionSpan
+from rollyard.engines.vllm import VllmEngine
+from tests.embedded.inside.parts import ask, batcher_of, plain_logprobs, prompt_of, run, served, tiny
+
+ENDLESS = Sampling(extra={"ignore_eos": True})
+
+
+def request(name: str = "r", length: int = 10, max_tokens: int = 12, **fields: Any) -> GenerateRequest:
+    values: dict[str, Any] = {"sampling": ENDLESS, "seed": 5, "session_id": name, **fields}
+    return GenerateRequest(name, prompt_of(length), max_tokens=max_tokens, **values)
+
+
+class Streaming:
+    """A streamed call, and what came of it so far."""
+
+    def __init__(self, client: VllmEngine, wanted: GenerateRequest) -> None:
+        self.told: list[int] = []
+        self._more = asyncio.Event()
+        self.task = asyncio.create_task(client.generate(wanted, self._tell))
+
+    def _tell(self, ids: Any) -> None:
+        self.told += ids
+        self._more.set()
+
+    async def at_least(self, count: int) -> None:
+        while len(self.told) < count:
+            self._more.clear()
+            await self._more.wait()
+
+
+async def post(engine: Engine, path: str, body: Any = None) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session, session.post(engine.url + path, json=body or {}) as reply:
+        return reply.status, await reply.json()
+
+
+async def test_a_kept_call_is_frozen_and_goes_on_as_if_nothing_had_been():
+    async with served(tiny()) as (engine, client):
+        whole = await client.generate(request(max_tokens=1500))
+        streaming = Streaming(client, request("again", max_tokens=1500))
+        await streaming.at_least(3)
+        assert await client.control.pause(PauseMode.KEEP)
+        sampled = engine._batcher.running[0].sampled
+        await client.healthy()
+        assert engine._batcher.running[0].sampled == sampled < 1500, "nothing is sampled after the reply"
+        assert not streaming.task.done()
+        assert await client.control.clear_cache()
+        assert await client.control.resume()
+        assert (await streaming.task).token_ids == whole.token_ids
+
+
+async def test_a_pause_that_aborts_answers_with_what_was_sampled():
+    async with served(tiny()) as (_, client):
+        streaming = Streaming(client, request(max_tokens=5000))
+        whole = asyncio.create_task(client.generate(request("whole", max_tokens=5000)))
+        await streaming.at_least(3)
+        assert await client.control.pause(PauseMode.ABORT)
+        first, second = await streaming.task, await whole
+        assert first.finish_reason == second.finish_reason == "abort"
+        assert 3 <= len(first.token_ids) < 5000 and list(first.token_ids) == streaming.told
+        late = asyncio.create_task(client.generate(request("late")))
+        await client.healthy()
+        assert not late.done(), "it waits for the resume"
+        await client.control.resume()
+        assert len((await late).token_ids) == 12
+
+
+async def test_a_pause_that_waits_lets_what_runs_end_first():
+    async with served(tiny()) as (_, client):
+        streaming = Streaming(client, request(max_tokens=300))
+        await streaming.at_least(1)
+        pausing = asyncio.create_task(client.control.pause(PauseMode.DRAIN))
+        while not (await _is_paused(client)):
+            pass
+        late = asyncio.create_task(client.generate(request("late")))
+        await pausing
+        assert streaming.task.done() or len((await streaming.task).token_ids) == 300
+        assert not late.done()
+        await client.abort("late")
+        assert (await late).finish_reason == "abort", "also of one that has not begun"
+        await client.control.resume()
+
+
+async def _is_paused(client: VllmEngine) -> bool:
+    return b"true" in await client._wire.get("/is_paused")
+
+
+async def test_versions_change_at_the_token_from_which_they_hold():
+    async with served(tiny()) as (_, client):
+        streaming = Streaming(client, request(max_tokens=2000))
+        await streaming.at_least(2)
+        await client.control.pause(PauseMode.KEEP)
+        assert await client.control.set_version(7)
+        assert await client.control.version() == "7"
+        await client.control.resume()
+        found = await streaming.task
+        (before, after) = found.versions
+        assert (before.version, before.start, after.version, after.end) == (-1, 0, 7, 2000)
+        assert 2 <= before.end == after.start < 2000
+        assert (await client.generate(request("next"))).versions == (VersionSpan(7, 0, 12),)
+
+
+def check_spans(module: Any, wanted: GenerateRequest, found: Generation, weights: dict[int, Any]) -> None:
+    """The tokens of each span have the logprobs of its weights, over the whole sequence before them."""
+    assert found.logprobs is not None
+    asked = ask(list(wanted.prompt_ids))
+    for span in found.versions:
+        module.load_state_dict(weights[span.version])
+        expected = plain_logprobs(module, asked, list(found.token_ids)[: span.end])
+        assert found.logprobs[span.start : span.end].tolist() == pytest.approx(expected[span.start :], abs=1e-4)
+
+
+async def test_a_trainer_in_the_same_process_writes_weights_between_two_tokens():
+    module, other = tiny(), tiny(seed=1)
+    weights = {n: {k: v.clone() for k, v in m.state_dict().items()} for n, m in ((1, module), (2, other))}
+    async with served(module) as (engine, client):
+        with engine.weights(version=1):
+            pass
+
+        def train() -> None:
+            with engine.weights(version=2):
+                module.load_state_dict(weights[2])
+
+        wanted = request(max_tokens=900)
+        streaming = Streaming(client, wanted)
+        await streaming.at_least(3)
+        await asyncio.to_thread(train)
+        found = await streaming.task
+        assert [span.version for span in found.versions] == [1, 2]
+    check_spans(tiny(), wanted, found, weights)
+
+
+async def test_weights_come_from_a_folder_in_the_midst_of_a_call(tmp_path: Path):
+    module, other = tiny(), tiny(seed=1)
+    weights = {n: {k: v.clone() for k, v in m.state_dict().items()} for n, m in ((-1, module), (2, other))}
+    other.save_pretrained(tmp_path / "v2")
+    tiny("qwen3").save_pretrained(tmp_path / "else")
+    async with served(module) as (engine, client):
+        status, answer = await post(engine, "/update_weights_from_folder", {"path": str(tmp_path / "else")})
+        assert status == 400 and "not of this model" in answer["error"]["message"]
+        wanted = request(max_tokens=6000)
+        streaming = Streaming(client, wanted)
+        await streaming.at_least(3)
+        body = {"path": str(tmp_path / "v2"), "version": 2}
+        assert await post(engine, "/update_weights_from_folder", body) == (
+            200,
+            {"success": True, "weight_version": "2"},
+        )
+        at = len(streaming.told)
+        await streaming.at_least(at + 5)
+        await client.abort("r")
+        found = await streaming.task
+        assert [span.version for span in found.versions] == [-1, 2]
+    check_spans(tiny(), wanted, found, weights)
+
+
+async def test_a_stream_that_is_cut_still_says_its_versions():
+    async with served(tiny()) as (_, client):
+        await client.control.set_version(3)
+        streaming = Streaming(client, request(max_tokens=5000))
+        await streaming.at_least(3)
+        client.hang_up("r")
+        found = await streaming.task
+        assert found.versions == (VersionSpan(3, 0, len(found.token_ids)),)
+
+
+async def test_the_next_turn_finds_the_prefix_and_the_load_is_told():
+    async with served(tiny()) as (engine, client):
+        first = await client.generate(request(length=50))
+        ids = [*prompt_of(50), *first.token_ids, 5, 6, 7]
+        second = await client.generate(GenerateRequest("r2", ids, ENDLESS, 4, session_id="r"))
+        assert second.cached_tokens == 61
+        streaming = Streaming(client, request("long", max_tokens=5000))
+        await streaming.at_least(1)
+        load = await client.load()
+        assert load is not None and load.running == 1 and 0 < load.kv_use < 1
+        await client.abort("long")
+        await streaming.task
+        async with aiohttp.ClientSession() as session, session.get(engine.url + "/metrics") as reply:
+            text = await reply.text()
+        assert 'vllm:prefix_cache_hits_total{engine="0",model_name="local"}' in text
+
+
+async def test_what_would_not_be_obeyed_is_refused():
+    async with served(tiny()) as (engine, client):
+        for extra in ({"min_p": 0.1}, {"nonsense": 1}, {"presence_penalty": 0.5}):
+            with pytest.raises(EngineRefused, match=next(iter(extra))):
+                await client.generate(request(sampling=Sampling(extra=extra)))
+        await client.generate(request(sampling=Sampling(extra={"min_p": 0.0, "n": 1})))
+        for sampling in (Sampling(temperature=-1.0), Sampling(top_p=0.0)):
+            with pytest.raises(EngineRefused):
+                await client.generate(request(sampling=sampling))
+        with pytest.raises(EngineRefused, match="vocabulary"):
+            await client.generate(GenerateRequest("r", [1, 999_999], ENDLESS, 4))
+        generate = "/inference/v1/generate"
+        assert (await post(engine, generate, {"token_ids": [1], "model": "other"}))[0] == 404
+        assert (await post(engine, generate, {"token_ids": "x"}))[0] == 400
+        assert (await post(engine, "/pause?mode=never"))[0] == 400
+        assert (await post(engine, "/v1/chat/completions", {"messages": 5}))[0] == 400
+
+
+async def test_more_calls_than_it_may_hold_are_sent_away():
+    async with served(tiny(), settings=Settings(max_calls=1)) as (_, client):
+        streaming = Streaming(client, request(max_tokens=5000))
+        await streaming.at_least(1)
+        with pytest.raises(EngineUnavailable, match="running or waiting"):
+            await client.generate(request("second"))
+        await client.abort("r")
+        await streaming.task
+        assert len((await client.generate(request("third"))).token_ids) == 12
+
+
+async def test_the_context_bounds_a_completion():
+    async with served(tiny(), max_context=64) as (_, client):
+        found = await client.generate(request(length=60, max_tokens=100))
+        assert (len(found.token_ids), found.finish_reason) == (4, "length")
+
+
+async def test_an_abort_is_answered_while_the_model_is_busy():
+    async with served(tiny()) as (engine, client):
+        streaming = Streaming(client, request(max_tokens=5000))
+        await streaming.at_least(2)
+        with engine.weights():  # as long as it is held, the worker can do nothing
+            await client.abort("r")
+            assert (await streaming.task).finish_reason == "abort"
+            assert await client.healthy()
+        assert len((await client.generate(request("after"))).token_ids) == 12
+
+
+async def test_what_is_sampled_for_a_call_that_is_over_is_ignored():
+    wanted = ask(prompt_of(4))
+    (steps,) = run(batcher_of(tiny()), [wanted])
+    call = Call("r", wanted, has_logprobs=True)
+    call.take(steps[0])
+    call.abort()
+    before = call.choice(), call.usage()
+    call.take(steps[1])
+    call.fail("too late")
+    assert (call.choice(), call.usage(), call.error) == (*before, "")
+    assert before[0]["token_ids"] == [steps[0].drawn.token] and before[0]["finish_reason"] == "abort"
+
+
+async def test_a_step_that_fails_fails_its_calls_and_not_the_engine():
+    module = tiny()
+    async with served(module) as (engine, client):
+        weight = module.model.norm.weight
+        good = weight.detach().clone()
+        with engine.weights(), torch.no_grad():
+            weight.fill_(float("nan"))
+        with pytest.raises(EngineUnavailable, match="not numbers"):
+            await client.generate(request())
+        streamed: list[int] = []
+        with pytest.raises(EngineUnavailable, match="not numbers"):
+            await client.generate(request("s"), streamed.extend)
+        with engine.weights(), torch.no_grad():
+            weight.copy_(good)
+        assert len((await client.generate(request("after"))).token_ids) == 12
+        assert await client.healthy()
+
+
+async def test_many_calls_at_once_are_each_what_they_are_alone():
+    async with served(tiny()) as (_, client):
+        wanted = [request(f"r{n}", 5 + n, 30, seed=n) for n in range(24)]
+        together = await asyncio.gather(*map(client.generate, wanted))
+        for one, found in zip(wanted[::5], together[::5], strict=True):
+            assert (await client.generate(one)).token_ids == found.token_ids
+
+
+async def test_an_engine_that_ends_answers_what_goes_on_and_leaves_no_thread():
+    async with served(tiny()) as (engine, client):
+        streaming = Streaming(client, request(max_tokens=8000))
+        await streaming.at_least(1)
+        worker = engine._desk.worker
+    assert (await streaming.task).finish_reason == "abort"
+    assert not worker.is_alive
