@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rollyard.cli._console import Trouble
 from rollyard.cli._playing import Workshops, played_body, progress
 from rollyard.cli._tasks import TaskLine
+from rollyard.core.passk import TOLERANCE
 
 if TYPE_CHECKING:
     from rollyard.core import Task
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 LITTLE_BYTES = 16 << 20
 """Less memory or disk than that starts no program of use: who asks for it meant MiB."""
 
-_TOLERANCE = 1e-9
 
 _OF_LINE = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)
 _OF_FILE = re.compile(r"(.+?) ((?:cannot be read|is not UTF-8).*)", re.DOTALL)
@@ -215,10 +215,10 @@ def _judge(finding: Finding, max_reward: float) -> None:
     highest = max_reward
     if oracle.score is not None:
         highest = oracle.score.reward
-        if highest < max_reward - _TOLERANCE:
+        if highest < max_reward - TOLERANCE:
             why = f" ({oracle.failure.code}: {oracle.failure.detail})" if oracle.failure is not None else ""
             finding.problems.append(f"the oracle gets {highest:g}, not {max_reward:g}{why}")
-    if noop.score is not None and noop.score.reward >= highest - _TOLERANCE:
+    if noop.score is not None and noop.score.reward >= highest - TOLERANCE:
         than = "" if oracle.score is None else f", and the oracle {highest:g}"
         finding.problems.append(f"doing nothing gets {noop.score.reward:g}{than}")
 

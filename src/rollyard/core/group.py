@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-_TOLERANCE = 1e-9
-"""Ten checks of 0.1 each add up to 0.9999999999999999; and what differs by less than this is equal."""
+from rollyard.core.passk import TOLERANCE, is_correct
 
 
 class GroupState(StrEnum):
@@ -99,7 +98,7 @@ def spread_of(rewards: Sequence[float]) -> float | None:
     mean = mean_of(rewards)
     if mean is None:
         return None
-    if max(rewards) - min(rewards) <= _TOLERANCE:
+    if max(rewards) - min(rewards) <= TOLERANCE:
         return 0.0
     return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
 
@@ -107,4 +106,4 @@ def spread_of(rewards: Sequence[float]) -> float | None:
 def pass_rate_of(rewards: Sequence[float], threshold: float = 1.0) -> float | None:
     if not rewards:
         return None
-    return sum(reward >= threshold - _TOLERANCE for reward in rewards) / len(rewards)
+    return sum(is_correct(reward, threshold) for reward in rewards) / len(rewards)

@@ -12,6 +12,7 @@ others have in flight is put back into its queue ("retract"), which allows the c
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ class NoControl:
         return None
 
 
-class _Told:
+class _Told(ABC):
     """An engine's wire, and what its answers mean here."""
 
     def __init__(self, wire: Wire) -> None:
@@ -97,9 +98,10 @@ class _Told:
             pause_s = min(longest_s, 2 * pause_s)
         raise EngineUnavailable(f"its cache could not be cleared in {CLEAR_TRIES} tries: {why}")
 
+    @abstractmethod
     async def _clear(self) -> bool | None:
         """None: not yet."""
-        raise NotImplementedError
+        ...
 
 
 class VllmControl(_Told):

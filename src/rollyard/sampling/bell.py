@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Bell:
@@ -15,6 +20,18 @@ class Bell:
         if self._next is None or self._next.done():
             self._next = asyncio.get_running_loop().create_future()
         return asyncio.shield(self._next)
+
+    async def until(self, look: Callable[[], Awaitable[T]], is_so: Callable[[T], bool], within_s: float) -> T:
+        """What `look` finds as soon as that is so; as it stands when the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    heard = self.next()
+                    found = await look()
+                    if is_so(found):
+                        return found
+                    await heard
+        return await look()
 
     def ring(self) -> None:
         if self._next is not None and not self._next.done():

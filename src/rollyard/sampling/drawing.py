@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from rollyard.core import Batch, Draw, Group, GroupState, Json
 from rollyard.core.draw import Item, OnStale, Surplus
 from rollyard.core.group import Stats
+from rollyard.core.passk import TOLERANCE, is_correct
 from rollyard.sampling.order import Order
 
 RECENT = 256
@@ -156,9 +157,9 @@ class Drawing:
         figures.judged += 1
         figures.rewards += len(found)
         figures.reward_sum += math.fsum(found)
-        passes = sum(reward >= 1.0 - 1e-9 for reward in found)
+        passes = sum(map(is_correct, found))
         figures.passes += passes
-        figures.all_zero += bool(found) and all(reward <= 1e-9 for reward in found)
+        figures.all_zero += bool(found) and all(reward <= TOLERANCE for reward in found)
         figures.all_one += bool(found) and passes == len(found)
 
     def _judged(self, *, is_kept: bool) -> None:

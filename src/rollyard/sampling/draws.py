@@ -15,8 +15,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from rollyard.core import Batch, Draw, Group, GroupState, Json, Rollout, RollyardError, Run, Task
@@ -140,6 +140,11 @@ class DrawKeeper:
         task.add_done_callback(self._asked.discard)
         return await asyncio.shield(task)
 
+    async def settled(self) -> None:
+        """When all that was asked for is carried out: it waits for nothing but the store."""
+        if self._asked:
+            await asyncio.wait(self._asked)
+
     async def ask(self, want: int, number: int | None) -> Batch:
         """The batch of that number: opened, or as it stands. Without a number: the open one, else the next."""
         return await self.wholly(self._ask(want, number))
@@ -173,15 +178,8 @@ class DrawKeeper:
 
     async def batch(self, number: int, within_s: float) -> Batch:
         """A batch, when it is closed, or as it stands when the time is over."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while True:
-                    heard = self.bell.next()
-                    batch = await self._store.get_batch(self.draw.id, number)
-                    if not batch.is_open:
-                        return batch
-                    await heard
-        return await self._store.get_batch(self.draw.id, number)
+        look = partial(self._store.get_batch, self.draw.id, number)
+        return await self.bell.until(look, lambda batch: not batch.is_open, within_s)
 
     async def push(self, tasks: Sequence[tuple[str | None, Mapping[str, Json]]], *, close: bool) -> int:
         """Adds tasks to a source that grows; how many it has then."""

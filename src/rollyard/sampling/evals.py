@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -166,15 +167,8 @@ class Evals:
 
     async def wait(self, eval_id: str, within_s: float) -> EvalRecord:
         """The record, at its end or when the time is over."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while True:
-                    heard = self.bell.next()
-                    record = await self._store.get_eval(eval_id)
-                    if record.state != RUNNING:
-                        return record
-                    await heard
-        return await self._store.get_eval(eval_id)
+        look = partial(self._store.get_eval, eval_id)
+        return await self.bell.until(look, lambda record: record.state != RUNNING, within_s)
 
     async def cancel(self, eval_id: str) -> EvalRecord:
         """Ends it, unless it has ended."""

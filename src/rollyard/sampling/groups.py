@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from rollyard.core import Group, GroupState, Json, Rollout, RollyardError, Task
 from rollyard.pipeline import Yard
@@ -89,15 +89,8 @@ class Groups:
 
     async def wait(self, group_id: str, within_s: float) -> Group:
         """The record, when it is open no more, or as it stands when the time is over."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while True:
-                    heard = self.bell.next()
-                    group = await self._store.get_group(group_id)
-                    if group.state is not GroupState.OPEN:
-                        return group
-                    await heard
-        return await self._store.get_group(group_id)
+        look = partial(self._store.get_group, group_id)
+        return await self.bell.until(look, lambda group: group.state is not GroupState.OPEN, within_s)
 
     async def main(self) -> None:
         """For ever: see the module."""

@@ -22,10 +22,10 @@ from rollyard.core import Json
 from rollyard.core.draw import KeepSpec
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.group import pass_rate_of, spread_of
+from rollyard.core.passk import TOLERANCE
 from rollyard.core.task import Task
 
 ENTRY_POINTS = "rollyard.filters"
-_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PassRate:
 
     def keeps(self, judged: Judged) -> bool:
         rate = pass_rate_of(judged.rewards, self.threshold)
-        return rate is not None and self.low - _TOLERANCE <= rate <= self.high + _TOLERANCE
+        return rate is not None and self.low - TOLERANCE <= rate <= self.high + TOLERANCE
 
     def is_hopeless(self, rewards: Sequence[float], missing: int) -> bool:
         total = len(rewards) + missing
@@ -85,7 +85,7 @@ class PassRate:
         passes = round((pass_rate_of(rewards, self.threshold) or 0.0) * len(rewards))
         # A missing member that cannot be trained on is not counted at all. That moves the rate up from its lowest
         # (all of them fail) and down from its highest (all of them pass), so these two bound every case.
-        return passes / total > self.high + _TOLERANCE or (passes + missing) / total < self.low - _TOLERANCE
+        return passes / total > self.high + TOLERANCE or (passes + missing) / total < self.low - TOLERANCE
 
 
 class Named:

@@ -70,6 +70,8 @@ class Sampler:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        for keeper in self._draws.values():
+            await keeper.settled()
 
     # --- draws ----------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The embedded store: one SQLite file in WAL mode with synchronous FULL, one writer, a few readers.
 
 Where things are: `schema` the tables; `_writes`, `_reads` and `_rows` the SQL; `_writer` what commits them;
-`_recovery` what an opening does; `_place` the lock and the disk; `codec` the bytes. This file puts them together.
+`_groups` and `_policies` that of draws and weights; `_recovery` what an opening does; `_place` the lock and the disk;
+`codec` the bytes. This file puts them together. It is long because it is the whole door: a short method per operation.
 
 Invariants, beside those of the door (`base.py`):
 - Every transaction first checks that the epoch in the file is ours. If another server has opened the store, each

@@ -24,7 +24,7 @@ from rollyard.service.auth import caller_of, require_mine
 from rollyard.service.bounds import while_wanted
 from rollyard.service.draw_models import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
 from rollyard.service.house import House, house_of
-from rollyard.service.models import Count, read_body
+from rollyard.service.models import Count, WaitS, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.pages import (
     batch_object,
@@ -38,7 +38,6 @@ from rollyard.service.records import reply
 
 router = APIRouter(prefix="/v1/draws", tags=["draws"])
 
-WaitS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MOST_GROUPS = 256  # on one page
 
 

@@ -15,7 +15,7 @@ from rollyard.service.auth import caller_of, require_mine
 from rollyard.service.bounds import while_wanted
 from rollyard.service.eval_models import EvalBody, eval_object
 from rollyard.service.house import House, house_of
-from rollyard.service.models import read_body
+from rollyard.service.models import WaitS, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import JsonObject, reply
 from rollyard.store.base import EvalRecord
@@ -26,9 +26,7 @@ router = APIRouter(prefix="/v1/evals", tags=["evals"])
 class EvalQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0, description="Answer when it has ended, or after so long."
-    )
+    wait_s: WaitS = Field(default=0.0, description="Answer when it has ended, or after so long.")
 
 
 @router.post("", status_code=201, openapi_extra=json_body(EvalBody))

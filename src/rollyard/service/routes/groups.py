@@ -17,7 +17,7 @@ from rollyard.service.auth import caller_of, require_mine
 from rollyard.service.bounds import while_wanted
 from rollyard.service.draw_models import GroupBody, GroupsBody, SingleGroupBody
 from rollyard.service.house import house_of
-from rollyard.service.models import check_body, read_json
+from rollyard.service.models import WaitS, check_body, read_json
 from rollyard.service.openapi import json_body
 from rollyard.service.pages import group_object
 from rollyard.service.problems import field_path
@@ -30,9 +30,7 @@ router = APIRouter(prefix="/v1", tags=["groups"])
 class GroupQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0, description="Answer when its members have ended, or after so long."
-    )
+    wait_s: WaitS = Field(default=0.0, description="Answer when its members have ended, or after so long.")
 
 
 @router.post("/groups", status_code=202, openapi_extra=json_body(GroupsBody, SingleGroupBody))

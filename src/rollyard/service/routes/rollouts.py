@@ -18,7 +18,7 @@ from rollyard.service import arrow
 from rollyard.service.auth import caller_of, require_mine
 from rollyard.service.bounds import while_wanted
 from rollyard.service.house import House, house_of
-from rollyard.service.models import SingleBody, SubmitBody, read_submit
+from rollyard.service.models import SingleBody, SubmitBody, WaitS, read_submit
 from rollyard.service.openapi import json_body
 from rollyard.service.records import record, reply, traces, trajectory_object
 from rollyard.service.tasks import checked_task
@@ -27,8 +27,6 @@ from rollyard.store.base import Page, Submission
 router = APIRouter(prefix="/v1", tags=["rollouts"])
 
 BREATH = 100  # tasks checked between two turns of the event loop: about 5 ms
-
-WaitS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class GetQuery(BaseModel):
