@@ -44,6 +44,21 @@ def make_tiny_model(folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
+def run_inside(file: Path, home: Path, limit_s: float) -> None:
+    """A file of tests, in a process of that environment: all of them pass, and none is skipped."""
+    options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={file.parent}", f"--basetemp={home / 'inside'}"]
+    done = subprocess.run(
+        [str(trainer_python("local")), "-m", "pytest", *options, str(file)],
+        cwd=ROOT,
+        env=environ(home / "hf"),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
+
+
 @contextmanager
 def serving(model: Path, log: Path, *options: str) -> Generator[dict[str, Any], None, None]:
     """What it says when it is ready, while it runs."""

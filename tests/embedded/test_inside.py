@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.embedded.environment import environ
-from tests.trainers.environment import ROOT, trainer_python
+from tests.embedded.environment import run_inside
 
 INSIDE = Path(__file__).parent / "inside"
 LIMIT_S = 240.0
@@ -20,17 +19,7 @@ LIMIT_S = 240.0
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("file", sorted(INSIDE.glob("test_*.py")), ids=lambda file: file.stem)
 def test_all_that_needs_torch_passes(file: Path, tmp_path: Path):
-    options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={INSIDE}", f"--basetemp={tmp_path / 'inside'}"]
-    done = subprocess.run(
-        [str(trainer_python("local")), "-m", "pytest", *options, str(file)],
-        cwd=ROOT,
-        env=environ(tmp_path / "hf"),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
+    run_inside(file, tmp_path, LIMIT_S)
 
 
 def test_the_wing_is_imported_without_its_packages():

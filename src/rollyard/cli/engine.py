@@ -10,13 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from rollyard.cli._console import AsJson, Trouble, note, print_json, run
+from rollyard.cli.weights import get_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def engine(
     model: Annotated[
-        str, typer.Option("--model", help="A model's folder, a GGUF file, or a hub name. Of any causal LM.")
+        str, typer.Option("--model", help="A model's folder, smollm2 (fetched once), a GGUF file, or a hub name.")
     ],
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on. The engine asks for no key.")] = "127.0.0.1",
@@ -33,11 +34,17 @@ def engine(
     chunk_tokens: Annotated[
         int, typer.Option(min=1, help="Prompt tokens computed per step, so that a long prompt does not stop the rest.")
     ] = 512,
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="On a GPU: float32 products with fewer bits, and several times faster.")
+    ] = False,
+    adapter: Annotated[
+        Path | None, typer.Option(help="A LoRA adapter's folder, as PEFT writes it: added to the model's weights.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model from this machine's CPU or GPU, by the part of vLLM's API that Rollyard uses.
 
-    For laptops, tests and small models: plain torch, exact logprobs, weight versions, prefix reuse. A cluster wants
+    For laptops, tests and small models: torch, exact logprobs, weight versions, prefix reuse. A cluster wants
     vLLM or SGLang. It needs the extra: pip install 'rollyard[local]'. When it is ready it says where it is; with
     --json as one object on stdout.
     """
@@ -51,20 +58,27 @@ def engine(
         raise Trouble(f"--dtype {dtype}: it is {', '.join(DTYPES)}", status=2)
 
     from rollyard.embedded.batching import Settings
+    from rollyard.embedded.weights import KNOWN
 
     settings = Settings(max_running, chunk_tokens, int(cache_gib * (1 << 30)))
-    folder = Path(model)
+    folder = get_model(model) if model in KNOWN else Path(model)
     place = {
         "host": host,
         "port": port,
-        "name": name or folder.name,
+        "name": name or Path(model).name,
         "root": str(folder.resolve()) if folder.is_dir() else "",
         "max_context": max_context,
     }
-    run(_serve(model, device, dtype, settings, place, as_json))
+    if tf32:
+        import torch  # type: ignore[import-not-found]
+
+        torch.set_float32_matmul_precision("high")
+    run(_serve(str(folder), device, dtype, adapter, settings, place, as_json))
 
 
-async def _serve(model: str, device: str, dtype: str, settings: Any, place: dict[str, Any], as_json: bool) -> None:
+async def _serve(
+    model: str, device: str, dtype: str, adapter: Path | None, settings: Any, place: dict[str, Any], as_json: bool
+) -> None:
     import asyncio
 
     from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
@@ -82,7 +96,7 @@ async def _serve(model: str, device: str, dtype: str, settings: Any, place: dict
             disable_progress_bar()
         module = await asyncio.to_thread(load_module, model, device=chosen, dtype=choose_dtype(dtype, chosen))
         tokenizer = await asyncio.to_thread(load_tokenizer, model)
-        async with Engine.serve(module, tokenizer, settings=settings, **place) as served:
+        async with Engine.serve(module, tokenizer, settings=settings, adapter=adapter, **place) as served:
             note(f"rollyard engine at {served.url}, model {served.name}; use it: rollyard serve --engine {served.url}")
             if as_json:
                 print_json({"url": served.url, "model": served.name})

@@ -1,11 +1,14 @@
 """The embedded engine: a causal language model served in this process, by the part of vLLM's API that Rollyard uses.
 
-It is for laptops, tests, small models and trainers that sample and train on the same device: plain torch, no kernels of
-its own, and correct before fast. A cluster wants vLLM or SGLang. What speaks to it is `rollyard.engines.VllmEngine`,
+It is for laptops, tests, small models and trainers that sample and train on the same device, and correct before fast. A
+cluster wants vLLM or SGLang. What speaks to it is `rollyard.engines.VllmEngine`,
 unchanged, and it passes the same conformance suite.
 
     model.py      a transformers model, run over sequences of different lengths at once, sharing a trainer's weights
-    attention.py  the keys and values of each sequence, and attention over them
+    attention.py  the keys and values of each sequence, and attention over them, as a CPU wants it
+    paged.py      the same in blocks of one pool, in padded batches, as a GPU wants it
+    kernels.py    a single token's attention over those blocks, as one Triton kernel
+    adapters.py   LoRA adapters, added to the weights
     sampling.py   temperature, top_k, top_p, seeds, and the exact logprobs of what was sampled from
     batching.py   which sequences go into a step: joining, leaving, chunks of prompts, memory
     prefixes.py   what ended sequences leave for the next turn of their session
@@ -15,8 +18,12 @@ unchanged, and it passes the same conformance suite.
     requests.py   the bodies of requests, read strictly
     texts.py      chat templates and plain text
     server.py     the routes, and an engine's life
+    weights.py    models by a short name: fetched once, checked, kept
+    sources.py    where they come from: a package index, the Hugging Face hub
+    convert.py    a GGUF file made into an ordinary model's folder
+    gguf.py       what is in such a file
 
-Importing this wing needs none of the packages of the extra `rollyard[local]`; using it does.
+Importing this wing needs none of the packages of the extra `rollyard[local]`; running a model does.
 """
 
 from __future__ import annotations

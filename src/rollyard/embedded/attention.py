@@ -3,7 +3,8 @@
 
 The tokens of a step lie behind one another in a batch of one ("ragged"), so that every matrix multiplication is over
 all of them; only attention looks at one sequence at a time, through a function that transformers calls by name. There
-is no padding and no mask between sequences, so nothing of one sequence can reach another.
+is no padding and no mask between sequences, so nothing of one sequence can reach another. That is what a CPU wants; for
+a GPU see `paged.py`.
 
 Invariant: `Kv.length` tokens of a sequence are in its cache, the same number in every layer, between two forwards.
 """
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-NAME = "rollyard_ragged"
+from rollyard.embedded.paged import LayerShape, Paged, paged_attention
+
+NAME = "rollyard"
 BLOCK_TOKENS = 128  # a cache grows by whole blocks, and by a quarter of itself: appending costs little on average
 
 
@@ -48,26 +51,33 @@ class Kv:
 
     def put(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the new tokens of a layer behind what is there; returns all keys and values of it, (heads, n, dim)."""
-        end = self.length + key.shape[1]
+        new = key.shape[1]
+        end = self.length + new
         if layer not in self._layers:
             self._layers[layer] = (self._empty(key), self._empty(value))
         keys, values = self._layers[layer]
-        keys[:, self.length : end] = key
-        values[:, self.length : end] = value
-        return keys[:, :end], values[:, :end]
+        # by narrow, not by index: this runs for each layer and sequence of a step, and costs half so
+        keys.narrow(1, self.length, new).copy_(key)
+        values.narrow(1, self.length, new).copy_(value)
+        return keys.narrow(1, 0, end), values.narrow(1, 0, end)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
+
+    def free(self) -> None:
+        """Its memory is wanted by somebody else; it is not used again."""
+        self._layers.clear()
+        self.length = self.capacity = 0
 
     def cut(self, length: int) -> None:
         """Forgets all but the first tokens."""
         self.length = min(self.length, length)
 
-    def copy(self, length: int) -> Kv:
-        """The first tokens, in a cache of their own."""
+    def copy(self, length: int, room: int) -> Kv:
+        """The first tokens, in a cache of their own with room for so many."""
         made = Kv(self._max_tokens)
         made.length = min(length, self.length)
-        made.capacity = made.capacity_for(made.length)
+        made.capacity = made.capacity_for(max(room, made.length))
         for layer, (keys, values) in self._layers.items():
             made._layers[layer] = (made._grown(keys), made._grown(values))
         return made
@@ -76,6 +86,10 @@ class Kv:
     def bytes_per_token(self) -> int:
         size = sum(t.element_size() * t.shape[0] * t.shape[2] for pair in self._layers.values() for t in pair)
         return max(1, size)
+
+    @property
+    def shapes(self) -> dict[int, LayerShape]:
+        return {n: LayerShape(k.shape[0], k.shape[2], v.shape[2]) for n, (k, v) in self._layers.items()}
 
     def _empty(self, like: Tensor) -> Tensor:
         return torch.empty((like.shape[0], self.capacity, like.shape[2]), dtype=like.dtype, device=like.device)
@@ -95,7 +109,7 @@ class Row:
     end: int
 
 
-def ragged_attention(
+def attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -105,49 +119,45 @@ def ragged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     ragged_rows: Sequence[Row] = (),
+    rollyard_paged: Paged | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: tensors are (1, heads, tokens of the step, dim)."""
+    """What transformers calls in each layer: tensors are (1, heads, tokens of the step, dim), or a padded batch."""
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise TypeError("its attention takes more than queries, keys and values (softcap, sinks)")
+    if rollyard_paged is not None:
+        mixed = paged_attention(module.layer_idx, query, key, value, scaling, sliding_window, rollyard_paged)
+        return mixed.transpose(1, 2).contiguous(), None
+    sizes = [row.end - row.start for row in ragged_rows]
+    parts = zip(query.split(sizes, 2), key[0].split(sizes, 1), value[0].split(sizes, 1), strict=True)
     made: list[Tensor] = []
-    for row in ragged_rows:
-        part = slice(row.start, row.end)
-        keys, values = row.kv.put(module.layer_idx, key[0, :, part], value[0, :, part])
-        made.append(_attend(query[:, :, part], keys[None], values[None], scaling, sliding_window))
-    return torch.cat(made, dim=2).transpose(1, 2).contiguous(), None
+    for row, (queries, new_keys, new_values) in zip(ragged_rows, parts, strict=True):
+        keys, values = row.kv.put(module.layer_idx, new_keys, new_values)
+        made.append(_attend(queries, keys[None], values[None], scaling, sliding_window))
+    return torch.cat(made, dim=1), None
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """The new tokens, the last of the sequence, over all of it: causal, and no further back than the window."""
-    new, total = query.shape[2], keys.shape[2]
+    """The new tokens, the last of the sequence, over all of it: causal, and no further back than the window.
+    Given (1, heads, new, size); made (1, new, heads, size). Sums are in float32, whatever the dtype."""
+    (heads, new, size), (kv_heads, total) = query.shape[1:], keys.shape[1:3]
     if window is not None and total > window + new - 1:  # what no new token can see
         keys, values = keys[:, :, total - (window + new - 1) :], values[:, :, total - (window + new - 1) :]
         total = window + new - 1
-    if new == 1:
-        return _attend_one(query, keys, values, scaling)
-    mask = None
-    is_causal = new == total and (window is None or total <= window)
-    if not is_causal:
+    groups = heads // kv_heads
+    if new == total and (window is None or total <= window):
+        made = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return made.transpose(1, 2)
+    mask = None  # a single token sees all that is left
+    if new > 1:
         place = torch.arange(total - new, total, device=query.device)[:, None]
         column = torch.arange(total, device=query.device)[None]
         mask = column <= place
         if window is not None:
             mask &= column > place - window
-    groups = query.shape[1] // keys.shape[1]
-    if groups > 1 and mask is not None:  # with a mask, grouped queries have no fast kernel
-        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
-        groups = 1
-    return scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling, enable_gqa=groups > 1
-    )
-
-
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-    """One new token over the whole sequence, with scores in float32.
-
-    By hand: in half precision on a GPU torch's own was slower where every call has another length, and which kernel it
-    takes is a setting of the whole process, which is not ours alone."""
-    heads, kv_heads, size = query.shape[1], keys.shape[1], query.shape[3]
-    grouped = query.reshape(kv_heads, heads // kv_heads, size).float()
-    scores = grouped @ keys[0].float().transpose(1, 2) * (size**-0.5 if scaling is None else scaling)
-    made = scores.softmax(dim=-1) @ values[0].float()
-    return made.to(query.dtype).reshape(1, heads, 1, values.shape[3])
+        mask = mask.repeat(groups, 1)
+    # Query heads that share a key head are to that head so many queries more: one call, and no key is repeated. For one
+    # token on a CPU that takes half of what it took by hand, and grouped queries with a mask have no fast kernel.
+    grouped = query.reshape(1, kv_heads, groups * new, size)
+    made = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    return made.reshape(1, heads, new, values.shape[3]).transpose(1, 2)

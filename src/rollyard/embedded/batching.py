@@ -28,6 +28,7 @@ from rollyard.embedded.prefixes import Kept, Prefixes
 if TYPE_CHECKING:
     from rollyard.embedded.attention import Kv
     from rollyard.embedded.model import Model, Piece
+    from rollyard.embedded.paged import PagedKv
     from rollyard.embedded.sampling import Drawn
 
 Finish = Literal["stop", "length"]
@@ -41,6 +42,8 @@ class Settings:
     chunk_tokens: int = 512  # of prompts, in a step
     cache_bytes: int = 2 << 30  # for keys and values, running and kept
     max_calls: int = 4096  # running and waiting; one more is answered with 503
+    gather_steps: int | None = None  # see `_is_begun`; None: 3 on a GPU, else 0
+    cache: Literal["auto", "ragged", "paged"] = "auto"  # paged on a GPU (`paged.py`), else ragged (`attention.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Job:
     def __init__(self, request: Request, number: int) -> None:
         self.request = request
         self.tokens = list(request.prompt)
-        self.kv: Kv | None = None
+        self.kv: Kv | PagedKv | None = None  # while it runs
         self.cached_tokens: int | None = None  # of its prompt, that it found; known when it has begun
         self.order = (request.priority, number)
 
@@ -106,8 +109,13 @@ class Batcher:
         self.waiting: list[Job] = []
         self.prefixes = Prefixes()
         self._numbers = 0
+        self._gathered = 0  # steps since somebody has waited
+        is_gpu = model.device.type == "cuda"
+        self._gather_steps = (3 if is_gpu else 0) if settings.gather_steps is None else settings.gather_steps
         self._most_tokens = settings.cache_bytes // model.bytes_per_token
-        if self._most_tokens < model.max_context:
+        if settings.cache == "paged" or (settings.cache == "auto" and is_gpu):
+            self._most_tokens = model.take_pool(self._most_tokens)
+        if self._most_tokens < model.new_kv().capacity_for(model.max_context):
             raise ValueError(
                 f"a cache of {settings.cache_bytes >> 20} MiB holds {self._most_tokens} tokens, "
                 f"fewer than the context of {model.max_context}"
@@ -134,7 +142,10 @@ class Batcher:
         held = [job for job in self.running if job.kv is not None and job.kv.length]
         if with_running:
             for job in held:
+                assert job.kv is not None
+                job.kv.free()
                 job.kv = self.model.new_kv()
+            self.model.forget_numbers()
         return with_running or not held
 
     @property
@@ -147,12 +158,15 @@ class Batcher:
         return min(1.0, self._running_tokens() / self._most_tokens)
 
     def give_up(self) -> list[Job]:
-        """After a step that failed: all running sequences, with their caches, which may be half written; if there are
-        none, those that wait, since beginning one is what failed."""
+        """After a step that failed: all running sequences; if there are none, those that wait, since beginning one is
+        what failed. No cache is left: what was written may be half of it, or no numbers."""
         if self.running:
             failed, self.running = self.running, []
         else:
             failed, self.waiting = self.waiting, []
+        for job in failed:
+            self._drop_cache(job)
+        self.prefixes.clear()
         return failed
 
     # --- one step
@@ -169,13 +183,14 @@ class Batcher:
         chosen: list[tuple[Job, Piece]] = []
         budget = self.settings.chunk_tokens
         for job in list(self.running):
-            if job not in self.running:
+            if job.kv is None:
                 continue  # an older one took its memory
             piece = self._piece(job, budget)
             if piece is not None:
                 budget -= len(piece.tokens) if len(piece.tokens) > 1 else 0
                 chosen.append((job, piece))
-        while self.waiting and len(self.running) < self.settings.max_running and budget > 0:
+        is_open = self._is_begun()
+        while is_open and self.waiting and len(self.running) < self.settings.max_running and budget > 0:
             job = self.waiting[0]
             if not self._begin(job):
                 break
@@ -195,6 +210,17 @@ class Batcher:
             for one, r in ((one, one.request) for one in ready)
         ]
         return [self._take(one, drawn) for one, drawn in zip(ready, sample(logits, draws), strict=True)]
+
+    def _is_begun(self) -> bool:
+        """Whether prompts are begun in this step. On a GPU a few cost as much as many, and hold up everybody else: so
+        they wait for each other, `gather_steps` at most, unless there are many of them or nothing else to do."""
+        if not self.waiting:
+            return False
+        self._gathered += 1
+        if self.running and len(self.waiting) * 8 < len(self.running) and self._gathered <= self._gather_steps:
+            return False
+        self._gathered = 0
+        return True
 
     def _piece(self, job: Job, budget: int) -> Piece | None:
         """What it computes in this step; None: nothing, the step is full or its memory is gone."""
@@ -250,7 +276,7 @@ class Batcher:
                 kv.cut(shared)
             else:
                 self.prefixes.touch(kept)
-                kv = kept.kv.copy(shared)
+                kv = kept.kv.copy(shared, size)
         kv.reserve(size)
         self.waiting.remove(job)
         job.kv = kv
@@ -270,8 +296,13 @@ class Batcher:
     def _preempt(self, job: Job) -> None:
         self.counts.preemptions += 1
         self.running.remove(job)
-        job.kv = None
+        self._drop_cache(job)
         bisect.insort(self.waiting, job, key=_order)
+
+    def _drop_cache(self, job: Job) -> None:
+        kv, job.kv = job.kv, None
+        if kv is not None:
+            kv.free()
 
     # --- memory
 
@@ -283,7 +314,7 @@ class Batcher:
         return True
 
     def _running_tokens(self) -> int:
-        return sum(job.kv.capacity for job in self.running if job.kv is not None)
+        return sum(kv.capacity for job in self.running if (kv := job.kv) is not None)
 
 
 def _order(job: Job) -> tuple[int, int]:

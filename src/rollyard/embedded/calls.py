@@ -32,6 +32,7 @@ class Call:
         self._cached = 0
         self._spans: list[tuple[str, int, int]] = []
         self._news = asyncio.Event()
+        self._end = asyncio.Event()  # apart: who waits for the whole is not woken for each token
 
     @property
     def is_over(self) -> bool:
@@ -48,17 +49,17 @@ class Call:
             self._spans.append((step.version, at, at + 1))
         self._cached = step.job.cached_tokens or 0
         self.finish = step.finish
-        self._news.set()
+        self._tell()
 
     def abort(self) -> None:
         if not self.is_over:
             self.finish = "abort"
-            self._news.set()
+            self._tell()
 
     def fail(self, error: str) -> None:
         if not self.is_over:
             self.error = error
-            self._news.set()
+            self._tell()
 
     async def news(self) -> None:
         """Waits until something has changed since the last time."""
@@ -67,8 +68,12 @@ class Call:
             self._news.clear()
 
     async def over(self) -> None:
-        while not self.is_over:
-            await self.news()
+        await self._end.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        if self.is_over:
+            self._end.set()
 
     # --- bodies
 

@@ -13,6 +13,7 @@ than these, is refused with the difference that was found.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollyard.embedded.attention import NAME, Kv, Row, ragged_attention
+from rollyard.embedded.adapters import Adapter, BadAdapter, is_adapter, read_adapter
+from rollyard.embedded.attention import NAME, Kv, Row, attention
+from rollyard.embedded.paged import BLOCK_TOKENS, Batches, LayerShape, PagedKv, Pool, find_kernel
+
+log = logging.getLogger("rollyard.embedded")
 
 CHECK_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # nats; half precision rounds sums in another order
-_HALF_TOLERANCE = 0.5
+_COARSE_TOLERANCE, _HALF_TOLERANCE = 0.1, 0.5
 
 
 class Unsupported(Exception):
@@ -37,7 +42,7 @@ class Piece:
     """The next tokens of a sequence, behind those in its cache."""
 
     tokens: Sequence[int]
-    kv: Kv
+    kv: Any  # a Kv, or a PagedKv: whatever `Model.new_kv` gives
     wants_logits: bool
 
 
@@ -47,7 +52,7 @@ class Model:
     def __init__(self, module: Any, max_context: int | None = None) -> None:
         from transformers import AttentionInterface
 
-        AttentionInterface.register(NAME, ragged_attention)
+        AttentionInterface.register(NAME, attention)
         self._given = module
         self._module = _twin(module)
         self._module.set_attn_implementation(NAME)
@@ -57,11 +62,17 @@ class Model:
         self.max_context = int(max_context or longest or 4096)
         if longest and self.max_context > longest:
             raise Unsupported(f"a context of {self.max_context} tokens, where the model was made for {longest}")
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            raise Unsupported(f"{type(module).__name__} attends in chunks, which is not done here")
         self.eos_ids = _eos_ids(module)
         self.bytes_per_token = 1
+        self._shapes: dict[int, LayerShape] = {}
+        self._pool: Pool | None = None
+        self._batches: Batches | None = None
+        self._bases: dict[str, tuple[Tensor, int]] = {}  # weights that an adapter was added to, as they were; see below
 
-    def new_kv(self) -> Kv:
-        return Kv(self.max_context)
+    def new_kv(self) -> Kv | PagedKv:
+        return Kv(self.max_context) if self._pool is None else PagedKv(self._pool)
 
     @property
     def device(self) -> torch.device:
@@ -70,13 +81,20 @@ class Model:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """The logits after the last token of each piece that wants them. Their caches have the tokens afterwards."""
+        for piece in pieces:
+            piece.kv.reserve(piece.kv.length + len(piece.tokens))
+        logits = self._ragged(pieces) if self._batches is None else self._batches.forward(pieces)
+        for piece in pieces:
+            piece.kv.advance(len(piece.tokens))
+        return logits
+
+    def _ragged(self, pieces: Sequence[Piece]) -> Tensor:
         ids: list[int] = []
         places: list[int] = []
         rows: list[Row] = []
         wanted: list[int] = []
         for piece in pieces:
             start = piece.kv.length
-            piece.kv.reserve(start + len(piece.tokens))
             rows.append(Row(piece.kv, len(ids), len(ids) + len(piece.tokens)))
             places += range(start, start + len(piece.tokens))
             ids += piece.tokens
@@ -89,34 +107,74 @@ class Model:
             use_cache=False,
             ragged_rows=rows,
         )
-        for piece in pieces:
-            piece.kv.advance(len(piece.tokens))
         return made.logits[0] if wanted else made.logits[0, :0]
 
-    @torch.inference_mode()
+    # --- getting ready
+
     def check(self) -> None:
         """Compares with a plain forward pass of the model as it was given; Unsupported if they differ."""
+        self._pool = self._batches = None
+        self.bytes_per_token, self._shapes = self._compare()
+
+    def take_pool(self, tokens: int) -> int:
+        """From now on caches are blocks of one pool, which is taken at once. For how many tokens: whole blocks."""
+        dtype = next(self._module.parameters()).dtype
+        try:
+            self._pool = Pool(self._shapes, tokens // BLOCK_TOKENS + 1, dtype, self.device)
+        except RuntimeError as error:
+            raise Unsupported(f"there is no memory for a cache of {tokens} tokens: take a smaller one") from error
+        kernel = find_kernel() if self.device.type == "cuda" else None
+        if self.device.type == "cuda":
+            _fuse_norms(self._module)
+        self._batches = Batches(self._module, self._pool, self.device, kernel)
+        try:
+            self._compare()
+        except Unsupported as error:
+            if kernel is None:
+                raise
+            log.warning("our kernel cannot be used here: the plain way is taken", extra={"error": str(error)})
+            self._batches = Batches(self._module, self._pool, self.device)
+            self._compare()
+        return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def forget_numbers(self) -> None:
+        """After weights that gave no numbers: none of what they left may be multiplied by zero."""
+        if self._pool is not None:
+            self._pool.clear()
+
+    @torch.inference_mode()
+    def _compare(self) -> tuple[int, dict[int, LayerShape]]:
+        """Unsupported if pieces give other logprobs than the whole. What a token takes in bytes, and layer by layer."""
         ids = [(7 * n + 1) % self.vocabulary for n in range(CHECK_TOKENS)]
         plain = _twin(self._given)(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
         first, second = self.new_kv(), self.new_kv()
         half = CHECK_TOKENS // 2
         try:
-            self.forward([Piece(ids[:half], first, True), Piece(ids[: half + 1], second, False)])
-            ours = self.forward([Piece(ids[half:-1], first, True), Piece(ids[half + 1 :], second, True)])
+            self.forward([Piece(ids[:half], first, True), Piece(ids[:-1], second, False)])
+            ours = self.forward([Piece(ids[half:-1], first, True), Piece(ids[-1:], second, True)])
+            sizes = (first.bytes_per_token, first.shapes) if isinstance(first, Kv) else (0, {})
         except Exception as error:  # a model's own code may raise anything at what it does not know
             raise Unsupported(f"{type(self._given).__name__} cannot be run here: {error}") from error
+        finally:
+            first.free()
+            second.free()
         expected = plain[[-2, -1]]
         gap = float((ours.float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max())
-        if not gap <= _TOLERANCE.get(plain.dtype, _HALF_TOLERANCE):
+        if not gap <= _tolerance(plain):
             raise Unsupported(
                 f"{type(self._given).__name__} cannot be run here: computed in pieces its logprobs are off by {gap:.3g}"
             )
-        self.bytes_per_token = first.bytes_per_token
+        return sizes
 
     # --- other weights
 
-    def read_weights(self, folder: Path) -> Mapping[str, Tensor]:
-        """The weights of a folder, on the CPU, checked to be of this model. Nothing is written yet."""
+    def read_weights(self, folder: Path) -> Mapping[str, Tensor] | Adapter:
+        """What is in a folder, whole weights or an adapter, checked to be of this model. Nothing is written yet."""
+        if is_adapter(folder):
+            try:
+                return read_adapter(folder, self._module.state_dict())
+            except BadAdapter as error:
+                raise Unsupported(str(error)) from error
         fresh = load_module(folder, device="cpu", dtype=next(self._given.parameters()).dtype).state_dict()
         known = self._module.state_dict()
         missing = sorted(known.keys() ^ fresh.keys())
@@ -129,11 +187,41 @@ class Model:
         return fresh
 
     @torch.no_grad()
-    def write_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """In place. Whoever calls sees to it that nothing is being sampled, and that caches are cleared."""
+    def write_weights(self, weights: Mapping[str, Tensor] | Adapter) -> None:
+        """In place. Whoever calls sees to it that nothing is being sampled, and that caches are cleared. An adapter is
+        added to the weights as they were before the last one; those that a trainer has written since count as such."""
         known = self._module.state_dict()
-        for name, tensor in weights.items():
-            known[name].copy_(tensor)
+        if not isinstance(weights, Adapter):
+            self._bases.clear()
+            for name, tensor in weights.items():
+                known[name].copy_(tensor)
+            return
+        for name, (_, version) in [*self._bases.items()]:
+            if known[name]._version != version:  # written by somebody else since: what is there now is the base
+                del self._bases[name]
+        for name in self._bases.keys() - weights.pairs.keys():  # the last adapter's, and not this one's
+            known[name].copy_(self._bases.pop(name)[0])
+        for name in weights.pairs:
+            base = self._bases[name][0] if name in self._bases else known[name].clone()
+            known[name].copy_(weights.added(name, base))
+            self._bases[name] = (base, known[name]._version)
+
+
+def _fuse_norms(module: Any) -> None:
+    """One kernel for each norm of Llama's kind, where transformers has six. `_compare` sees whether it is the same."""
+    from torch.nn.functional import rms_norm
+
+    for norm in module.modules():
+        if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+            shape, epsilon = tuple(norm.weight.shape), norm.variance_epsilon
+            norm.forward = lambda x, w=norm.weight, s=shape, e=epsilon: rms_norm(x, s, w, e)
+
+
+def _tolerance(logits: Tensor) -> float:
+    """In nats. Where float32 products are computed more coarsely, they round in another order, too."""
+    if logits.dtype == torch.float32 and logits.is_cuda and torch.get_float32_matmul_precision() != "highest":
+        return _COARSE_TOLERANCE
+    return _TOLERANCE.get(logits.dtype, _HALF_TOLERANCE)
 
 
 def choose_device(name: str) -> str:

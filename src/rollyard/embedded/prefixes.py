@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollyard.embedded.attention import Kv
+    from rollyard.embedded.paged import PagedKv
 
 LEAST_SHARED_TOKENS = 16  # of another session: below it, copying costs more than computing
 
@@ -25,7 +26,7 @@ class Kept:
     """A cache, and the tokens that are in it."""
 
     tokens: array[int]
-    kv: Kv
+    kv: Kv | PagedKv
     salt: str
     session: str
 
@@ -43,12 +44,15 @@ class Prefixes:
     def capacity_tokens(self) -> int:
         return sum(one.kv.capacity for one in self._kept)
 
-    def keep(self, tokens: Sequence[int], kv: Kv, salt: str, session: str) -> None:
+    def keep(self, tokens: Sequence[int], kv: Kv | PagedKv, salt: str, session: str) -> None:
         if kv.length == 0:
+            kv.free()
             return
         made = Kept(array("i", tokens[: kv.length]), kv, salt, session)
-        if session:  # what it left before and went beyond now
-            self._kept = [one for one in self._kept if not (_is_same(one, salt, session) and _begins(made, one.tokens))]
+        for one in [*self._kept] if session else ():  # what it left before and went beyond now
+            if _is_same(one, salt, session) and _begins(made, one.tokens):
+                self._kept.remove(one)
+                one.kv.free()
         self._kept.append(made)
 
     def find(self, tokens: Sequence[int], salt: str, session: str) -> tuple[Kept, int] | None:
@@ -78,10 +82,13 @@ class Prefixes:
         for place, one in enumerate(self._kept):
             if one is not spared:
                 del self._kept[place]
+                one.kv.free()
                 return True
         return False
 
     def clear(self) -> None:
+        for one in self._kept:
+            one.kv.free()
         self._kept.clear()
 
 

@@ -4,7 +4,8 @@
 A token is drawn from softmax(logits / temperature), cut to top_k and then to top_p, by inverting its cumulative
 distribution at one random number. That number is a hash of the request's seed and of the token's place in its whole
 sequence. So it depends neither on the batch nor on time, and a completion that was cut and is continued with the same
-seed from the tokens so far is the one that was not cut.
+seed from the tokens so far is the one that was not cut; up to rounding, since a prompt and single tokens are summed in
+another order, and in half precision that can turn a token.
 
 At temperature 0 the likeliest token is taken. Its logprob is then that at temperature 1, as vLLM tells it: of the
 distribution that it really came from, all mass on one token, the logprob would say nothing.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
+BLOCK = 256  # tokens of the vocabulary whose mass is summed before any of them is looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,10 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     """One token for each row of logits."""
     logprobs = processed(logits, draws)
     numbers = torch.tensor([uniform(one.seed, one.place) for one in draws], dtype=torch.float64, device=logits.device)
-    masses = logprobs.double().exp().cumsum(dim=-1)  # float32 loses the tail of a large vocabulary
-    goals = numbers[:, None] * masses[:, -1:]
-    # right: a goal that meets a boundary belongs to the next token, so one without mass is never drawn
-    tokens = torch.searchsorted(masses, goals, right=True).clamp_(max=logits.shape[-1] - 1)
-    is_greedy = torch.tensor([one.temperature < GREEDY for one in draws], device=logits.device)[:, None]
-    tokens = torch.where(is_greedy, logits.argmax(dim=-1, keepdim=True), tokens)
+    tokens = _invert(logprobs, numbers[:, None])
+    if any(one.temperature < GREEDY for one in draws):
+        is_greedy = torch.tensor([one.temperature < GREEDY for one in draws], device=logits.device)[:, None]
+        tokens = torch.where(is_greedy, logits.argmax(dim=-1, keepdim=True), tokens)
     found = logprobs.gather(1, tokens)[:, 0].tolist()
     if not all(map(math.isfinite, found)):
         raise ArithmeticError("the model's logits are not numbers")
@@ -74,10 +74,34 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     return [Drawn(token, logprob, top) for token, logprob, top in rows]
 
 
+def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
+    """The token at which each row's cumulative distribution passes its number in [0, 1), as (rows, 1).
+
+    In two steps, first among blocks and then in one of them: a sum over the whole vocabulary has to be in float64
+    (float32 loses its tail), and so most of it is not. No row depends on another, nor on how many there are."""
+    rows, size = logprobs.shape
+    blocks = -(-size // BLOCK)
+    mass = logprobs.new_empty((rows, blocks * BLOCK))
+    torch.exp(logprobs, out=mass[:, :size])
+    mass[:, size:] = 0.0
+    mass = mass.view(rows, blocks, BLOCK)
+    ends = mass.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    goals = numbers * ends[:, -1:]
+    # right: a goal that meets a boundary belongs to the next one, so one without mass is never drawn
+    block = torch.searchsorted(ends, goals, right=True).clamp_(max=blocks - 1)
+    begins = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inner = mass.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(dim=-1)
+    # the block's mass, summed in another order, may be less in the last bit: the goal stays below it
+    goals = torch.minimum(goals - begins, inner[:, -1:] * (1 - 2**-52))
+    return (block * BLOCK + torch.searchsorted(inner, goals, right=True)).clamp_(max=size - 1)
+
+
 def processed(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """The logprobs of the distribution that is sampled from; −inf for what it leaves out."""
     heat = [one.temperature if one.temperature >= GREEDY else 1.0 for one in draws]
-    logits = logits.float() / torch.tensor(heat, dtype=torch.float32, device=logits.device)[:, None]
+    logits = logits.float()
+    if any(one != 1.0 for one in heat):
+        logits = logits / torch.tensor(heat, dtype=torch.float32, device=logits.device)[:, None]
     size = logits.shape[-1]
     if any(0 < one.top_k < size or one.top_p < 1.0 for one in draws):
         logits = _cut(logits, draws)

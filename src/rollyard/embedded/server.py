@@ -45,7 +45,7 @@ from rollyard.embedded.requests import (
 from rollyard.embedded.texts import Texts
 
 if TYPE_CHECKING:
-    from rollyard.embedded.model import Model
+    pass
 
 MAX_BODY_BYTES = 64 << 20
 DONE = b"data: [DONE]\n\n"
@@ -56,13 +56,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Engine:
     """See the module. Made by `serve`."""
 
-    def __init__(self, model: Model, tokenizer: Any, *, name: str, root: str, settings: Settings) -> None:
+    def __init__(self, batcher: Batcher, tokenizer: Any, *, name: str, root: str) -> None:
         self.name = name
         self.url = ""
         self._root = root
-        self._model = model
+        self._model = batcher.model
         self._texts = Texts(tokenizer)
-        self._batcher = Batcher(model, settings)
+        self._batcher = batcher
         self._desk = Desk(self._batcher)
 
     @classmethod
@@ -78,17 +78,21 @@ class Engine:
         root: str = "",
         max_context: int | None = None,
         settings: Settings | None = None,
+        adapter: Path | None = None,
     ) -> AsyncGenerator[Self, None]:
         """Serves a model of transformers, which keeps its weights: see `model.py`. `root` is the folder of its
-        tokenizer, which clients on this machine may read. Unsupported, ValueError: it cannot be served so."""
+        tokenizer, which clients on this machine may read; an adapter is added to its weights, in place.
+        Unsupported, ValueError: it cannot be served so."""
         from rollyard.embedded.model import Model
 
-        def prepare() -> Model:
+        def prepare() -> Batcher:
             made = Model(model, max_context)
             made.check()
-            return made
+            if adapter is not None:
+                made.write_weights(made.read_weights(adapter))
+            return Batcher(made, settings or Settings())
 
-        engine = cls(await asyncio.to_thread(prepare), tokenizer, name=name, root=root, settings=settings or Settings())
+        engine = cls(await asyncio.to_thread(prepare), tokenizer, name=name, root=root)
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for method, path, handler in engine._routes():
             app.router.add_route(method, path, _guarded(handler))

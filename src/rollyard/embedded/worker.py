@@ -80,17 +80,21 @@ class Worker:
     @contextmanager
     def weights(self, version: str | None = None) -> Generator[None, None, None]:
         """While it is held, nothing is sampled and weights may be written, by the thread that holds it. Afterwards no
-        cache of the old weights is left, and new tokens have the version. Blocks until the step at hand is done."""
+        cache of the old weights is left, and new tokens have the version, unless it failed. Blocks until the step at
+        hand is done."""
         with self._writing:
             with self._turn:
                 self._writers += 1
-                self._turn.wait_for(lambda: not self._is_busy)
             try:
-                yield
-            finally:  # also after a failure: nobody knows what was written
-                self._batcher.clear(with_running=True)
+                with self._turn:
+                    self._turn.wait_for(lambda: not self._is_busy)
+                try:
+                    yield
+                finally:  # also after a failure: nobody knows what was written
+                    self._batcher.clear(with_running=True)
                 if version is not None:
                     self._batcher.version = version
+            finally:
                 with self._turn:
                     self._writers -= 1
                     self._turn.notify_all()
@@ -126,6 +130,10 @@ class Worker:
             failed = self._batcher.give_up()
             log.exception("a step of the model failed", extra={"sequences": len(failed)})
             self._tell_failed(failed, f"{type(error).__name__}: {error}")
+            try:
+                self._batcher.model.forget_numbers()
+            except Exception:  # a GPU that has failed once may fail at everything; whoever comes next is told
+                log.exception("what a failed step left cannot be cleared")
             return
         if steps:
             self._tell(steps)

@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 from rollyard.core import Sampling, Span, Trace, ids_array, logprobs_array
 from rollyard.core.failure import TraceInvalid
-from rollyard.core.trace import LogprobsKind
+from rollyard.core.trace import DEMONSTRATION, LogprobsKind
 
 NO_LOGPROBS = "the engine gave no logprobs"
 NO_VERSION = "the engine named no weight version"
@@ -72,6 +72,7 @@ class TraceBuilder:
 
     @property
     def sampled_tokens(self) -> int:
+        """Those that it owns, given ones too."""
         return self._sampled_tokens
 
     @property
@@ -145,6 +146,11 @@ class TraceBuilder:
         for name, value in (columns or {}).items():
             self._columns[f"{name}/{turn}"] = value
         self._sampled_tokens += len(added)
+
+    def given(self, ids: Sequence[int], *, turn: int) -> None:
+        """A turn that nobody sampled, in the place of one: with it, the whole trace is a demonstration."""
+        self.sampled(ids, None, turn=turn, finish_reason="stop")
+        self._untrainable = DEMONSTRATION
 
     def untrainable(self, reason: str) -> None:
         """Whatever else it has or lacks, this trace is not to be learned from."""

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 import torch
 
-from tests.embedded.inside.parts import KINDS, tiny
+from tests.embedded.inside.parts import CACHES, KINDS, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +21,13 @@ def one_thread() -> None:
 def module(request: pytest.FixtureRequest) -> object:
     """A tiny model with random weights, of each kind of attention."""
     return tiny(request.param)
+
+
+@pytest.fixture(params=["ragged", "paged", "paged, padded"])
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[str, None, None]:
+    """What a CPU uses and what a GPU uses, both here; without graphs and our kernel, which only a GPU has."""
+    if request.param == "paged, padded":
+        monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
+    CACHES.append(request.param.partition(",")[0])
+    yield request.param
+    CACHES.pop()

@@ -27,6 +27,7 @@ from rollyard.engines.vllm import VllmEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 
 VOCABULARY = 1280
+CACHES: list[str] = ["ragged"]  # the last is the one that is used (conftest.py)
 END = 1
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -73,7 +74,7 @@ def checked(module: Any) -> Model:
 
 
 def batcher_of(module: Any, **settings: Any) -> Batcher:
-    return Batcher(checked(module), Settings(**settings))
+    return Batcher(checked(module), Settings(**{"cache": CACHES[-1], "cache_bytes": 64 << 20, **settings}))
 
 
 def run(batcher: Batcher, requests: Iterable[Request], *, apart: int = 0) -> list[list[Step]]:

@@ -7,9 +7,11 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from rollyard.embedded.batching import Batcher, Request
 from tests.embedded.inside.parts import (
+    CACHES,
     END,
     ask,
     batcher_of,
@@ -20,6 +22,8 @@ from tests.embedded.inside.parts import (
     run,
     tiny,
 )
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 MIXED = [
     ask(prompt_of(5), 20, 1),
@@ -40,7 +44,9 @@ def test_logprobs_are_those_of_a_plain_forward_of_the_whole_sequence(module: Any
         assert logprobs_of(steps) == pytest.approx(plain_logprobs(module, request, ids_of(steps)), abs=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 7}, {"max_running": 2, "chunk_tokens": 16}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"chunk_tokens": 7}, {"max_running": 2, "chunk_tokens": 16}, {"gather_steps": 2}], ids=str
+)
 @pytest.mark.parametrize("apart", [0, 3])
 def test_batched_equals_alone(settings: dict[str, int], apart: int):
     module = tiny()
@@ -142,7 +148,8 @@ def small_batcher(module: Any, contexts: float, **settings: Any) -> Batcher:
 
     model = Model(module, max_context=256)
     model.check()
-    return Batcher(model, Settings(cache_bytes=int(contexts * 256 * model.bytes_per_token), **settings))
+    memory = int(contexts * 256 * model.bytes_per_token)
+    return Batcher(model, Settings(cache_bytes=memory, **{"cache": CACHES[-1], **settings}))
 
 
 def test_those_that_lose_their_memory_come_back_and_give_the_same():
@@ -206,3 +213,39 @@ def test_the_more_urgent_begins_first():
     while batcher.has_work:
         order += [step.job for step in batcher.step() if step.finish]
     assert order == jobs[::-1]
+
+
+def test_prompts_wait_for_each_other_a_few_steps_and_no_longer():
+    batcher = batcher_of(tiny(), gather_steps=2)
+    busy = [batcher.add(ask(prompt_of(4, n), 30, n)) for n in range(9)]
+    batcher.step()
+    assert batcher.running == busy, "with nothing else to do nobody waits"
+    late = batcher.add(ask(prompt_of(6), 30))
+    begun = []
+    for _ in range(3):
+        batcher.step()
+        begun.append(late in batcher.running)
+    assert begun == [False, False, True]
+    two = [batcher.add(ask(prompt_of(6, n), 30)) for n in (1, 2)]
+    batcher.step()
+    assert all(one in batcher.running for one in two), "two of ten are many"
+
+
+def test_weights_that_give_no_numbers_leave_nothing_behind():
+    """What a masked place holds is multiplied by zero: it must be a number."""
+    module = tiny()
+    request = ask(prompt_of(9), 6)
+    ids, _ = alone(module, request)
+    batcher = batcher_of(module, chunk_tokens=4)
+    weight = module.model.layers[0].self_attn.v_proj.weight
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+        batcher.add(request)
+        batcher.step()  # the first chunk of the prompt, which nothing is sampled from
+        weight.copy_(good)
+    batcher.clear(with_running=True)
+    found: list[int] = []
+    while batcher.has_work:
+        found += ids_of(batcher.step())
+    assert found == ids

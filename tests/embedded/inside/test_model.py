@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from rollyard.embedded.model import Model, Piece, Unsupported, load_module, load_tokenizer
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.embedded.inside.parts import VOCABULARY, checked, prompt_of, tiny
+from tests.embedded.inside.parts import SHAPE, VOCABULARY, checked, prompt_of, tiny
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def test_a_cut_or_copied_cache_goes_on_as_if_the_rest_had_never_been(module: Any
     model, ids = checked(module), prompt_of(30)
     kv = model.new_kv()
     model.forward([Piece(ids, kv, False)])
-    copied = kv.copy(17)
+    copied = kv.copy(17, 17)
     kv.cut(17)
     other = [*ids[:17], *prompt_of(8, 3)]
     for cache in (kv, copied):
@@ -93,3 +93,9 @@ def test_a_tokenizer_comes_from_its_folder(tmp_path: Path):
     assert load_tokenizer(tokenizer_dir()).encode("hello")
     with pytest.raises(Unsupported, match="tokenizer"):
         load_tokenizer(tmp_path / "nothing")
+
+
+def test_an_attention_that_takes_more_is_refused_however_little_it_shows():
+    shape = {**SHAPE, "head_dim": 8, "initializer_range": 0.02}
+    with pytest.raises(Unsupported, match="takes more than queries, keys and values"):
+        checked(Gemma2ForCausalLM(Gemma2Config(**shape, attn_logit_softcapping=50.0)).eval())

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from rollyard.embedded.sampling import Draw, processed, sample, uniform
+from rollyard.embedded.sampling import BLOCK, Draw, _invert, processed, sample, uniform
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.4])
 
@@ -75,6 +75,30 @@ def test_a_draw_depends_on_its_seed_and_place_alone():
     assert [sample(LOGITS[None], [draw(place, seed=4)])[0].token for place in range(64)] != alone
     assert uniform(3, 0) == uniform(3, 0) != uniform(3, 1)
     assert all(0 <= uniform(seed, place) < 1 for seed in range(40) for place in range(40))
+
+
+@pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK, 49_152, 50_257])
+def test_a_number_finds_its_token_in_the_whole_cumulative_distribution(size: int):
+    generator = torch.Generator().manual_seed(size)
+    logprobs = (3 * torch.randn((64, size), generator=generator)).log_softmax(dim=-1)
+    numbers = torch.rand((64, 1), generator=generator, dtype=torch.float64)
+    masses = logprobs.exp().double().cumsum(dim=-1)
+    expected = torch.searchsorted(masses, numbers * masses[:, -1:], right=True)
+    assert torch.equal(_invert(logprobs, numbers), expected)
+    alone = [_invert(logprobs[row : row + 1], numbers[row : row + 1]).item() for row in range(64)]
+    assert alone == expected[:, 0].tolist(), "a row depends on no other"
+
+
+def test_no_number_finds_a_token_without_mass():
+    """The first and the last with mass, at the edges of blocks, with blocks of none around them."""
+    for tokens in ([BLOCK], [2 * BLOCK - 1], [BLOCK - 1, BLOCK], [BLOCK + 3, 3 * BLOCK + 1, 3 * BLOCK + 2]):
+        logits = torch.full((1, 5 * BLOCK + 7), -math.inf)
+        logits[0, tokens] = torch.linspace(0.1, 0.7, len(tokens))
+        logprobs = logits.log_softmax(dim=-1)
+        for number, expected in ((0.0, tokens[0]), (1 - 2**-52, tokens[-1])):
+            assert _invert(logprobs, torch.tensor([[number]], dtype=torch.float64)).item() == expected
+        drawn = {sample(logits, [draw(place)])[0].token for place in range(200)}
+        assert drawn == set(tokens)
 
 
 def test_logits_that_are_no_numbers_are_an_error():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +259,13 @@ async def test_what_is_sampled_for_a_call_that_is_over_is_ignored():
     assert before[0]["token_ids"] == [steps[0].drawn.token] and before[0]["finish_reason"] == "abort"
 
 
-async def test_a_step_that_fails_fails_its_calls_and_not_the_engine():
+@pytest.mark.parametrize("can_clear", [True, False])
+async def test_a_step_that_fails_fails_its_calls_and_not_the_engine(can_clear: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also if what it left cannot be cleared, as after an error of the GPU itself."""
     module = tiny()
     async with served(module) as (engine, client):
+        if not can_clear:
+            monkeypatch.setattr("rollyard.embedded.model.Model.forget_numbers", _broken_once())
         weight = module.model.norm.weight
         good = weight.detach().clone()
         with engine.weights(), torch.no_grad():
@@ -274,6 +279,17 @@ async def test_a_step_that_fails_fails_its_calls_and_not_the_engine():
             weight.copy_(good)
         assert len((await client.generate(request("after"))).token_ids) == 12
         assert await client.healthy()
+
+
+def _broken_once() -> Callable[[object], None]:
+    """Fails at the first call after a step; a change of weights clears, too, and comes before."""
+    calls = iter([None, RuntimeError("an illegal memory access was encountered")])
+
+    def forget(_: object) -> None:
+        if (error := next(calls, None)) is not None:
+            raise error
+
+    return forget
 
 
 async def test_many_calls_at_once_are_each_what_they_are_alone():

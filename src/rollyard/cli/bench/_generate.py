@@ -1,0 +1,68 @@
+# pyright: reportMissingImports=false
+"""`generate` of transformers in a process of its own, for `rollyard bench engine`.
+
+Started with the options of `rollyard engine` that say which model and how; prints one line when it is ready. Then each
+line of stdin is {"prompts", "tokens", "has_logprobs"}, and is answered by the sampled ids. The model is loaded by the
+engine's own rules, so that device, dtype and weights are the same; all else is as transformers has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--model", "--device", "--dtype"):
+        parser.add_argument(name, required=True)
+    given = parser.parse_args()
+
+    import torch
+
+    from rollyard.embedded.model import choose_device, choose_dtype, load_module
+
+    device = choose_device(given.device)
+    model = load_module(given.model, device=device, dtype=choose_dtype(given.dtype, device)).eval()
+    dtype = str(model.dtype).removeprefix("torch.")
+    _say({"device": device, "dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__})
+    for line in sys.stdin:
+        _say({"token_ids": _answer(model, **json.loads(line))})
+
+
+def _answer(model: Any, prompts: list[list[int]], tokens: int, has_logprobs: bool) -> list[list[int]]:
+    """What a user would write who wants the tokens and the logprobs that they were sampled with."""
+    import torch
+
+    ids = torch.tensor(prompts, device=model.device)
+    # the model's own defaults may cut: all of the distribution is asked for, as of the engine
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=has_logprobs,
+    )
+    if has_logprobs:
+        scores = model.compute_transition_scores(made.sequences, made.logits, normalize_logits=True)
+        found = scores.tolist()
+        if len(found) != len(prompts) or any(len(row) != tokens for row in found):
+            raise RuntimeError(f"generate gave {len(found)} rows of logprobs, not {len(prompts)} of {tokens}")
+    return made.sequences[:, ids.shape[1] :].tolist()
+
+
+def _say(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

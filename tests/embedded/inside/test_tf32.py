@@ -1,0 +1,30 @@
+# pyright: reportMissingImports=false
+"""`rollyard engine --tf32` says it to torch, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from rollyard.cli import engine as command
+
+
+@pytest.mark.parametrize(("is_asked", "precision"), [(True, "high"), (False, "highest")])
+def test_the_precision_is_what_was_asked_for(is_asked: bool, precision: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[str] = []
+
+    def run(served: Coroutine[Any, Any, None]) -> None:
+        seen.append(torch.get_float32_matmul_precision())
+        served.close()
+
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(command, "run", run)
+    try:
+        torch.set_float32_matmul_precision("highest")
+        command.engine(model="anything", tf32=is_asked)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == [precision]
