@@ -202,6 +202,42 @@ async def test_another_language_s_block_is_an_answer(scene):
         assert await s.run() == "stop"
 
 
+async def test_without_schemas_the_prompt_says_nothing_of_the_tools_and_calls_work(scene):
+    replies = [call("shell", command="ls"), call("rocket"), call("finish", answer="42")]
+    async with scene(replies) as s:
+        await s.run()
+        plain = s.renderer.decode(s.prompts[0])
+        assert "<tools>" in plain and "Runs a command." in plain
+    async with scene(replies, options={"schemas": False}) as s:
+        assert await s.run() == "finish"
+        first, *_ = prompts = [s.renderer.decode(prompt) for prompt in s.prompts]
+        assert not any(word in prompt for prompt in prompts for word in ("<tools>", "Runs a command."))
+        assert "please" in first and len(s.prompts[0]) < len(plain)
+        done, unknown, _ = s.said("tool")
+        assert done == "did ls" and 'no tool "rocket"; there are: shell, finish' in unknown
+        assert s.context.info["answer"] == "42"
+        verify(Trajectory("r1", 1, traces=s.conversation.traces()))
+
+
+async def test_a_tool_s_latency_is_time_in_the_tool(scene):
+    replies = [call("shell", command="a") + call("shell", command="b"), call("finish")]
+    async with scene(replies, options={"tool_latency_s": 0.05}) as s:
+        assert await s.run() == "finish"
+        assert s.said("tool") == ["did a", "did b", "Done."]
+        assert s.context.info["tool_s"] >= 3 * 0.05
+        assert s.context.clock.used_s >= s.context.info["tool_s"] - 1e-3, "it counts as RUN's, as a slow tool would"
+
+
+async def test_latency_is_not_taken_from_the_tool_s_own_time(scene):
+    """The latency alone is longer than all that a tool has, and it still gets to answer."""
+    options, limits = {"tool_latency_s": 0.6}, Limits(tool_s=0.5)
+    async with scene([call("shell", command="x"), "ok"], options=options, limits=limits) as s:
+        agent = NativeAgent()
+        agent.tool_grace_s = 0.05
+        assert await agent.run(s.context, USER) == "stop"
+        assert s.said("tool") == ["did x"]
+
+
 @pytest.mark.parametrize(
     ("options", "messages", "expected"),
     [
@@ -225,6 +261,15 @@ async def test_a_task_s_system_prompt_goes_before_the_environment_s(scene, optio
         ({"tools": "shell"}, "agent.options.tools: a list"),
         ({"system_prompt": 3}, "agent.options.system_prompt"),
         ({"format": "bash_block", "tools": ["finish"]}, "needs the tool shell"),
+        ({"schemas": 0}, "agent.options.schemas: true or false"),
+        ({"schemas": "false"}, "agent.options.schemas: true or false"),
+        ({"schemas": None}, "agent.options.schemas: true or false"),
+        ({"tool_latency_s": -0.1}, "agent.options.tool_latency_s: seconds from 0 to 60"),
+        ({"tool_latency_s": 60.5}, "agent.options.tool_latency_s: seconds from 0 to 60"),
+        ({"tool_latency_s": float("nan")}, "agent.options.tool_latency_s"),
+        ({"tool_latency_s": True}, "agent.options.tool_latency_s"),
+        ({"tool_latency_s": "1"}, "agent.options.tool_latency_s"),
+        ({"tool_latency_s": None}, "agent.options.tool_latency_s"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_submit(options, wrong):
@@ -235,6 +280,8 @@ def test_options_that_cannot_work_are_refused_at_submit(options, wrong):
 def test_good_options_pass():
     NativeAgent().check(Task("shell"))
     NativeAgent().check(Task("shell", agent=AgentSpec("native", {"format": "bash_block", "system_prompt": None})))
+    for options in ({"schemas": False}, {"schemas": True, "tool_latency_s": 0}, {"tool_latency_s": 60}):
+        NativeAgent().check(Task("shell", agent=AgentSpec("native", options)))
 
 
 def test_agents_are_found_by_entry_point_and_may_be_added():

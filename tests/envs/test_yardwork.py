@@ -233,7 +233,7 @@ def test_only_tasks_that_change_files_keep_them():
     ("change", "wrong"),
     [
         ({"family": "chess"}, "data.family: one of find_content, "),
-        ({"template": "h0"}, "data.template: one of t0, t1, t2, for train, was expected"),
+        ({"template": "h0"}, "data.template: one of t0, t1, t2, t3, t4, t5, t6, t7, for train, was expected"),
         ({"level": 6}, "data.level: a whole number from 1 to 5"),
         ({"level": True}, "data.level"),
         ({"seed": -1}, "data.seed"),
@@ -258,6 +258,9 @@ def test_data_that_can_never_work_is_refused_with_the_field(change: dict[str, An
         ({"levels": "3-1"}, "levels are 1 to 5"),
         ({"levels": "easy"}, "levels=easy"),
         ({"family": "chain"}, "unknown option 'family'"),
+        ({"rules": "old"}, "rules=old: all, trained, new were expected"),
+        ({"rules": "new"}, "rules=new: only the split held_out has rules that are not trained"),
+        ({"rules": "new", "split": "train"}, "rules=new: only the split held_out"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, str], wrong: str):
@@ -271,4 +274,29 @@ def test_families_and_levels_can_be_chosen():
     chosen = [(data["family"], data["level"]) for data in tasks]
     assert chosen[:4] == [("chain", 2), ("tree", 2), ("chain", 3), ("tree", 3)]
     for data in tasks:
+        YardworkEnvironment().check(task("yardwork", data))
+
+
+def test_rules_that_are_trained_and_rules_that_are_not_can_be_chosen():
+    """The held-out split by its rules: those that training has, in other words, and those that it has not."""
+
+    def drawn(split: str, **options: str) -> list[Any]:
+        return [body["data"] for body in YardworkEnvironment().generate({"count": "1000", "split": split, **options})]
+
+    def rules(tasks: list[Any]) -> set[tuple[str, str]]:
+        return {(data["family"], rule_of(data)) for data in tasks}
+
+    def rule_of(data: Any) -> str:
+        (found,) = (one for one in FAMILIES[data["family"]].templates[data["split"]] if one.name == data["template"])
+        return found.rule
+
+    in_training = {(family.name, one.rule) for family in FAMILIES.values() for one in family.templates["train"]}
+    assert rules(drawn("train")) == in_training
+    assert drawn("train", rules="trained") == drawn("train", rules="all") == drawn("train")
+    trained, new, everything = (drawn("held_out", rules=chosen) for chosen in ("trained", "new", "all"))
+    assert everything == drawn("held_out")
+    assert rules(trained) <= in_training and {data["family"] for data in trained} == set(FAMILIES)
+    assert new and not rules(new) & in_training and {data["family"] for data in new} == set(FAMILIES)
+    assert rules(trained) | rules(new) == rules(everything)
+    for data in (*trained[:100], *new[:100]):
         YardworkEnvironment().check(task("yardwork", data))

@@ -129,6 +129,11 @@ def needs_model(agent: Agent) -> bool:
     return bool(getattr(agent, "needs_model", True))
 
 
+def is_head_only(agent: Agent) -> bool:
+    """It works only in the process that has the service's port: other nodes cannot have its rollouts."""
+    return bool(getattr(agent, "is_head_only", False))
+
+
 def outfit_of(agent: Agent, task: Task) -> Outfit:
     find: Callable[[Task], Outfit] | None = getattr(agent, "outfit", None)
     return Outfit() if find is None else find(task)

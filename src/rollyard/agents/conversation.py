@@ -23,6 +23,7 @@ from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer, ToolCall, ToolSchema, TraceBuilder
 from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments
+from rollyard.tokens.given import Given, given_turn
 from rollyard.tokens.splice import NOT_EXTENDED, OTHER_TOOLS
 
 
@@ -74,6 +75,7 @@ class TokenConversation:
         self._sampled_at = 0  # where the last call's tokens begin in the last trace
         self._sampled_tokens = 0
         self._turns = 0
+        self._given_turns = 0
         self._finish_reason = ""
 
     @property
@@ -127,6 +129,21 @@ class TokenConversation:
         if generation.finish_reason == "length" and max_context is not None and len(trace) >= max_context:
             raise ContextLimit(f"the reply was cut off where the context of {max_context} tokens ends")
         return parsed
+
+    def given(self, new_messages: Sequence[Message], turn: Message, tools: Sequence[ToolSchema]) -> Given:
+        """Like `turn`, but the next assistant turn is this one: nobody is asked, and nothing counts as sampled."""
+        self._messages += new_messages
+        trace = self._extend(new_messages, tools)
+        prompt = trace.prompt()
+        given = given_turn(self._renderer, prompt, self._messages, turn, tools)
+        max_context, length = max_context_of(self._task.limits, self._session), len(prompt) + len(given.token_ids)
+        if max_context is not None and length > max_context:
+            raise PromptTooLong(f"with this turn, the demonstration has {length} tokens, the context {max_context}")
+        self._sampled_at = len(prompt)
+        trace.given(given.token_ids, turn=self._given_turns)
+        self._given_turns += 1
+        self._messages.append(given.parsed.message)
+        return given
 
     def append(self, messages: Sequence[Message]) -> None:
         self._messages += messages

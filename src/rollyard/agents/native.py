@@ -29,7 +29,8 @@ from rollyard.tools.base import Tool, ToolResult
 log = logging.getLogger("rollyard.agents")
 
 FORMATS = ("tools", "bash_block")
-_OPTIONS = frozenset({"format", "tools", "mcp", "system_prompt"})
+_OPTIONS = frozenset({"format", "tools", "mcp", "system_prompt", "schemas", "tool_latency_s"})
+MAX_LATENCY_S = 60.0
 _OPENING = re.compile(r"^```bash[^\S\n]*$", re.MULTILINE)
 _CLOSING = re.compile(r"^```[^\S\n]*$", re.MULTILINE)
 
@@ -40,7 +41,9 @@ BASH_BLOCK_PROMPT = (
 
 
 class NativeAgent:
-    """See the module. Options: `format`, `tools` (names; else the environment's), `mcp` (servers), `system_prompt`."""
+    """See the module. Options: `format`, `tools` (names; else the environment's), `mcp` (servers), `system_prompt`,
+    `schemas` (false: the prompt says nothing of the tools, for a policy that knows them from its training), and
+    `tool_latency_s`: every tool call takes so much longer, to measure what slow tools do to a trainer."""
 
     name: ClassVar[str] = "native"
     default_tools: ClassVar[tuple[str, ...]] = ()
@@ -60,6 +63,11 @@ class NativeAgent:
             raise TaskInvalid("agent.options.tools: a list of tool names was expected")
         if not isinstance(options.get("system_prompt"), str | None):
             raise TaskInvalid("agent.options.system_prompt: a string or null was expected")
+        if not isinstance(options.get("schemas", True), bool):
+            raise TaskInvalid("agent.options.schemas: true or false was expected")
+        latency_s = options.get("tool_latency_s", 0)
+        if isinstance(latency_s, bool) or not isinstance(latency_s, int | float) or not 0 <= latency_s <= MAX_LATENCY_S:
+            raise TaskInvalid(f"agent.options.tool_latency_s: seconds from 0 to {MAX_LATENCY_S:g} were expected")
         if options.get("format") == "bash_block" and "tools" in options and "shell" not in names:
             raise TaskInvalid("agent.options.tools: the format bash_block needs the tool shell")
 
@@ -82,9 +90,9 @@ class _Loop:
         self._context = context
         self._tool_grace_s = tool_grace_s
         self._is_bash_block = context.task.agent.options.get("format") == "bash_block"
-        self._schemas: Sequence[ToolSchema] = (
-            () if self._is_bash_block else [tool.spec.schema() for tool in context.tools.values()]
-        )
+        latency_s = context.task.agent.options.get("tool_latency_s")
+        self._latency_s = latency_s if isinstance(latency_s, int | float) else 0.0
+        self._schemas: Sequence[ToolSchema] = () if self._is_bash_block else offered(context.task, context.tools)
         self.model_s = 0.0
         self.tool_s = 0.0
         self.tool_calls = 0
@@ -93,7 +101,7 @@ class _Loop:
         context = self._context
         if self._is_bash_block and "shell" not in context.tools:  # `check` cannot know what the environment brings
             raise TaskInvalid("agent.options.format: bash_block needs the tool shell, which the environment has not")
-        new: Sequence[Message] = self._with_system_prompt(messages)
+        new: Sequence[Message] = first_messages(context.task, messages)
         while True:
             budget = self._budget(new)
             started = time.monotonic()
@@ -164,10 +172,12 @@ class _Loop:
         timeout_s = context.task.limits.tool_s
         started = time.monotonic()
         self.tool_calls += 1
-        guard = asyncio.timeout(timeout_s + self._tool_grace_s)
+        guard = asyncio.timeout(timeout_s + self._latency_s + self._tool_grace_s)
         try:
             with tool_span(context.span, name=tool.spec.name, call_id=call_id):
                 async with context.clock.counting(), guard:
+                    if self._latency_s:
+                        await asyncio.sleep(self._latency_s)
                     return await tool.call(arguments, timeout_s=timeout_s)
         except TimeoutError:
             if not guard.expired():
@@ -181,16 +191,24 @@ class _Loop:
                 context.metrics.tool_call(tool.spec.name, took_s)
             context.beat()
 
-    def _with_system_prompt(self, messages: Sequence[Message]) -> list[Message]:
-        """The environment's messages, under the task's own system prompt if it has one."""
-        wanted = self._context.task.agent.options.get("system_prompt")
-        is_first = bool(messages) and messages[0].get("role") == "system"
-        if isinstance(wanted, str):
-            return [{"role": "system", "content": wanted}, *(messages[1:] if is_first else messages)]
-        if not self._is_bash_block:
-            return list(messages)
-        lead = f"{messages[0].get('content')}\n\n" if is_first else ""
-        return [{"role": "system", "content": lead + BASH_BLOCK_PROMPT}, *(messages[1:] if is_first else messages)]
+
+def first_messages(task: Task, messages: Sequence[Message]) -> list[Message]:
+    """The environment's messages, under the task's own system prompt if it has one."""
+    wanted = task.agent.options.get("system_prompt")
+    is_first = bool(messages) and messages[0].get("role") == "system"
+    if isinstance(wanted, str):
+        return [{"role": "system", "content": wanted}, *(messages[1:] if is_first else messages)]
+    if task.agent.options.get("format") != "bash_block":
+        return list(messages)
+    lead = f"{messages[0].get('content')}\n\n" if is_first else ""
+    return [{"role": "system", "content": lead + BASH_BLOCK_PROMPT}, *(messages[1:] if is_first else messages)]
+
+
+def offered(task: Task, tools: Mapping[str, Tool]) -> list[ToolSchema]:
+    """What the model is told of its tools, in their order."""
+    if task.agent.options.get("schemas", True) is False:
+        return []
+    return [tool.spec.schema() for tool in tools.values()]
 
 
 def bash_blocks(text: str) -> list[str]:

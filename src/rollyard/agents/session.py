@@ -61,6 +61,7 @@ class SessionAgent:
     name: ClassVar[str] = NAME
     default_tools: ClassVar[tuple[str, ...]] = ()
     needs_gateway: ClassVar[bool] = True
+    is_head_only: ClassVar[bool] = True  # its client calls the service's own port
 
     def __init__(self) -> None:
         self._live: dict[str, LiveSession] = {}

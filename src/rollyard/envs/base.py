@@ -167,7 +167,8 @@ class Environment:
 
     async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
         """Does what a perfect agent would, in RUN's sandbox and with RUN's tools: the agent `oracle`. TaskInvalid if
-        the task does not hold its own solution."""
+        the task does not hold its own solution. One that works through the tools alone, and says so in its messages,
+        can be learned from: the agent `demonstrate`."""
         raise TaskInvalid(f"{self.name}: this task holds no solution, so there is no oracle for it")
 
     def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:

@@ -27,7 +27,7 @@ from rollyard.core.failure import TaskInvalid
 from rollyard.envs.base import ArtifactRule, EnvContext, Environment, Evidence, Plan, Solution, Start, check_options
 from rollyard.envs.yardwork.families import FAMILIES, MAX_SEED, YardworkData
 from rollyard.envs.yardwork.judging import is_answer, pack, share_right, unpacked
-from rollyard.envs.yardwork.puzzle import LEVELS, Family
+from rollyard.envs.yardwork.puzzle import LEVELS, Family, Template
 from rollyard.envs.yardwork.words import SPLITS, Split
 from rollyard.sandbox.base import WORKDIR
 from rollyard.tools.base import Tool
@@ -41,6 +41,9 @@ WORKSPACE = "workspace"
 
 WORKSPACE_BYTES = 4 << 20
 """The files of a task have a few kilobytes. A workspace beyond this is not what was asked for."""
+
+RULES = ("all", "trained", "new")
+"""Of held-out templates: those that only tell a trained task in other words, and those with a rule of their own."""
 
 COUNT = 1000
 MAX_COUNT = 1_000_000
@@ -120,15 +123,16 @@ class YardworkEnvironment(Environment):
 
     def generate(self, options: Mapping[str, str]) -> Iterator[Mapping[str, Json]]:
         """`count` tasks of a split, families and levels taking turns. Other seeds are other tasks."""
-        check_options(self.name, options, ("count", "seed", "split", "families", "levels"))
+        check_options(self.name, options, ("count", "seed", "split", "families", "levels", "rules"))
         split = _split(options.get("split", "train"))
+        rules = _rules(options.get("rules", "all"), split)
         families = _families(options.get("families", "all"))
         levels = _levels(options.get("levels", f"{LEVELS[0]}-{LEVELS[-1]}"))
         count = _number(options, "count", COUNT, 1, MAX_COUNT)
         seed = _number(options, "seed", 0, 0, MAX_SEED)
         for index in range(count):
             family = families[index % len(families)]
-            templates = family.templates[split]
+            templates = [one for one in family.templates[split] if _is_of(family, one, rules)]
             digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
             data: dict[str, Json] = {
                 "family": family.name,
@@ -145,6 +149,19 @@ def _split(given: str) -> Split:
         if split == given:
             return split
     raise TaskInvalid(f"yardwork: split={given}: {' or '.join(SPLITS)} was expected")
+
+
+def _rules(given: str, split: Split) -> str:
+    if given not in RULES:
+        raise TaskInvalid(f"yardwork: rules={given}: {', '.join(RULES)} were expected")
+    if (given, split) == ("new", "train"):
+        raise TaskInvalid("yardwork: rules=new: only the split held_out has rules that are not trained")
+    return given
+
+
+def _is_of(family: Family, template: Template, rules: str) -> bool:
+    trained = {one.rule for one in family.templates["train"]}
+    return rules == "all" or (template.rule in trained) == (rules == "trained")
 
 
 def _families(given: str) -> list[Family]:

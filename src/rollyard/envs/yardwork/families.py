@@ -16,10 +16,11 @@ from rollyard.envs.yardwork.numbers import NUMBERS
 from rollyard.envs.yardwork.puzzle import LEVELS, Family, Puzzle, Template, Turn
 from rollyard.envs.yardwork.scripts import SCRIPTS
 from rollyard.envs.yardwork.texts import TEXTS
+from rollyard.envs.yardwork.wordings import with_more
 from rollyard.envs.yardwork.words import Split
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (*FINDING, *COUNTING, *NUMBERS, *EDITING, *ARRANGING, *TEXTS, *SCRIPTS)
+    family.name: with_more(family) for family in (*FINDING, *COUNTING, *NUMBERS, *EDITING, *ARRANGING, *TEXTS, *SCRIPTS)
 }
 
 MAX_SEED = (1 << 48) - 1

@@ -37,6 +37,28 @@ mirror needle oyster pillow quiver ribbon saddle teapot umbrella violin wagon bl
 fiddle helmet igloo lantern magnet napkin orchid parrot rocket shovel trumpet velvet whistle zipper biscuit
 butter cheese dumpling honey muffin noodle pancake pepper pretzel sugar syrup toffee waffle almond cashew
 walnut pecan castle chapel cottage fortress palace temple tower village
+acrobat admiral alcove alpaca anvil apron arcade armadillo artichoke atlas attic avalanche axle bagpipe
+balcony bamboo bandit banner basket bathtub beacon bedrock beetle belfry bellows bishop blackbird bobsled
+bonfire bonnet bookcase boulder bouquet bracelet brass brewery brick bronco broom buffalo bulldozer bumblebee
+bungalow bunker buzzard cabin cactus calendar canary caravan cardinal caribou cavern cellar centaur chariot
+chestnut chimney chipmunk cider cinnamon citadel cobbler cobra coconut compass condor corridor cougar coyote
+cradle crayon cricket crocodile crumpet cucumber cupboard cutlery cypress daffodil daisy dalmatian dandelion
+dervish dinghy domino dragon dungeon dynamo eagle eggplant elephant elevator envelope espresso falafel fennel
+fern firefly flamingo fountain foxglove freighter furnace gallery gargoyle gazelle gazette ginger gondola
+goose gorilla grape greyhound griffin guardian gypsum halibut hammock harness harvest hedgehog hermit hickory
+hinge hornet hourglass hyacinth iceberg impala inkwell ironclad jaguar jasmine javelin jellyfish jigsaw
+jukebox kangaroo kestrel keyhole kingdom knapsack kumquat labyrinth lacquer lavender lemonade leopard lettuce
+lilac limestone lobster locket locust lollipop lumber macaroni mackerel magnolia mahogany mallard mandolin
+mansion marigold marzipan meerkat mermaid minaret moonstone mosaic mosquito muskrat mustard narcissus
+nectarine nutmeg oasis oatmeal octopus olive omelette orangutan orchestra oxbow paddock pagoda pamphlet
+papyrus parachute parsley partridge pavilion peacock pebble pelham pendulum penguin peony periscope petunia
+pheasant pickaxe pigeon pilgrim pinwheel pistachio plankton platypus pomelo poodle popcorn porcupine portrait
+potato primrose prism puzzle pyramid python raccoon raspberry ravine reindeer rhubarb riddle rosemary rudder
+saffron sandal sandstone sardine satchel saxophone scallop scorpion seagull sequoia sherbet sickle skylark
+snowflake sombrero spaniel spatula sphinx sponge squirrel stallion starfish stencil sundial sunflower swallow
+sycamore tangerine tapestry tarantula telescope termite terrace thimble thistle tiger toboggan tortoise
+tugboat tulip tunic turbine turban unicorn vanilla vineyard wafer warbler warehouse wasp wharf windmill
+wisteria wolverine wreath yacht yogurt zucchini
 """
 
 _HELD_OUT = """
@@ -53,9 +75,9 @@ scooter tractor canoe kayak raft sledge zeppelin opal topaz emerald sapphire dia
 POOLS: dict[Split, Pool] = {
     "train": Pool(
         tuple(_TRAIN.split()),
-        ("city", "colour", "fruit", "job", "pet", "season"),
-        ("txt", "log", "md"),
-        ("PRICE", "LIMIT", "RATE", "SPEED"),
+        ("city", "colour", "fruit", "job", "pet", "season", "country", "drink", "hobby", "language", "river", "craft"),
+        ("txt", "log", "md", "bak", "tmp", "rst", "org", "conf", "ini", "tex", "asc", "doc"),
+        ("PRICE", "LIMIT", "RATE", "SPEED", "COUNT", "SIZE", "HEIGHT", "SCORE", "TIMEOUT", "LEVEL", "OFFSET", "PERIOD"),
     ),
     "held_out": Pool(
         tuple(_HELD_OUT.split()),
