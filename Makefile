@@ -1,16 +1,25 @@
 # Two commands do everything on a fresh Debian machine: `make demo` and `make test`.
-.PHONY: help setup demo test quick check bench lock clean
+.PHONY: help setup demo train-demo test quick check bench lock clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## install what development needs (.venv; Debian packages when root)
 	@scripts/setup dev
 
-demo: ## run rollouts in real sandboxes on this machine and show them
-	@scripts/setup run
-	@.venv/bin/rollyard demo
+demo: ## a small trained model solves tasks in real sandboxes on this machine, and you watch (DEMO=--base: untrained)
+	@scripts/setup demo
+	@.venv/bin/rollyard demo $(DEMO)
+
+# Arguments of examples/yardwork/alone.py, and after -- those of its train.py.
+TRAIN_DEMO ?= --run-slots 12 --max-running 16 -- --out runs/train-demo --bf16 --families find_content,find_size \
+  --levels 1 --demonstrations 48 --passes 1 --warm-batch 8 --warm-lr 3e-3 --max-epochs 3 --validate-tasks 12 \
+  --test-tasks 0 --want 2 --group-size 6 --steps 5 --validate-every 5 --minibatches 1 --lr 1e-3 --micro-tokens 2048
+
+train-demo: ## the same training on two easy families, on the CPU, in ten minutes or so
+	@scripts/setup demo
+	.venv/bin/python examples/yardwork/alone.py $(TRAIN_DEMO)
 
 test: ## the whole test suite, with the real vLLM and real tokenizers
 	@scripts/setup dev

@@ -1,16 +1,109 @@
-"""`rollyard demo`: everything real but the model, and it says so."""
+"""`rollyard demo` before a model is there: what is missing is one line that says what to do; a script can stand in."""
 
+from __future__ import annotations
+
+import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from rollyard.cli import main
+from rollyard.cli._demo_model import demo_tasks
+from rollyard.embedded.weights import weights_digest
+from rollyard.envs.yardwork import FAMILIES
+
+ROOT = Path(__file__).parent.parent.parent
+ANY_PYTHON = ("--engine-python", sys.executable)  # it is not asked for torch; no test here lets it start
+
 
 @pytest.mark.timeout(120)
-def test_the_demo_runs_and_says_who_plays_the_model():
-    done = subprocess.run([sys.executable, "-m", "rollyard", "demo"], capture_output=True, text=True, timeout=110)
+def test_the_scripted_demo_runs_and_says_who_plays_the_model():
+    command = [sys.executable, "-m", "rollyard", "demo", "--scripted"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert "scripted engine" in done.stdout
     assert done.stdout.count("completed") == 7
     assert "turn_limit" in done.stdout
     assert "sampled in 3 calls" in done.stdout
+
+
+@pytest.mark.skipif(find_spec("torch") is not None, reason="torch is installed here")
+def test_without_the_extra_it_says_what_to_install_and_what_works_without(capsys: pytest.CaptureFixture[str]):
+    assert main(["demo"]) == 1
+    said = capsys.readouterr().err
+    assert "torch and transformers, which are not installed" in said and "pip install 'rollyard[local]'" in said
+    assert "rollyard demo --scripted" in said and len(said.splitlines()) == 1
+
+
+def test_without_bubblewrap_it_says_so_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for options in ((), ("--scripted",)):
+        assert main(["demo", *options]) == 1
+        said = capsys.readouterr().err
+        assert "bubblewrap" in said and "apt-get install bubblewrap" in said and len(said.splitlines()) == 1
+
+
+def test_a_package_without_an_adapter_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("rollyard.cli.demo.shipped_adapter", lambda: tmp_path)
+    assert main(["demo", "--model", str(tmp_path), *ANY_PYTHON]) == 1
+    said = capsys.readouterr().err
+    assert "no trained adapter" in said and "--base" in said and len(said.splitlines()) == 1
+
+
+def test_an_adapter_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    model.mkdir()
+    adapter.mkdir()
+    (model / "model.safetensors").write_bytes(b"some weights")
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter.json").write_text(json.dumps({"base_digest": "0" * 64}))
+    assert main(["demo", "--model", str(model), "--adapter", str(adapter), *ANY_PYTHON]) == 1
+    said = capsys.readouterr().err
+    assert "belongs to other weights" in said and weights_digest(model) in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--base", "--adapter", "somewhere"], "--base is the model without an adapter"),
+        (["--scripted", "--base"], "--scripted has tasks and answers of its own"),
+        (["--scripted", "--tasks", "3"], "--scripted has tasks and answers of its own"),
+        (["--tasks", "0"], "--tasks"),
+        (["--adapter", "/nowhere", "--model", "/", *ANY_PYTHON], "there is no adapter in /nowhere"),
+    ],
+)
+def test_wrong_usage_is_one_line(options: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", *options]) == 2
+    said = capsys.readouterr().err
+    assert says in said and len(said.splitlines()) == 1
+
+
+def test_the_tasks_are_held_out_and_spread_over_families_and_levels():
+    data = [task["data"] for task in demo_tasks(12)]
+    assert {one["split"] for one in data} == {"held_out"}
+    assert len({one["family"] for one in data}) == 12
+    levels = [one["level"] for one in data]
+    assert set(levels) == {1, 2} and min(levels.count(1), levels.count(2)) >= 4
+    everything = [json.dumps(task) for task in demo_tasks(2 * len(FAMILIES) + 5)]
+    assert len(set(everything)) == len(everything)
+    assert {task["data"]["family"] for task in demo_tasks(2 * len(FAMILIES))} == set(FAMILIES)
+    assert demo_tasks(5) == demo_tasks(12)[:5]
+
+
+def test_the_demo_installs_the_versions_that_are_tested_and_moves_none_of_the_lock_file():
+    def pins(file: str) -> dict[str, str]:
+        found = re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / file).read_text(), re.MULTILINE)
+        return {name.lower().replace("_", "-"): version for name, version in found}
+
+    local = pins("requirements-local.txt")
+    assert {"torch", "transformers"} <= set(local)
+    assert local.items() <= pins("scripts/trainers/local.txt").items()
+    assert not set(local) & set(pins("requirements.lock"))

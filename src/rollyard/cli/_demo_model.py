@@ -1,0 +1,256 @@
+"""The demo's rollouts: an engine and a service, each a process on loopback, and held-out tasks of yardwork.
+
+Everything ends with it, also by Ctrl-C. The same tasks, ids and seeds each time, so what is sampled is the same on the
+same machine. Sizes are for two cores: all rollouts at once, because a step of the engine costs little more for twelve
+sequences than for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rollyard.cli._console import Trouble, plain
+from rollyard.cli._demo_view import Board, show_best, show_results
+from rollyard.cli.rig import service, stop
+from rollyard.client import AsyncClient, Record
+from rollyard.envs.yardwork import FAMILIES, YardworkEnvironment
+
+SEED = 3
+"""Of the held-out tasks. The reference trainer decides by those of seed 1 and reports those of seed 2."""
+
+LEVELS = (1, 2)
+
+DEFAULTS: dict[str, Any] = {
+    "sampling": {"max_tokens": 80},
+    "limits": {"max_turns": 8, "max_tokens": 320, "max_context": 1024, "run_s": 900.0},
+    "agent": {"name": "native", "options": {"schemas": False}},
+}
+"""As in training, but for the clock: a slow machine takes longer, and that is not the model's doing."""
+
+AT_ONCE = 12
+START_S = 120.0
+WITHIN_S = 1800.0
+LOOK_S = 0.5  # between two looks at how many tokens there are
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """The model that plays: its folder, and an adapter or none."""
+
+    name: str
+    folder: Path
+    adapter: Path | None
+    temperature: float
+    python: str | None = None  # another than ours
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of it."""
+
+    player: Player
+    records: list[Record]
+    took_s: float
+
+    @property
+    def solved(self) -> int:
+        return sum(record.reward == 1.0 for record in self.records)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum((record.summary or {}).get("sampled_tokens") or 0 for record in self.records)
+
+    @property
+    def turns(self) -> int:
+        return sum((record.summary or {}).get("turns") or 0 for record in self.records)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.sampled_tokens / max(self.took_s, 1e-9)
+
+    def as_body(self) -> dict[str, Any]:
+        return {
+            "model": self.player.name,
+            "temperature": self.player.temperature,
+            "tasks": len(self.records),
+            "solved": self.solved,
+            "pass_rate": self.solved / len(self.records),
+            "turns": self.turns,
+            "sampled_tokens": self.sampled_tokens,
+            "took_s": round(self.took_s, 3),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "rollouts": [record.raw for record in self.records],
+        }
+
+
+def demo_tasks(count: int) -> list[dict[str, Any]]:
+    """Held-out tasks, spread over families and levels; the first ones of more are the same."""
+    size = len(LEVELS) * len(FAMILIES)
+    rounds = -(-count // size)
+    chosen = {"split": "held_out", "seed": str(SEED), "levels": f"{LEVELS[0]}-{LEVELS[-1]}", "rules": "trained"}
+    pool = [dict(task) for task in YardworkEnvironment().generate({**chosen, "count": str(rounds * size)})]
+    # A step of about 0.4 of the whole, without a common divisor, visits everything once and jumps between families.
+    step = next(step for step in range(int(0.41 * size), size) if math.gcd(step, size) == 1)
+    return [pool[place // size * size + place % size * step % size] for place in range(count)]
+
+
+async def play(console: Console, player: Player, count: int, *, is_quiet: bool = False) -> Played:
+    """Runs the tasks and shows them as they go; `is_quiet` shows no results."""
+    _end_gently()
+    tasks = demo_tasks(count)
+    heat = "greedily" if player.temperature == 0 else f"at temperature {player.temperature:g}"
+    console.print(f"[bold]Rollyard[/]: {plain(player.name)}, sampled {heat}, on {count} held-out tasks of yardwork.")
+    console.print("A service on loopback, a bubblewrap sandbox per rollout, the model on this machine's CPU.\n")
+    with tempfile.TemporaryDirectory(prefix="rollyard-demo-") as name:
+        async with AsyncExitStack() as stack:
+            with _waiting(console, "Starting the engine and the service (seconds; longer the first time)"):
+                # The service starts while the engine loads its model: each takes seconds.
+                engine = await stack.enter_async_context(engine_process(player))
+                client = await stack.enter_async_context(_service(Path(name)))
+                url = await engine.ready()
+                await client.add_engine(url=url, kind="vllm", tokenizer=str(player.folder), capacity=AT_ONCE)
+                await _warm_up(client, tasks[0])
+            started = time.monotonic()
+            records = await roll(console, client, player, tasks)
+            played = Played(player, records, time.monotonic() - started)
+            if not is_quiet:
+                show_results(console, played)
+                await show_best(console, client, played)
+    return played
+
+
+def _waiting(console: Console, what: str) -> AbstractContextManager[object]:
+    if console.is_terminal:
+        return console.status(what)
+    console.print(f"{what}.")
+    return nullcontext()
+
+
+def _end_gently() -> None:
+    """What Ctrl-C does, when somebody else ends us: the two processes must not stay behind."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, signal.raise_signal, signal.SIGINT)
+
+
+async def _warm_up(client: AsyncClient, task: dict[str, Any]) -> None:
+    """One token of one task, before the clock runs: torch and the sandboxes are ready then, or it is told at once."""
+    one = {"sampling": {"max_tokens": 1}, "limits": {**DEFAULTS["limits"], "max_turns": 1}}
+    await client.create_run("warm-up", defaults={**DEFAULTS, **one})
+    (submitted,) = await client.submit([task], run="warm-up")
+    failure = (await client.wait(submitted.id, timeout_s=START_S)).failure
+    if failure and failure["blame"] != "policy":
+        raise Trouble(f"a first rollout failed: {failure['code']}: {failure['detail']}", "rollyard doctor")
+
+
+async def roll(console: Console, client: AsyncClient, player: Player, tasks: list[dict[str, Any]]) -> list[Record]:
+    """Their records, when all have ended; on the board meanwhile."""
+    sampling = {**DEFAULTS["sampling"], "temperature": player.temperature}
+    await client.create_run("demo", seed=SEED, defaults={**DEFAULTS, "sampling": sampling})
+    ids = [f"demo-{number}" for number in range(1, len(tasks) + 1)]
+    before = await _sampled(client)  # by the warm-up
+    with Board(console, dict(zip(ids, tasks, strict=True))) as board:
+        submitted = await client.submit(tasks, run="demo", ids=ids)
+        looking = asyncio.ensure_future(_look(client, board, before))
+        try:
+            return await client.wait_all(
+                [record.id for record in submitted], on_end=board.ended, on_event=board.moved, timeout_s=WITHIN_S
+            )
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+
+async def _look(client: AsyncClient, board: Board, before: tuple[int, int]) -> None:
+    """The engine's turns and tokens so far. Nobody is told of them, so they are asked for."""
+    while True:
+        turns, tokens = await _sampled(client)
+        board.sampled(turns - before[0], tokens - before[1])
+        await asyncio.sleep(LOOK_S)
+
+
+async def _sampled(client: AsyncClient) -> tuple[int, int]:
+    engines = (await client.status())["engines"]
+    return sum(one.get("calls") or 0 for one in engines), sum(one.get("tokens") or 0 for one in engines)
+
+
+# --- the two processes
+
+
+@asynccontextmanager
+async def _service(folder: Path) -> AsyncGenerator[AsyncClient, None]:
+    slots = {"run_slots": AT_ONCE, "ready_slots": AT_ONCE, "init_slots": 2, "eval_slots": 2}
+    async with AsyncExitStack() as stack:
+        try:
+            served = await stack.enter_async_context(service(folder, slots))
+        except RuntimeError as error:
+            raise Trouble(_last(str(error).splitlines()) or "the service did not start", "rollyard doctor") from error
+        yield await stack.enter_async_context(AsyncClient(served.url, served.token))
+
+
+class EngineProcess:
+    """`rollyard engine`, started. What it says is kept for whoever asks why it did not become ready."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._said: deque[str] = deque(maxlen=50)
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        """All that it writes to stderr, so that its pipe does not fill up."""
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            self._said.append(line.decode(errors="replace"))
+
+    async def ready(self) -> str:
+        """Its URL. Trouble, in its own words, if it ends instead."""
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), START_S)
+        if line:
+            return json.loads(line)["url"]
+        await self._reading
+        raise Trouble(_last(list(self._said)) or "the engine ended before it was ready", "rollyard engine --help")
+
+    async def end(self) -> None:
+        await stop(self._process)
+        await self._reading
+
+
+@asynccontextmanager
+async def engine_process(player: Player) -> AsyncGenerator[EngineProcess, None]:
+    """Started, and perhaps not ready yet; gone afterwards."""
+    arguments = ["--model", str(player.folder), "--name", player.folder.name, "--port", "0", "--json"]
+    arguments += ["--device", "cpu", "--max-context", "2048", "--max-running", str(AT_ONCE), "--cache-gib", "1"]
+    if player.adapter is not None:
+        arguments += ["--adapter", str(player.adapter)]
+    process = await asyncio.create_subprocess_exec(
+        player.python or sys.executable, "-m", "rollyard", "engine", *arguments,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    engine = EngineProcess(process)
+    try:
+        yield engine
+    finally:
+        await engine.end()
+
+
+def _last(lines: list[str]) -> str:
+    """The last line that says something, without our own name before it."""
+    return next((line.strip().removeprefix("rollyard: ") for line in reversed(lines) if line.strip()), "")

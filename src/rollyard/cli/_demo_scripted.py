@@ -1,0 +1,101 @@
+"""`rollyard demo --scripted`: the main job, once, on this machine, where no model is to be had.
+
+A service and a scripted engine on loopback, real bubblewrap sandboxes, eight tasks of the two environments. The
+engine is the one thing that is not real: it is an HTTP server that speaks vLLM's API and says what it is told. It
+solves most tasks, gets one wrong and runs into a limit with another, as a model would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rollyard.cli.rig import rig
+from rollyard.client import AsyncClient, Record
+
+WITHIN_S = 150.0
+HERE = Path(__file__).parent
+SCRIPT = HERE / "demo_script.json"
+TASKS = HERE / "demo_tasks.jsonl"  # the repository's examples/tasks.jsonl is this file
+
+
+async def run_scripted(console: Console) -> list[Record]:
+    """The records of its rollouts. Raises if a rollout fails for another reason than its policy."""
+    console.print("[bold]Rollyard[/]: a service on loopback, a sandbox per rollout, tokens in and out.")
+    console.print("A [bold]scripted engine[/] plays the model: it speaks vLLM's API and says what it is told.\n")
+    script = json.loads(SCRIPT.read_text())
+    tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
+    async with rig(script, latency_s=0.3, settings={"run_slots": 4, "init_slots": 2, "eval_slots": 2}) as bench:
+        async with asyncio.timeout(WITHIN_S):
+            submitted = await bench.client.submit(tasks)
+            with _progress(console) as progress:
+                bar = progress.add_task("rollouts", total=len(submitted), states="")
+                watch = asyncio.ensure_future(_watch(bench.client, progress, bar))
+                try:
+                    records = await bench.client.wait_all(
+                        [record.id for record in submitted], on_end=lambda _: progress.advance(bar)
+                    )
+                finally:
+                    watch.cancel()
+        console.print(_table(records, console.width))
+        await _show_one(console, bench.client, records[0])
+    broken = [record for record in records if record.failure and record.failure["blame"] != "policy"]
+    if broken:
+        raise RuntimeError(f"{broken[0].id} failed: {broken[0].failure}")
+    console.print("\nNext: [bold]rollyard serve --engine URL[/], then [bold]rollyard submit examples/tasks.jsonl[/]")
+    return records
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[states]}"), console=console,
+    )  # fmt: skip
+
+
+async def _watch(client: AsyncClient, progress: Progress, bar: object) -> None:
+    """The stages, as they fill and empty."""
+    while True:
+        pools = (await client.status())["pools"]
+        states = "  ".join(f"{name} {pools[name]['active']}" for name in ("init", "ready", "run", "eval"))
+        progress.update(bar, states=states)  # type: ignore[arg-type]
+        await asyncio.sleep(0.2)
+
+
+def _table(records: list[Record], width: int) -> Table:
+    table = Table(title="Eight rollouts (times in seconds)", box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("task", no_wrap=True, max_width=max(18, width - 66))
+    table.add_column("outcome", no_wrap=True, min_width=10)
+    for name in ("reward", "turns", "tokens", "init", "run", "eval"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(4, len(name)))
+    for record in records:
+        data, timings, summary = record.task["data"], record.timings or {}, record.summary or {}
+        text = str(data.get("instruction") or data.get("question"))
+        table.add_row(
+            f"{record.task['environment']}: {text}",
+            str(record.outcome) if not record.failure else record.failure["code"],
+            "–" if record.reward is None else f"{record.reward:.2f}",
+            str(summary.get("turns")),
+            str(summary.get("sampled_tokens")),
+            *(f"{timings[name]:.2f}" for name in ("init_s", "run_s", "eval_s")),
+        )
+    return table
+
+
+async def _show_one(console: Console, client: AsyncClient, record: Record) -> None:
+    """What a trainer would get of the first one."""
+    for trace in await client.traces(record.id):
+        sampled = trace.mask == 1
+        console.print(
+            f"\nThe first one's trace: {len(trace.token_ids)} tokens, {int(sampled.sum())} sampled "
+            f"in {len(trace.spans)} calls. Its first sampled tokens and their logprobs:"
+        )
+        assert trace.logprobs is not None
+        pairs = zip(trace.token_ids[sampled][:8], trace.logprobs[sampled][:8], strict=True)
+        console.print("  " + "  ".join(f"{token}: {logprob:.3f}" for token, logprob in pairs))

@@ -1,0 +1,205 @@
+"""What a person sees of the demo: the rollouts while they go, a table of their ends, one of them token by token.
+
+On a terminal the rollouts are a table that changes; elsewhere each is a line when it has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from rollyard.cli._console import number, seconds, table
+from rollyard.client import AsyncClient, Event, Record, Trace
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rollyard.cli._demo_model import Played
+
+SHOWN_LINES = 6
+SHOWN_CHARS = 300
+FRAMES_PER_S = 4
+
+COLOURS = ((-0.05, "green"), (-0.7, "yellow"), (float("-inf"), "red"))
+"""By logprob: nearly certain, likelier than a coin's side (0.5), less than that."""
+
+_STATES = {"queued": "dim", "init": "cyan", "ready": "cyan", "run": "bold yellow", "eval": "magenta"}
+
+
+def task_name(task: Mapping[str, Any]) -> str:
+    data = task["data"]
+    return f"{data['family']} (level {data['level']})"
+
+
+class Board:
+    """The rollouts while they go. `with` it meanwhile."""
+
+    def __init__(self, console: Console, tasks: Mapping[str, Mapping[str, Any]]) -> None:
+        self._console = console
+        self._names = {id: task_name(task) for id, task in tasks.items()}
+        self._states = dict.fromkeys(tasks, "queued")
+        self._since = dict.fromkeys(tasks, time.monotonic())
+        self._records: dict[str, Record] = {}
+        self._started = time.monotonic()
+        self._turns = self._tokens = 0
+        self._live = Live(get_renderable=self._frame, console=console, refresh_per_second=FRAMES_PER_S, transient=True)
+
+    def __enter__(self) -> Board:
+        if self._console.is_terminal:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def moved(self, event: Event) -> None:
+        if event.state and event.rollout in self._states and event.state != "ended":
+            self._states[event.rollout] = event.state
+            self._since[event.rollout] = time.monotonic()
+
+    def ended(self, record: Record) -> None:
+        self._states[record.id] = "ended"
+        self._records[record.id] = record
+        if not self._console.is_terminal:
+            turns, tokens = _counts(record)
+            at = f"{len(self._records):>3} of {len(self._names)}  {seconds(time.monotonic() - self._started):>7}"
+            came = f"{_end(record)}, reward {_reward(record)}, {_some(turns, 'turn')}, {_some(tokens, 'token')}"
+            self._console.print(f"{at}  {self._names[record.id]}: {came}", markup=False)
+
+    def sampled(self, turns: int, tokens: int) -> None:
+        """By all of them so far."""
+        self._turns, self._tokens = turns, tokens
+
+    def _frame(self) -> RenderableType:
+        now = time.monotonic()
+        made = table("task", "state", "turns", "tokens", "reward", right=("turns", "tokens", "reward"))
+        for id, name in self._names.items():
+            record, state = self._records.get(id), self._states[id]
+            if record is None:
+                shown = Text(f"{state} {seconds(now - self._since[id])}", style=_STATES.get(state, ""))
+                made.add_row(name, shown, "", "", "")
+            else:
+                turns, tokens = _counts(record)
+                made.add_row(name, _end(record), str(turns), str(tokens), _coloured(record))
+        took_s = now - self._started
+        sums = f"{len(self._records)} of {len(self._names)} ended, {_some(self._turns, 'turn')} begun, "
+        speed = f"{number(self._tokens)} tokens, {self._tokens / max(took_s, 1e-9):.0f} tokens/s, {seconds(took_s)}"
+        return Group(made, Text(sums + speed))
+
+
+def show_results(console: Console, played: Played) -> None:
+    """A table of rewards, and what they come to."""
+    columns = ("task", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
+    made = table(*columns, title="Rewards", right=columns[2:])
+    for record in played.records:
+        timings = record.timings or {}
+        spent = (seconds(timings.get(name)) for name in ("init_s", "run_s", "eval_s"))
+        made.add_row(task_name(record.task), _end(record), _coloured(record), *map(str, _counts(record)), *spent)
+    console.print(made)
+    scored = [record for record in played.records if record.reward is not None]
+    share = f"{played.solved / len(scored):.0%}" if scored else "–"
+    console.print(
+        f"[bold]{played.solved} of {len(played.records)} solved ({share})[/]: {_some(played.turns, 'turn')}, "
+        f"{number(played.sampled_tokens)} tokens sampled in {seconds(played.took_s)}, "
+        f"{played.tokens_per_s:.0f} tokens/s"
+    )
+
+
+async def show_best(console: Console, client: AsyncClient, played: Played) -> None:
+    """One rollout as a trainer gets it: the task, then each turn's tokens with their logprobs and what came of it."""
+    from tokenizers import Tokenizer
+
+    record = max(played.records, key=lambda one: (one.reward or 0.0, min(_counts(one)[0], 4)))  # of equals the first
+    trajectory = await client.trajectory(record.id)
+    if not trajectory.traces:
+        return
+    tokenizer = Tokenizer.from_file(str(played.player.folder / "tokenizer.json"))
+    trace = trajectory.traces[0]
+    given = len(trace) - int((trace.mask == 1).sum())
+    console.print(f"\n[bold]One trajectory[/]: {task_name(record.task)}, reward {_reward(record)}")
+    console.print(
+        f"{len(trace)} tokens: {given} given, {len(trace) - given} sampled in {_some(len(trace.spans), 'turn')}."
+    )
+    legend = Text("Each sampled token is followed by its logprob. Coloured: ")
+    for (_, colour), words in zip(COLOURS, ("nearly certain", "likelier than not", "a choice"), strict=True):
+        legend.append(f"{words}  ", colour)
+    console.print(legend)
+    answers = _answers(trajectory.messages)
+    for message in next(answers):
+        _show_message(console, message)
+    for turn, span in enumerate((span for span in trace.spans if span.is_owned), start=1):
+        console.print(f"\n[bold]turn {turn}[/] [dim]tokens {span.start} to {span.end - 1}[/]")
+        console.print(_tokens(trace, range(span.start, span.end), tokenizer), soft_wrap=False)
+        for message in next(answers, ()):
+            _show_message(console, message)
+
+
+def _answers(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """What stands before the first message of the model, then what follows on each of them."""
+    some: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message.get("role") == "assistant":
+            yield some
+            some = []
+        else:
+            some.append(message)
+    yield some
+
+
+def _show_message(console: Console, message: Mapping[str, Any]) -> None:
+    if message.get("role") == "system":
+        return
+    text = str(message.get("content") or "").strip()
+    lines = text[:SHOWN_CHARS].splitlines()[:SHOWN_LINES] or ["(nothing)"]
+    if len("\n".join(lines)) < len(text):
+        lines.append("…")
+    name = str(message.get("name") or message.get("role"))
+    for line in lines:
+        console.print(Text.assemble((f"{name:>8} │ ", "dim"), line))
+
+
+def _tokens(trace: Trace, places: range, tokenizer: Any) -> Text:
+    text = Text()
+    for place in places:
+        said = tokenizer.decode([int(trace.token_ids[place])], skip_special_tokens=False)
+        if trace.logprobs is None:
+            text.append(f"{_visible(said)} ")
+            continue
+        logprob = float(trace.logprobs[place])
+        colour = next(colour for least, colour in COLOURS if logprob >= least)
+        text.append(_visible(said), colour)
+        text.append(f"({min(logprob, -0.0):.2f})", "dim")  # joined to its token, wherever a line breaks
+        text.append(" ")
+    return text
+
+
+def _visible(said: str) -> str:
+    return said.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
+
+
+def _some(count: int, what: str) -> str:
+    return f"{number(count)} {what}" + ("" if count == 1 else "s")
+
+
+def _counts(record: Record) -> tuple[int, int]:
+    summary = record.summary or {}
+    return int(summary.get("turns") or 0), int(summary.get("sampled_tokens") or 0)
+
+
+def _end(record: Record) -> str:
+    return str(record.failure["code"] if record.failure else record.outcome)
+
+
+def _reward(record: Record) -> str:
+    return "–" if record.reward is None else f"{record.reward:g}"
+
+
+def _coloured(record: Record) -> Text:
+    return Text(_reward(record), "bold green" if record.reward == 1.0 else "red" if record.reward == 0.0 else "dim")

@@ -1,0 +1,73 @@
+"""What the demo shows of rollouts with several turns: the scripted engine says the tasks' own solutions."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rollyard.cli._demo_model import Played, Player, demo_tasks, roll
+from rollyard.cli._demo_view import show_best, show_results
+from rollyard.cli.rig import rig
+from rollyard.client import Record
+from rollyard.envs.yardwork import demonstration, make
+from rollyard.testing.tokenizer_files import tokenizer_dir
+
+WRONG = '<tool_call>\n{"name": "finish", "arguments": {"answer": "no idea"}}\n</tool_call>'
+
+
+def script(tasks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first task is solved as its oracle does it, with a long look before; the others are given up."""
+    data = tasks[0]["data"]
+    calls = [{"name": "shell", "arguments": {"command": "seq 1 50"}}]
+    calls += [{"name": turn.tool, "arguments": dict(turn.arguments)} for turn in demonstration(data)]
+    turns = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
+    return {"rules": [{"if": make(data).instruction, "turns": turns}], "default": [WRONG]}
+
+
+async def shown(console: Console, tasks: list[dict[str, Any]]) -> Played:
+    player = Player("a script", tokenizer_dir(), None, 1.0)
+    async with rig(script(tasks)) as bench:
+        played = Played(player, await roll(console, bench.client, player, tasks), 2.0)
+        show_results(console, played)
+        await show_best(console, bench.client, played)
+    return played
+
+
+@pytest.mark.timeout(120)
+async def test_the_best_rollout_is_shown_turn_by_turn_with_what_its_tools_said():
+    tasks, written = demo_tasks(3), io.StringIO()
+    played = await shown(Console(file=written, width=120, highlight=False), tasks)
+    said = written.getvalue()
+    assert (played.solved, len(played.records)) == (1, 3), said
+    assert "1 of 3 solved (33%): 6 turns" in said
+    assert said.count("reward 0, 1 turn, ") == 2 and said.count("reward 1, 4 turns, ") == 1
+    assert f"One trajectory: {tasks[0]['data']['family']} (level {tasks[0]['data']['level']}), reward 1" in said
+    head, *turns = re.split(r"^turn \d+ tokens \d+ to \d+$", said.partition("One trajectory")[2], flags=re.MULTILINE)
+    assert make(tasks[0]["data"]).instruction in " ".join(head.split()) and len(turns) == 4
+    for turn in turns:
+        assert re.search(r"<tool_call>\(-\d+\.\d\d\)", turn), turn
+    long_output = [line for line in turns[0].splitlines() if line.startswith("   shell │ ")]
+    assert long_output[0].endswith("│ 1") and long_output[-1].endswith("│ …") and len(long_output) == 7
+    texts = [re.sub(r"\(-\d+\.\d\d\)\s+", "", turn) for turn in turns]
+    assert '"seq·1·50"' in texts[0] and '"finish"' in texts[3]
+    sampled = int(re.findall(r"given, (\d+) sampled in 4 turns", head)[0])
+    assert len(re.findall(r"\(-\d+\.\d\d\)", "".join(turns))) == sampled == counted(played.records[0])
+
+
+@pytest.mark.timeout(120)
+async def test_on_a_terminal_there_is_a_live_table_instead_of_lines():
+    written = io.StringIO()
+    await shown(Console(file=written, width=120, force_terminal=True, color_system="standard"), demo_tasks(2))
+    said = written.getvalue()
+    assert "0 of 2 ended" in said and "1 of 2  " not in said
+    assert "queued" in said  # in the first frame nothing has begun
+    assert "\x1b[31m" in said and "\x1b[32m" in said  # rewards, and tokens by their logprob
+
+
+def counted(record: Record) -> int:
+    return (record.summary or {})["sampled_tokens"]

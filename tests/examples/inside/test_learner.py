@@ -1,0 +1,171 @@
+# pyright: reportMissingImports=false
+"""What the trainer learns from a batch: the loss, whatever the micro-batches are, and the same after a cut."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner import Learner, has_saved
+from log import Log, by_lag
+
+from tests.embedded.inside.parts import prompt_of, tiny
+
+CAP = 1.5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learner") / "tiny"
+    tiny().save_pretrained(folder)
+    return folder
+
+
+def learner(model: Path, micro_tokens: int = 4096) -> Learner:
+    fields = {"model": str(model), "rank": 4, "device": "cpu", "seed": 1, "bf16": False, "cap": CAP}
+    return Learner(Namespace(**fields, micro_tokens=micro_tokens))
+
+
+def rows(salt: int = 0) -> list[dict[str, Any]]:
+    """Of different lengths, with sampled spans in the middle and at the end, and logprobs that are somewhat off."""
+    found: list[dict[str, Any]] = []
+    random = np.random.default_rng(salt)
+    for number, length in enumerate((21, 9, 16, 12, 30)):
+        mask = np.zeros(length, dtype=np.uint8)
+        mask[4:7] = mask[length - 2 :] = 1
+        old = np.where(mask, random.uniform(-14, -5, length), 0.0).astype(np.float32)
+        ids = np.array(prompt_of(length, 7 * salt + number))
+        found.append({"ids": ids, "mask": mask, "old": old, "advantage": np.float32((-1) ** number * (1 + number))})
+    return found
+
+
+def demonstrated(salt: int = 0) -> list[dict[str, Any]]:
+    return [{"ids": row["ids"], "mask": row["mask"]} for row in rows(salt)]
+
+
+def expected_norm(model: Path, batch: list[dict[str, Any]]) -> float:
+    """Of the gradient, with a row at a time and every token in its place."""
+    mine = learner(model)
+    total: Any = 0.0
+    for row in batch:
+        ids = torch.tensor(row["ids"])[None]
+        logprobs = mine.lora.logits(mine.lora.hidden(ids))[0].log_softmax(-1)
+        for at in np.flatnonzero(row["mask"]):
+            one = logprobs[at - 1, int(row["ids"][at])]
+            weight = min(float((one.detach() - float(row["old"][at])).exp()), CAP) if "old" in row else 1.0
+            total = total - weight * float(row.get("advantage", 1.0)) * one
+    (total / sum(int(row["mask"].sum()) for row in batch)).backward()
+    return float(torch.stack([m.grad.norm() for m in mine.lora.parameters() if m.grad is not None]).norm())
+
+
+@pytest.mark.parametrize("micro_tokens", [4096, 64, 1])
+@pytest.mark.parametrize("make", [rows, demonstrated])
+def test_the_loss_is_a_mean_over_tokens_with_weights_that_are_cut_off(model: Path, make: Any, micro_tokens: int):
+    norm, logprobs = learner(model, micro_tokens).learn(make(), 1e-3)
+    assert norm == pytest.approx(expected_norm(model, make()), rel=1e-4)
+    whole = learner(model).learn(make(), 1e-3)[1]
+    assert [len(one) for one in logprobs] == [5] * 5
+    torch.testing.assert_close(logprobs, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_the_weights_of_some_tokens_are_cut_off_and_of_others_are_not(model: Path):
+    """Else the test above would say less than it seems to."""
+    batch = rows()
+    new = torch.cat(learner(model).learn(batch, 0.0)[1]).numpy()
+    ratios = np.exp(new - np.concatenate([row["old"][row["mask"] == 1] for row in batch]))
+    assert (ratios > CAP).any() and (ratios < CAP).any()
+
+
+def test_what_is_rewarded_becomes_likelier_and_the_rest_less(model: Path):
+    mine = learner(model)
+    batch = [{**row, "old": row["old"] * 0 - 20.0} for row in rows()]  # all weights are the cap
+    told = [mine.learn(batch, 1e-3)[1] for _ in range(20)]
+    for row, old, new in zip(batch, told[0], told[-1], strict=True):
+        assert np.sign(float((new - old).sum())) == np.sign(row["advantage"])
+
+
+def test_cut_and_loaded_it_goes_on_as_if_it_had_not_been_cut(model: Path, tmp_path: Path):
+    whole = learner(model)
+    norms = [whole.learn(rows(salt), 1e-2)[0] for salt in range(4)]
+    first = learner(model)
+    assert [first.learn(rows(salt), 1e-2)[0] for salt in range(2)] == norms[:2]
+    first.save(tmp_path / "rl", {"step": 2})
+    second = learner(model)
+    state = second.load(tmp_path / "rl")
+    assert (state["step"], second.busy_s) == (2, first.busy_s)
+    assert [second.learn(rows(salt), 1e-2)[0] for salt in range(2, 4)] == norms[2:]
+    for mine, its in zip(whole.lora.parameters(), second.lora.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_a_checkpoint_takes_the_place_of_the_last_one_whole(model: Path, tmp_path: Path):
+    mine = learner(model)
+    for name in ("rl.new", "rl.old"):  # what a process left that was killed while it saved
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("")
+    for step in (1, 2):
+        mine.learn(rows(), 1e-2)
+        mine.save(tmp_path / "rl", {"step": step})
+    assert [folder.name for folder in tmp_path.iterdir()] == ["rl"]
+    files = {"adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "state.json"}
+    assert {file.name for file in (tmp_path / "rl").iterdir()} == files
+    assert json.loads((tmp_path / "rl" / "state.json").read_text())["step"] == 2
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_is_put_back(model: Path, tmp_path: Path):
+    folder = tmp_path / "rl"
+    assert not has_saved(folder)
+    mine = learner(model)
+    mine.save(folder, {"step": 1})
+    folder.rename(tmp_path / "rl.old")  # and then it was killed
+    (tmp_path / "rl.new").mkdir()
+    assert has_saved(folder) and mine.load(folder)["step"] == 1
+    assert not (tmp_path / "rl.old").exists()
+
+
+# --- log.py
+
+
+def test_a_log_forgets_the_steps_that_the_checkpoint_does_not_know(tmp_path: Path):
+    log = Log(tmp_path)
+    log.write("warm", 1, loss=2.0)
+    log.write("test", 0, what="warm", result={"a": 1})
+    for step in (1, 2, 3):
+        log.write("rl", step, reward_before=0.5)
+    log.rewind("rl", 2)
+    log.write("rl", 3, reward_before=0.75)
+    assert [(line["phase"], line["step"]) for line in Log(tmp_path).lines()] == [
+        ("warm", 1),
+        ("test", 0),
+        ("rl", 1),
+        ("rl", 2),
+        ("rl", 3),
+    ]
+    assert Log(tmp_path).lines()[-1]["reward_before"] == 0.75
+    assert log.has_tested("warm") and not log.has_tested("rl")
+
+
+def test_half_a_line_that_a_killed_process_left_is_none(tmp_path: Path):
+    Log(tmp_path).write("warm", 1, loss=2.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "warm", "st')
+    Log(tmp_path).write("warm", 2, loss=1.0)
+    assert [line["step"] for line in Log(tmp_path).lines()] == [1, 2]
+
+
+def test_the_gap_to_the_engine_is_told_by_lag():
+    row: dict[str, Any] = {
+        "mask": np.array([0, 0, 1, 1, 1]),
+        "old": np.array([0, 0, -1.0, -2.0, -3.0], dtype=np.float32),
+        "versions": np.array([-1, -1, 4, 4, 5]),
+    }
+    found = by_lag([row], [torch.tensor([-1.5, -2.25, -3.0])], version=5)
+    assert {lag: (one["tokens"], one["mean"], one["max"]) for lag, one in found.items()} == {
+        "0": (1, 0.0, 0.0),
+        "1": (2, 0.375, 0.5),
+    }

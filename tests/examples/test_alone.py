@@ -1,0 +1,63 @@
+"""`alone.py`: what it starts ends with it, and what cannot start is a sentence."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.cli.test_demo_model import marked
+from tests.embedded.environment import environ, make_tiny_model
+from tests.trainers.environment import ROOT, trainer_python
+
+pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("alone") / "tiny", tokenizer_dir())
+
+
+def alone(model: Path, folder: Path) -> list[str]:
+    places = ["--model", str(model), "--data", str(folder / "data"), "--service-python", sys.executable]
+    trained = ["--out", str(folder / "out"), "--demonstrations", "4", "--test-tasks", "2", "--levels", "1"]
+    program = str(ROOT / "examples" / "yardwork" / "alone.py")
+    return [str(trainer_python("local")), program, *places, "--device", "cpu", "--", *trained]
+
+
+def test_an_engine_whose_port_is_taken_is_a_sentence(tiny: Path, tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        (tmp_path / "data" / "engine-port").write_text(str(taken.getsockname()[1]))
+        done = subprocess.run(alone(tiny, tmp_path), env=environ(tmp_path), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "rollyard engine ended with 1" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_who_ends_it_ends_what_it_started(tiny: Path, tmp_path: Path, number: signal.Signals):
+    mark = uuid4().hex
+    environment = {**environ(tmp_path), "ALONE_MARK": mark, "PYTHONUNBUFFERED": "1"}
+    with (
+        (tmp_path / "errors").open("wb") as errors,
+        subprocess.Popen(alone(tiny, tmp_path), env=environment, stdout=subprocess.PIPE, stderr=errors) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(b"test raw"), (tmp_path / "errors").read_text()
+            assert len(marked(mark)) >= 4  # itself, the engine, the service, the trainer
+            process.send_signal(number)
+            assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+            give_up = time.monotonic() + 60
+            while (left := marked(mark)) and time.monotonic() < give_up:  # they are told, and end by themselves
+                time.sleep(0.1)
+            assert left == []
+        finally:
+            process.kill()
