@@ -9,17 +9,19 @@ import os
 import sqlite3
 import sys
 from asyncio.subprocess import PIPE
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from rollyard.core import IllegalMove, Position, Run, State
-from rollyard.core.failure import InvalidRequest
-from rollyard.store import SqliteStore, Stale, StoreLocked, StoreUnusable
+from rollyard.core import Group, IllegalMove, Position, Run, State
+from rollyard.core.failure import InvalidRequest, NotFound
+from rollyard.store import Recovered, SqliteStore, Stale, StoreLocked, StoreUnusable, encode_trajectory
 from rollyard.store._place import mount_of, refuse_network
+from rollyard.store.codec import to_json
 from rollyard.store.schema import MIGRATIONS, migrate
-from rollyard.testing.store_conformance import completed, submission
-from tests.store.conftest import SqliteOpener
+from rollyard.testing.store_conformance import completed, submission, trajectory
+from tests.store.conftest import AnyOpener, SqliteOpener
 
 
 async def test_a_full_disk_stops_the_store_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
@@ -85,6 +87,15 @@ def test_migrations_are_applied_once_and_a_failed_one_leaves_nothing(tmp_path: P
     connection.close()
 
 
+def test_engines_of_an_older_store_keep_their_order(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
+    migrate(connection, MIGRATIONS[:2])
+    connection.executemany("INSERT INTO engines VALUES (?, '')", [("z",), ("a",), ("m",)])
+    migrate(connection)
+    assert connection.execute("SELECT id FROM engines ORDER BY seq").fetchall() == [("z",), ("a",), ("m",)]
+    connection.close()
+
+
 MOUNTINFO = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
 30 22 0:40 / /home rw shared:7 master:2 - nfs4 filer:/export/home rw
@@ -121,11 +132,10 @@ def test_network_file_systems_are_refused() -> None:
             refuse_network(Path(folder), MOUNTINFO)
 
 
-async def test_a_closed_store_says_so(open_store: SqliteOpener) -> None:
-    store = await open_store()
+async def test_a_closed_store_says_so(open_any: AnyOpener) -> None:
+    store = await open_any()
     await store.put_run(Run("run"), {})
-    last = store.submit([submission("a")])
-    assert len(await last) == 1
+    assert len(await store.submit([submission("a")])) == 1
     await store.close()
     await store.close()
     with pytest.raises(StoreUnusable, match="closed"):
@@ -134,18 +144,18 @@ async def test_a_closed_store_says_so(open_store: SqliteOpener) -> None:
         await store.get("a")
 
 
-async def test_close_commits_what_is_queued(open_store: SqliteOpener) -> None:
-    async with await open_store() as store:
+async def test_close_commits_what_is_queued(open_any: AnyOpener) -> None:
+    async with await open_any() as store:
         await store.put_run(Run("run"), {})
         await store.submit([submission("a")])
         moved = store.move("a", Position(), Position(State.INIT))
     assert moved.done()
-    async with await open_store() as store:
+    async with await open_any() as store:
         assert store.recovered.requeued == 1
 
 
-async def test_a_cancelled_caller_does_not_take_its_write_back(open_store: SqliteOpener) -> None:
-    async with await open_store() as store:
+async def test_a_cancelled_caller_does_not_take_its_write_back(open_any: AnyOpener) -> None:
+    async with await open_any() as store:
         await store.put_run(Run("run"), {})
         caller = asyncio.create_task(store.submit([submission("a")]))
         await asyncio.sleep(0)
@@ -157,18 +167,18 @@ async def test_a_cancelled_caller_does_not_take_its_write_back(open_store: Sqlit
 
 
 async def test_a_move_that_nobody_awaits_logs_its_failure(
-    open_store: SqliteOpener, caplog: pytest.LogCaptureFixture
+    open_any: AnyOpener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with await open_store() as store:
+    async with await open_any() as store:
         await store.put_run(Run("run"), {})
         with caplog.at_level(logging.WARNING, "rollyard.store"):
             store.move("nobody", Position(), Position(State.INIT))
             await store.submit([submission("a")])
-    assert [getattr(record, "rollout", None) for record in caplog.records] == ["nobody"]
+    assert [record.rollout for record in caplog.records if hasattr(record, "rollout")] == ["nobody"]  # type: ignore[attr-defined]
 
 
-async def test_illegal_moves_are_refused_at_once(open_store: SqliteOpener) -> None:
-    async with await open_store() as store:
+async def test_illegal_moves_are_refused_at_once(open_any: AnyOpener) -> None:
+    async with await open_any() as store:
         with pytest.raises(IllegalMove):
             store.move("a", Position(), Position(State.RUN))
         with pytest.raises(IllegalMove):
@@ -176,12 +186,14 @@ async def test_illegal_moves_are_refused_at_once(open_store: SqliteOpener) -> No
         with pytest.raises(IllegalMove):
             store.move("a", Position(State.RUN), Position(State.EVAL))  # save_run does that
         with pytest.raises(IllegalMove):
+            store.move("a", Position(State.RUN), Position(State.ENDED))  # end does that
+        with pytest.raises(IllegalMove):
             await store.end("a", Position(State.ENDED), completed())
 
 
 @pytest.mark.parametrize("body", [{"x": float("nan")}, {"x": "\ud800"}], ids=["nan", "surrogate"])
-async def test_a_body_that_is_not_json_is_the_clients_error(body: dict[str, object], open_store: SqliteOpener) -> None:
-    async with await open_store() as store:
+async def test_a_body_that_is_not_json_is_the_clients_error(body: dict[str, object], open_any: AnyOpener) -> None:
+    async with await open_any() as store:
         await store.put_run(Run("run"), {})
         new = submission("a")
         with pytest.raises(InvalidRequest):
@@ -215,8 +227,61 @@ async def test_commits_are_reported_and_batched(tmp_path: Path) -> None:
     assert len(commits) < 20
 
 
+async def test_who_watches_commits_cannot_stop_them(tmp_path: Path) -> None:
+    async with await SqliteStore.open(tmp_path / "x.db", on_commit=lambda seconds, operations: 1 / 0) as store:  # type: ignore[arg-type]
+        await store.put_run(Run("run"), {})
+        assert len(await store.submit([submission("a")])) == 1 and store.broken is None
+
+
+async def test_a_run_is_deleted_with_all_that_is_its_own_in_one_commit(tmp_path: Path) -> None:
+    commits: list[int] = []
+    async with await SqliteStore.open(tmp_path / "x.db", on_commit=lambda _, n: commits.append(n)) as store:
+        await store.put_run(Run("run"), {})
+        await store.put_groups([(Group("g", "run", 2), {})], [submission("a", group="g")])
+        await store.end("a", Position(), completed())
+        commits.clear()
+        await store.delete_run("run")
+        assert commits == [1]
+        with pytest.raises(NotFound):
+            await store.get_group("g")
+
+
+async def test_a_file_that_cannot_be_read_breaks_the_store(open_store: SqliteOpener) -> None:
+    async with await open_store() as store:
+        with closing(sqlite3.connect(open_store.path)) as shell:
+            shell.execute("DROP TABLE policies")
+        with pytest.raises(StoreUnusable, match="cannot be read: no such table"):
+            await store.policies()
+        assert store.broken is not None and "cannot be read: no such table" in store.broken
+
+
+async def test_a_store_of_an_older_version_opens_with_rollouts_in_every_state(open_store: SqliteOpener) -> None:
+    connection = sqlite3.connect(open_store.path, isolation_level=None)
+    migrate(connection, MIGRATIONS[:2])
+    connection.execute("INSERT INTO runs (id, digest, record) VALUES ('run', '', ?)", (to_json(Run("run")),))
+    for number, state in enumerate(State, 1):
+        ended = (1, to_json(completed())) if state is State.ENDED else (None, None)
+        connection.execute(
+            'INSERT INTO rollouts (seq, id, run, state, attempt, "index", priority, ended_seq, created_at, updated_at, '
+            "digest, ending) VALUES (?, ?, 'run', ?, 1, 0, 0, ?, 1, 1, '', ?)",
+            (number, state, state, *ended),
+        )
+        connection.execute("INSERT INTO tasks VALUES (?, ?)", (number, to_json(submission(state).rollout.task)))
+        if state in (State.EVAL, State.ENDED):
+            row = (number, 3, '{"is_reevaluable":true}', bytes(encode_trajectory(trajectory(state))))
+            connection.execute("INSERT INTO trajectories VALUES (?, ?, ?, ?)", row)
+    connection.execute("UPDATE meta SET value = 1 WHERE key = 'ended_seq'")
+    connection.close()
+    async with await open_store(keeps_leases=True) as store:
+        assert store.recovered == Recovered(queued=1, requeued=3, evals=("eval",))
+        assert {state: n for state, n in (await store.counts()).items() if n} == {"queued": 4, "eval": 1, "ended": 1}
+        assert await store.trajectory("ended") == trajectory("ended")
+        assert await store.saved_run("eval") == (trajectory("eval"), {"is_reevaluable": True})
+        assert list(await store.lease([("queued", 1, "n"), ("run", 2, "n")])) == ["queued", "run"]
+
+
 async def test_clients_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard.store.sqlite.ROOM", 3)
+    monkeypatch.setattr("rollyard.store._door.ROOM", 3)
     sizes: list[int] = []
     async with await SqliteStore.open(tmp_path / "x.db", on_commit=lambda _, n: sizes.append(n)) as store:
         await store.put_run(Run("run"), {})
@@ -227,8 +292,8 @@ async def test_clients_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(sizes) == 20  # what the pipeline writes does not wait
 
 
-async def test_a_stale_end_after_a_retry_says_where_the_rollout_is(open_store: SqliteOpener) -> None:
-    async with await open_store() as store:
+async def test_a_stale_end_after_a_retry_says_where_the_rollout_is(open_any: AnyOpener) -> None:
+    async with await open_any() as store:
         await store.put_run(Run("run"), {})
         await store.submit([submission("a")])
         with pytest.raises(Stale, match="queued, attempt 1; not in run, attempt 2"):

@@ -4,9 +4,10 @@ import pytest
 
 from rollyard.testing.store_conformance import CHECKS, Check
 from rollyard.testing.store_groups import GROUP_CHECKS
-from tests.store.conftest import SqliteOpener
+from rollyard.testing.store_leases import LEASE_CHECKS
+from tests.store.conftest import AnyOpener
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *GROUP_CHECKS], ids=lambda check: check.__name__)
-async def test_sqlite(check: Check, open_store: SqliteOpener) -> None:
-    await check(open_store)
+@pytest.mark.parametrize("check", [*CHECKS, *LEASE_CHECKS, *GROUP_CHECKS], ids=lambda check: check.__name__)
+async def test_store(check: Check, open_any: AnyOpener) -> None:
+    await check(open_any)

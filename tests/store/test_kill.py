@@ -1,4 +1,7 @@
-"""kill -9 at random moments: what was acknowledged is there, and nothing has ended twice."""
+"""kill -9 at random moments: what was acknowledged is there, and nothing has ended twice.
+
+Each victim goes on where the one before it stopped, and the last opening is another process's too: with PostgreSQL, as
+on another machine."""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from pathlib import Path
 from random import Random
 
 from rollyard.core import State
-from rollyard.store import SqliteStore
+from rollyard.store import open_store
+from tests.store.conftest import AnyOpener, PostgresOpener
 
 VICTIM = Path(__file__).with_name("victim.py")
 
 
-async def _run_and_kill(path: Path, lines: int) -> list[dict[str, object]]:
+async def _run_and_kill(name: str, lines: int) -> list[dict[str, object]]:
     """What a victim had acknowledged when it was killed, after so many lines."""
-    process = await asyncio.create_subprocess_exec(sys.executable, VICTIM, path, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(sys.executable, VICTIM, name, stdout=PIPE)
     assert process.stdout is not None
     said = [await process.stdout.readline() for _ in range(lines)]
     process.kill()
@@ -26,12 +30,13 @@ async def _run_and_kill(path: Path, lines: int) -> list[dict[str, object]]:
     return [json.loads(line) for line in said if line.endswith(b"\n")]
 
 
-async def test_nothing_acknowledged_is_lost_and_nothing_ends_twice(tmp_path: Path) -> None:
-    path, random = tmp_path / "rollyard.db", Random()
+async def test_nothing_acknowledged_is_lost_and_nothing_ends_twice(open_any: AnyOpener) -> None:
+    await (await open_any()).close()
+    name, random = open_any.url if isinstance(open_any, PostgresOpener) else str(open_any.path), Random()
     submitted: set[str] = set()
     ended: dict[str, tuple[object, object]] = {}
     for _ in range(10):
-        for line in await _run_and_kill(path, random.randint(1, 120)):
+        for line in await _run_and_kill(name, random.randint(1, 120)):
             if "submitted" in line:
                 submitted.add(str(line["submitted"]))
             elif "ended" in line:
@@ -39,7 +44,7 @@ async def test_nothing_acknowledged_is_lost_and_nothing_ends_twice(tmp_path: Pat
                 assert rollout_id not in ended
                 ended[rollout_id] = (line["seq"], line["attempt"])
     assert ended
-    async with await SqliteStore.open(path, max_attempts=1000) as store:
+    async with await open_store(name, max_attempts=1000) as store:
         stored = {}
         cursor = None
         while (page := await store.list(after=cursor, limit=1000)).rollouts:

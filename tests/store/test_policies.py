@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
 from rollyard.store.base import Store
-from tests.store.conftest import SqliteOpener
+from tests.store.conftest import AnyOpener
 
 PAUSED = PolicyRecord(
     "actor",
@@ -18,13 +18,13 @@ PAUSED = PolicyRecord(
 )
 
 
-async def test_a_policy_is_there_as_it_was_put_and_the_newest_counts(open_store: SqliteOpener) -> None:
-    store: Store = await open_store()
+async def test_a_policy_is_there_as_it_was_put_and_the_newest_counts(open_any: AnyOpener) -> None:
+    store: Store = await open_any()
     assert list(await store.policies()) == []
     await store.put_policy(PolicyRecord("actor"))
     await store.put_policy(PolicyRecord("critic", version=1, is_named=True))
     await store.put_policy(PAUSED)
     await store.close()
-    store = await open_store()
+    store = await open_any()
     assert list(await store.policies()) == [PAUSED, PolicyRecord("critic", version=1, is_named=True)]
     await store.close()

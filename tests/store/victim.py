@@ -12,7 +12,7 @@ import os
 import sys
 
 from rollyard.core import Ending, Outcome, Position, Run, Score, State
-from rollyard.store import SqliteStore
+from rollyard.store import open_store
 from rollyard.testing.store_conformance import advance, submission, trajectory
 
 
@@ -24,8 +24,8 @@ def reward(rollout_id: str) -> float:
     return int(rollout_id.rsplit("-", 1)[1]) % 7
 
 
-async def main(path: str) -> None:
-    async with await SqliteStore.open(path, max_attempts=1000) as store:
+async def main(name: str) -> None:
+    async with await open_store(name, max_attempts=1000) as store:
         await store.put_run(Run("run"), {})
         say(opened=store.epoch)
 

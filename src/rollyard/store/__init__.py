@@ -1,6 +1,11 @@
-"""The durable record of everything: the door is `base.Store`, the embedded one is `SqliteStore`."""
+"""The durable record of everything: the door is `base.Store`, the embedded one is `SqliteStore`, the shared one
+`PostgresStore` (which is imported when it is asked for: it needs the packages of the extra `postgres`)."""
+
+from typing import TYPE_CHECKING
 
 from rollyard.store.base import (
+    EncodedTrajectory,
+    Leased,
     Page,
     QueuedRow,
     Recovered,
@@ -12,10 +17,16 @@ from rollyard.store.base import (
     Submission,
 )
 from rollyard.store.codec import CorruptRecord, decode_trajectory, encode_trajectory
+from rollyard.store.opening import open_store
 from rollyard.store.sqlite import SqliteStore
+
+if TYPE_CHECKING:
+    from rollyard.store.postgres import PostgresStore as PostgresStore
 
 __all__ = [
     "CorruptRecord",
+    "EncodedTrajectory",
+    "Leased",
     "Page",
     "QueuedRow",
     "Recovered",
@@ -28,4 +39,13 @@ __all__ = [
     "Submission",
     "decode_trajectory",
     "encode_trajectory",
+    "open_store",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "PostgresStore":
+        from rollyard.store.postgres import PostgresStore
+
+        return PostgresStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

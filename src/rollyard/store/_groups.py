@@ -6,16 +6,15 @@ opened or closed, all in one transaction. So a service that is killed finds eith
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
 from rollyard.core import Batch, Draw, Group, GroupState
 from rollyard.core.failure import IdConflict, NotFound, SourceClosed
 from rollyard.store import _writes
-from rollyard.store._rows import Row
-from rollyard.store._writer import Steps
-from rollyard.store.base import EvalRecord, eval_items
+from rollyard.store._dialect import Connection
+from rollyard.store._queue import Steps
+from rollyard.store.base import EvalRecord
 from rollyard.store.codec import from_json
 
 HELD = (GroupState.OPEN, GroupState.COMPLETE, GroupState.DELIVERED)
@@ -24,7 +23,7 @@ EncodedGroup = tuple[Group, str]
 
 
 def step(
-    connection: sqlite3.Connection,
+    connection: Connection,
     rows: Sequence[_writes.NewRow],
     groups: Sequence[EncodedGroup],
     draw: tuple[Draw, str] | None,
@@ -40,26 +39,30 @@ def step(
         yield
     if draw is not None:
         put = connection.execute(
-            "UPDATE draws SET is_active = ?, record = ? WHERE id = ?", (draw[0].is_active, draw[1], draw[0].id)
+            "UPDATE draws SET is_active = ?, record = ? WHERE id = ?", (int(draw[0].is_active), draw[1], draw[0].id)
         )
         if not put.rowcount:
             raise NotFound(f"there is no draw {draw[0].id!r}")
         if undone_after is not None:
             connection.execute("DELETE FROM batches WHERE draw = ? AND number > ?", (draw[0].id, undone_after))
     for batch, record in batches:
-        connection.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?)", (batch.draw, batch.number, record))
+        connection.execute(
+            "INSERT INTO batches VALUES (?, ?, ?) ON CONFLICT (draw, number) DO UPDATE SET record = excluded.record",
+            (batch.draw, batch.number, record),
+        )
     return stored
 
 
-def _put_group(connection: sqlite3.Connection, group: Group, record: str, digest: str = "") -> None:
+def _put_group(connection: Connection, group: Group, record: str, digest: str = "") -> None:
     put = connection.execute(
         "INSERT INTO groups (id, run, draw, state, batch, place, is_held, digest, updated_at, record) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, "
         "batch = excluded.batch, place = excluded.place, is_held = excluded.is_held, "
-        "updated_at = excluded.updated_at, record = excluded.record WHERE groups.draw IS excluded.draw RETURNING seq",
+        "updated_at = excluded.updated_at, record = excluded.record WHERE groups.draw = excluded.draw "
+        "OR (groups.draw IS NULL AND excluded.draw IS NULL) RETURNING seq",
         (
             group.id, group.run, group.draw, group.state, group.batch, group.place,
-            group.state in HELD, digest, group.updated_at, record,
+            int(group.state in HELD), digest, group.updated_at, record,
         ),
     ).fetchone()  # fmt: skip
     if put is None:
@@ -67,7 +70,7 @@ def _put_group(connection: sqlite3.Connection, group: Group, record: str, digest
 
 
 def put_groups(
-    connection: sqlite3.Connection, groups: Sequence[tuple[Group, str, str]], rows: Sequence[_writes.NewRow]
+    connection: Connection, groups: Sequence[tuple[Group, str, str]], rows: Sequence[_writes.NewRow]
 ) -> Steps[tuple[list[str], list[Any]]]:
     """New groups with their rollouts; one that is there already with the same body is left as it is. The records."""
     records: list[str] = []
@@ -79,24 +82,20 @@ def put_groups(
             raise IdConflict(f"group {group.id!r} exists already, with another body")
         records.append(record if found is None else found[1])
         yield
-    known = {row[0] for row in _known(connection, [new.rollout.id for new in rows])}
+    dialect = connection.dialect
+    among, ids = dialect.among.format("id"), dialect.listed([new.rollout.id for new in rows])
+    known = {row[0] for row in connection.execute(f"SELECT id FROM rollouts WHERE {among}", (ids,)).fetchall()}
     stored = yield from _writes.submit(connection, [new for new in rows if new.rollout.id not in known])
     return records, stored
 
 
-def _known(connection: sqlite3.Connection, ids: Sequence[str]) -> list[Row]:
-    return [
-        row for one in ids if (row := connection.execute("SELECT id FROM rollouts WHERE id = ?", (one,)).fetchone())
-    ]
-
-
-def put_draw(connection: sqlite3.Connection, draw: Draw, record: str, digest: str) -> str:
+def put_draw(connection: Connection, draw: Draw, record: str, digest: str) -> str:
     """Idempotent like a submit. The record as stored."""
     found = connection.execute("SELECT digest, record FROM draws WHERE id = ?", (draw.id,)).fetchone()
     if found is None:
         connection.execute(
             "INSERT INTO draws (id, run, digest, is_active, record) VALUES (?, ?, ?, ?, ?)",
-            (draw.id, draw.run, digest, draw.is_active, record),
+            (draw.id, draw.run, digest, int(draw.is_active), record),
         )
         return record
     if found[0] != digest:
@@ -104,15 +103,17 @@ def put_draw(connection: sqlite3.Connection, draw: Draw, record: str, digest: st
     return found[1]
 
 
-def put_items(connection: sqlite3.Connection, draw_id: str, first: int, tasks: Sequence[str]) -> Steps[None]:
+def put_items(connection: Connection, draw_id: str, first: int, tasks: Sequence[str]) -> Steps[None]:
     connection.execute("DELETE FROM draw_items WHERE draw = ? AND item >= ?", (draw_id, first))
-    for number, task in enumerate(tasks, first):
-        connection.execute("INSERT INTO draw_items VALUES (?, ?, NULL, ?)", (draw_id, number, task))
+    for few in _writes.sliced(list(enumerate(tasks, first))):
+        connection.execute_each(
+            "INSERT INTO draw_items VALUES (?, ?, NULL, ?)", [(draw_id, number, task) for number, task in few]
+        )
         yield
 
 
 def push_items(
-    connection: sqlite3.Connection, draw_id: str, items: Sequence[tuple[str | None, str]], closed: str | None
+    connection: Connection, draw_id: str, items: Sequence[tuple[str | None, str]], closed: str | None
 ) -> Steps[int]:
     """Appends tasks; one whose name is there already is not added again. How many there are then."""
     (count,) = connection.execute("SELECT COUNT(*) FROM draw_items WHERE draw = ?", (draw_id,)).fetchone()
@@ -133,26 +134,26 @@ def push_items(
     return count
 
 
-def acknowledge_draw(connection: sqlite3.Connection, draw_id: str, batch: int, chunk: int) -> Steps[int]:
+def acknowledge_draw(connection: Connection, draw_id: str, batch: int, chunk: int) -> Steps[int]:
     """Lets go of the groups of batches up to that one, and deletes their traces. How many groups it took."""
     groups = connection.execute(
-        "SELECT seq, id FROM groups WHERE draw = ? AND batch <= ? AND is_held LIMIT ?", (draw_id, batch, chunk)
+        "SELECT seq, id FROM groups WHERE draw = ? AND batch <= ? AND is_held = 1 LIMIT ?", (draw_id, batch, chunk)
     ).fetchall()
     for seq, group_id in groups:
         rows = connection.execute(
-            'SELECT r.seq, r.id FROM rollouts r JOIN trajectories USING (seq) WHERE r."group" = ?1 '
-            "AND r.id = ?1 || '-' || r.\"index\"",
+            'SELECT r.seq, r.id FROM rollouts r JOIN trajectories USING (seq) WHERE r."group" = ? '
+            'AND r.id = r."group" || \'-\' || r."index"',
             (group_id,),
         ).fetchall()
         for row_seq, rollout_id in rows:
-            connection.execute("INSERT OR IGNORE INTO leavings VALUES (?)", (rollout_id,))
+            connection.execute("INSERT INTO leavings VALUES (?) ON CONFLICT (id) DO NOTHING", (rollout_id,))
             connection.execute("DELETE FROM trajectories WHERE seq = ?", (row_seq,))
         connection.execute("UPDATE groups SET is_held = 0 WHERE seq = ?", (seq,))
         yield
     return len(groups)
 
 
-def put_eval(connection: sqlite3.Connection, record: EvalRecord, encoded: str, digest: str) -> str:
+def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: str) -> str:
     """Idempotent like a submit; with an empty digest it is a change of one that is there."""
     found = connection.execute("SELECT digest, record FROM evals WHERE id = ?", (record.id,)).fetchone()
     if found is None:
@@ -169,23 +170,12 @@ def put_eval(connection: sqlite3.Connection, record: EvalRecord, encoded: str, d
     return found[1]
 
 
-def forget_run(connection: sqlite3.Connection, run_id: str) -> None:
-    """All that a run's draws and groups left, once its rollouts are gone."""
-    draws = [row[0] for row in connection.execute("SELECT id FROM draws WHERE run = ?", (run_id,))]
-    for draw_id in draws:
-        connection.execute("DELETE FROM draw_items WHERE draw = ?", (draw_id,))
-        connection.execute("DELETE FROM batches WHERE draw = ?", (draw_id,))
-    for (eval_id,) in connection.execute("SELECT id FROM evals WHERE run = ?", (run_id,)).fetchall():
-        connection.execute("DELETE FROM draw_items WHERE draw = ?", (eval_items(eval_id),))
-    for table in ("draws", "groups", "evals"):
-        connection.execute(f"DELETE FROM {table} WHERE run = ?", (run_id,))
-
-
-def forget_older(connection: sqlite3.Connection, before: float, chunk: int) -> int:
+def forget_older(connection: Connection, before: float, chunk: int) -> int:
     """Groups that ended before that moment and that nobody holds; those of a live draw stay while it lives."""
     return connection.execute(
         "DELETE FROM groups WHERE seq IN (SELECT g.seq FROM groups g LEFT JOIN draws d ON d.id = g.draw "
-        "WHERE g.updated_at < ? AND g.state NOT IN ('open') AND NOT (g.is_held AND COALESCE(d.is_active, 0)) LIMIT ?)",
+        "WHERE g.updated_at < ? AND g.state NOT IN ('open') "
+        "AND NOT (g.is_held = 1 AND COALESCE(d.is_active, 0) = 1) LIMIT ?)",
         (before, chunk),
     ).rowcount
 
@@ -193,22 +183,19 @@ def forget_older(connection: sqlite3.Connection, before: float, chunk: int) -> i
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def get_group(connection: sqlite3.Connection, group_id: str) -> Group:
+def get_group(connection: Connection, group_id: str) -> Group:
     row = connection.execute("SELECT record FROM groups WHERE id = ?", (group_id,)).fetchone()
     if row is None:
         raise NotFound(f"there is no group {group_id!r}")
     return from_json(row[0], Group)
 
 
-def unfinished_groups(connection: sqlite3.Connection) -> tuple[Group, ...]:
-    (rows,) = connection.execute(
-        "SELECT json_group_array(json(record)) FROM (SELECT record FROM groups "
-        "WHERE state IN ('open', 'complete') ORDER BY seq LIMIT -1)"
-    ).fetchone()
-    return from_json(rows, tuple[Group, ...])
+def unfinished_groups(connection: Connection) -> tuple[Group, ...]:
+    rest = "FROM groups WHERE state IN ('open', 'complete') ORDER BY seq"
+    return connection.read_records("record", rest, (), tuple[Group, ...])
 
 
-def orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
+def orphans(connection: Connection) -> tuple[str, ...]:
     rows = connection.execute(
         'SELECT r.id FROM rollouts r JOIN groups g ON g.id = r."group" '
         "WHERE r.ended_seq IS NULL AND g.state != 'open' AND r.id = g.id || '-' || r.\"index\""
@@ -216,55 +203,48 @@ def orphans(connection: sqlite3.Connection) -> tuple[str, ...]:
     return tuple(row[0] for row in rows)
 
 
-def delivered_groups(connection: sqlite3.Connection, draw_id: str, after: int, limit: int) -> tuple[Group, ...]:
-    (rows,) = connection.execute(
-        "SELECT json_group_array(json(record)) FROM (SELECT record FROM groups "
-        "WHERE draw = ? AND place > ? ORDER BY place LIMIT ?)",
-        (draw_id, after, limit),
-    ).fetchone()
-    return from_json(rows, tuple[Group, ...])
+def delivered_groups(connection: Connection, draw_id: str, after: int, limit: int) -> tuple[Group, ...]:
+    rest = "FROM groups WHERE draw = ? AND place > ? ORDER BY place LIMIT ?"
+    return connection.read_records("record", rest, (draw_id, after, limit), tuple[Group, ...])
 
 
-def get_draw(connection: sqlite3.Connection, draw_id: str) -> Draw:
+def get_draw(connection: Connection, draw_id: str) -> Draw:
     row = connection.execute("SELECT record FROM draws WHERE id = ?", (draw_id,)).fetchone()
     if row is None:
         raise NotFound(f"there is no draw {draw_id!r}")
     return from_json(row[0], Draw)
 
 
-def list_draws(connection: sqlite3.Connection) -> tuple[Draw, ...]:
-    (rows,) = connection.execute(
-        "SELECT json_group_array(json(record)) FROM (SELECT record FROM draws ORDER BY seq LIMIT -1)"
-    ).fetchone()
-    return from_json(rows, tuple[Draw, ...])
+def list_draws(connection: Connection) -> tuple[Draw, ...]:
+    return connection.read_records("record", "FROM draws ORDER BY seq", (), tuple[Draw, ...])
 
 
-def get_item(connection: sqlite3.Connection, draw_id: str, item: int) -> dict[str, Any]:
+def get_item(connection: Connection, draw_id: str, item: int) -> dict[str, Any]:
     row = connection.execute("SELECT task FROM draw_items WHERE draw = ? AND item = ?", (draw_id, item)).fetchone()
     if row is None:
         raise NotFound(f"draw {draw_id!r} has no task {item}")
     return from_json(row[0], dict[str, Any])
 
 
-def count_items(connection: sqlite3.Connection, draw_id: str) -> int:
+def count_items(connection: Connection, draw_id: str) -> int:
     (count,) = connection.execute("SELECT COUNT(*) FROM draw_items WHERE draw = ?", (draw_id,)).fetchone()
     return int(count)
 
 
-def get_batch(connection: sqlite3.Connection, draw_id: str, number: int) -> Batch:
+def get_batch(connection: Connection, draw_id: str, number: int) -> Batch:
     row = connection.execute("SELECT record FROM batches WHERE draw = ? AND number = ?", (draw_id, number)).fetchone()
     if row is None:
         raise NotFound(f"draw {draw_id!r} has no batch {number}")
     return from_json(row[0], Batch)
 
 
-def get_eval(connection: sqlite3.Connection, eval_id: str) -> EvalRecord:
+def get_eval(connection: Connection, eval_id: str) -> EvalRecord:
     row = connection.execute("SELECT record FROM evals WHERE id = ?", (eval_id,)).fetchone()
     if row is None:
         raise NotFound(f"there is no evaluation {eval_id!r}")
     return from_json(row[0], EvalRecord)
 
 
-def list_evals(connection: sqlite3.Connection) -> tuple[EvalRecord, ...]:
+def list_evals(connection: Connection) -> tuple[EvalRecord, ...]:
     rows = connection.execute("SELECT record FROM evals ORDER BY seq").fetchall()
     return tuple(from_json(record, EvalRecord) for (record,) in rows)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from rollyard.core.policy import PolicyRecord
+from rollyard.store._dialect import Connection
 from rollyard.store.codec import from_json
 
 
-def put_policy(connection: sqlite3.Connection, name: str, record: str) -> None:
-    connection.execute("INSERT OR REPLACE INTO policies VALUES (?, ?)", (name, record))
+def put_policy(connection: Connection, name: str, record: str) -> None:
+    connection.execute(
+        "INSERT INTO policies VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET record = excluded.record", (name, record)
+    )
 
 
-def policies(connection: sqlite3.Connection) -> tuple[PolicyRecord, ...]:
-    rows = connection.execute("SELECT record FROM policies ORDER BY name").fetchall()
-    return tuple(from_json(record, PolicyRecord) for (record,) in rows)
+def policies(connection: Connection) -> tuple[PolicyRecord, ...]:
+    """By name."""
+    rows = connection.execute("SELECT name, record FROM policies").fetchall()  # each database sorts text in its own way
+    return tuple(from_json(record, PolicyRecord) for _, record in sorted(map(tuple, rows)))

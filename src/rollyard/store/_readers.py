@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from rollyard.store._dialect import SqliteConnection
 
 T = TypeVar("T")
 
 
 class Readers:
-    def __init__(self, connect: Callable[[], sqlite3.Connection], count: int) -> None:
+    def __init__(self, connect: Callable[[], SqliteConnection], count: int) -> None:
         self._all = [connect() for _ in range(count)]
-        self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[SqliteConnection] = queue.SimpleQueue()
         for connection in self._all:
             self._idle.put(connection)
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="rollyard-store-reader")
 
-    async def run(self, query: Callable[[sqlite3.Connection], T]) -> T:
+    async def run(self, query: Callable[[SqliteConnection], T]) -> T:
         """Runs a query in the pool. What the pool cannot take waits in its queue: one entry per waiting caller."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._with_connection, query)
 
-    def _with_connection(self, query: Callable[[sqlite3.Connection], T]) -> T:
+    def _with_connection(self, query: Callable[[SqliteConnection], T]) -> T:
         connection = self._idle.get()  # never waits: there are as many as threads
         try:
             return query(connection)

@@ -1,17 +1,15 @@
-"""What is read, one function per question. Each runs in a reader's thread, on its own snapshot.
+"""What is read, one function per question. Each runs on a reader's connection and sees the last commit.
 
-A question is answered in one row: where there are many, SQLite puts them into one JSON array. Each row that Python
-steps to would cost the thread the interpreter lock, and under a busy loop a wait to get it back (see `_writer`).
+A question is one statement, so that it is answered from one snapshot, and many rows come at once (see `_dialect`).
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from rollyard.core import EngineSpec, Json, Rollout, Run, State, Trajectory
 from rollyard.core.failure import InvalidRequest, NotFound
+from rollyard.store._dialect import Connection
 from rollyard.store._rows import COLUMNS, FROM, fetch, parse_cursor, to_rollout
 from rollyard.store.base import Page, QueuedRow
 from rollyard.store.codec import decode_trajectory, from_json
@@ -20,31 +18,37 @@ PAGE = 1000
 """Rollouts on one page at most."""
 
 
-def get_run(connection: sqlite3.Connection, run_id: str) -> Run:
+def get_run(connection: Connection, run_id: str) -> Run:
     row = connection.execute("SELECT record FROM runs WHERE id = ?", (run_id,)).fetchone()
     if row is None:
         raise NotFound(f"there is no run {run_id!r}")
     return from_json(row[0], Run)
 
 
-def list_runs(connection: sqlite3.Connection) -> tuple[Run, ...]:
+def list_runs(connection: Connection) -> tuple[Run, ...]:
     """In the order in which they were made."""
-    (runs,) = connection.execute(
-        "SELECT json_group_array(json(record)) FROM (SELECT record FROM runs ORDER BY seq LIMIT -1)"
-    ).fetchone()
-    return from_json(runs, tuple[Run, ...])
+    return connection.read_records("record", "FROM runs ORDER BY seq", (), tuple[Run, ...])
 
 
-def engines(connection: sqlite3.Connection) -> tuple[EngineSpec, ...]:
-    rows = connection.execute("SELECT record FROM engines ORDER BY rowid").fetchall()
+def engines(connection: Connection) -> tuple[EngineSpec, ...]:
+    rows = connection.execute("SELECT record FROM engines ORDER BY seq").fetchall()
     return tuple(from_json(record, EngineSpec) for (record,) in rows)
 
 
-def get(connection: sqlite3.Connection, rollout_id: str) -> Rollout:
+def get(connection: Connection, rollout_id: str) -> Rollout:
     return to_rollout(fetch(connection, rollout_id))
 
 
-def trajectory(connection: sqlite3.Connection, rollout_id: str) -> bytes | None:
+def get_many(connection: Connection, ids: Sequence[str]) -> list[Rollout]:
+    """In the order given; what is not there is left out."""
+    dialect = connection.dialect
+    where = f"WHERE {dialect.among.format('r.id')}"
+    rows = connection.read_rows(COLUMNS[dialect], f"{FROM} {where}", (dialect.listed(ids),))
+    found = connection.aside(lambda: {row[0]: to_rollout(row) for row in rows}, len(rows))
+    return [found[rollout_id] for rollout_id in ids if rollout_id in found]
+
+
+def trajectory(connection: Connection, rollout_id: str) -> bytes | None:
     """Encoded: a service may pass the bytes on."""
     row = connection.execute(
         "SELECT j.trajectory FROM rollouts r LEFT JOIN trajectories j USING (seq) WHERE r.id = ?", (rollout_id,)
@@ -54,7 +58,7 @@ def trajectory(connection: sqlite3.Connection, rollout_id: str) -> bytes | None:
     return row[0]
 
 
-def saved_run(connection: sqlite3.Connection, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None:
+def saved_run(connection: Connection, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None:
     row = connection.execute(
         "SELECT j.trajectory, j.info FROM rollouts r JOIN trajectories j USING (seq) "
         "WHERE r.id = ? AND j.info IS NOT NULL",
@@ -64,7 +68,7 @@ def saved_run(connection: sqlite3.Connection, rollout_id: str) -> tuple[Trajecto
 
 
 def page(
-    connection: sqlite3.Connection,
+    connection: Connection,
     *,
     state: State | None,
     run: str | None,
@@ -83,29 +87,22 @@ def page(
         where, values = [*where, "r.run = ?"], [*values, run]
     if group is not None:
         where, values = [*where, 'r."group" = ?'], [*values, group]
-    (rows,) = connection.execute(
-        f"SELECT json_group_array(json(row)) FROM (SELECT json_array({COLUMNS}) AS row {FROM} "
-        f"WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?)",
-        (*values, limit),
-    ).fetchone()
-    rollouts = tuple(to_rollout(row) for row in from_json(rows, list[list[Any]]))
+    rest = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?"
+    rows = connection.read_rows(COLUMNS[connection.dialect], rest, (*values, limit))
+    rollouts = connection.aside(lambda: tuple(to_rollout(row) for row in rows), len(rows))
     if not rollouts or (order == "s" and len(rollouts) < limit):
         return Page(rollouts, None)
     return Page(rollouts, f"{order}:{rollouts[-1].ended_seq if order == 'e' else rollouts[-1].seq}")
 
 
-def queued(connection: sqlite3.Connection) -> tuple[QueuedRow, ...]:
-    record = "json_object('id', id, 'run', run, 'priority', priority, 'seq', seq, 'attempt', attempt)"
-    (rows,) = connection.execute(
-        f"SELECT json_group_array(json(row)) FROM "
-        f"(SELECT {record} AS row FROM rollouts WHERE state = 'queued' ORDER BY seq LIMIT -1)"
-    ).fetchone()
-    return from_json(rows, tuple[QueuedRow, ...])
+def queued(connection: Connection) -> tuple[QueuedRow, ...]:
+    fields = "'id', id, 'run', run, 'priority', priority, 'seq', seq, 'attempt', attempt"
+    record = f"{connection.dialect.json_object}({fields})"
+    rest = "FROM rollouts WHERE state = 'queued' ORDER BY seq"
+    return connection.read_records(record, rest, (), tuple[QueuedRow, ...])
 
 
-def counts(connection: sqlite3.Connection) -> dict[str, int]:
+def counts(connection: Connection) -> dict[str, int]:
     """Every state is named, also with 0."""
-    (found,) = connection.execute(
-        "SELECT json_group_object(state, n) FROM (SELECT state, COUNT(*) AS n FROM rollouts GROUP BY state)"
-    ).fetchone()
-    return {state.value: 0 for state in State} | from_json(found, dict[str, int])
+    found = connection.read_rows("state, COUNT(*)", "FROM rollouts GROUP BY state")
+    return {state.value: 0 for state in State} | {row[0]: row[1] for row in found}

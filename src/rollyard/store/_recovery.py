@@ -2,58 +2,68 @@
 
 cancel asked for                    → ended, cancelled
 INIT, READY, RUN                    → queued, attempt + 1; or ended, lost_to_restarts, when attempts are used up
-EVAL, can be judged from what RUN left → stays, and is named in `Recovered.evals`; lost_to_restarts when that
-                                      has happened max_attempts times: a check that kills the service must end
+EVAL, can be judged from what RUN left → stays, out at no node, and is named in `Recovered.evals`; lost_to_restarts when
+                                      that has happened max_attempts times: a check that kills the service must end
 EVAL otherwise                      → as INIT, READY, RUN
+out at a node, and leases are kept  → stays as it is, and is named in `Recovered.leased`; a cancel still ends it
 queued                              → untouched: only counted, so that ten thousand of them cost nothing
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 
 from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, State, Task
 from rollyard.core.failure import LostToRestarts
+from rollyard.store._dialect import Connection
+from rollyard.store._moves import Requeue
 from rollyard.store._rows import cancelled, finish
-from rollyard.store._writes import requeue
-from rollyard.store.base import Recovered
+from rollyard.store.base import Leased, Recovered
 from rollyard.store.codec import from_json, to_json
 
-_LIVE = """SELECT r.seq, r.id, r.state, r.attempt, r.excused, r.evals_lost, t.task, j.info, j.sampled_tokens
+_LIVE = """SELECT r.seq, r.id, r.state, r.attempt, r.node, r.excused, r.evals_lost,
+    CASE r.state WHEN 'eval' THEN t.task END, j.info, j.sampled_tokens
     FROM rollouts r JOIN tasks t USING (seq) LEFT JOIN trajectories j USING (seq)
     WHERE r.state IN ('init', 'ready', 'run', 'eval') ORDER BY r.seq"""
 
 
 def recover(
-    connection: sqlite3.Connection, max_attempts: int, can_reevaluate: Callable[[str], bool]
+    connection: Connection,
+    max_attempts: int,
+    can_reevaluate: Callable[[str], bool],
+    *,
+    keeps_leases: bool = False,
 ) -> tuple[int, Recovered]:
     """Raises the epoch and moves the rows; the new epoch and what was found. In the caller's transaction."""
     (epoch,) = connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch' RETURNING value").fetchone()
     asked = connection.execute(
-        "SELECT seq, state, cancel_detail FROM rollouts WHERE cancel_detail IS NOT NULL AND ended_seq IS NULL"
+        "SELECT seq, state, cancel_detail FROM rollouts WHERE cancel_detail IS NOT NULL AND ended_seq IS NULL "
+        "ORDER BY seq"
     ).fetchall()
     for seq, state, detail in asked:
         finish(connection, seq, cancelled(detail, state))
     (queued,) = connection.execute("SELECT COUNT(*) FROM rollouts WHERE state = 'queued'").fetchone()
-    requeued, failed, evals = 0, 0, list[str]()
-    for seq, rollout_id, state, attempt, excused, evals_lost, task, info, tokens in connection.execute(
-        _LIVE
-    ).fetchall():
+    failed, evals, leased, lost = 0, list[str](), list[Leased](), list[Requeue]()
+    for row in connection.execute(_LIVE).fetchall():
+        seq, rollout_id, state, attempt, node, excused, evals_lost, task, info, tokens = row
+        if keeps_leases and node is not None:
+            leased.append(Leased(rollout_id, attempt, node, State(state)))
+            continue
         is_evaluable = state == State.EVAL and _is_reevaluable(info, task, can_reevaluate)
         if is_evaluable and evals_lost < max_attempts:
-            connection.execute("UPDATE rollouts SET evals_lost = evals_lost + 1 WHERE seq = ?", (seq,))
+            # It is judged here now: kept as out at its node, a later opening would wait for a node that forgot it.
+            connection.execute("UPDATE rollouts SET evals_lost = evals_lost + 1, node = NULL WHERE seq = ?", (seq,))
             evals.append(rollout_id)
         elif not is_evaluable and attempt - excused < max_attempts:
-            lost = LostAttempt(attempt, "server_restarted", f"the service ended in {state}", state, tokens or 0)
-            requeue(connection, rollout_id, Position(State(state), attempt), lost)
-            requeued += 1
+            how = LostAttempt(attempt, "server_restarted", f"the service ended in {state}", state, tokens or 0)
+            lost.append(Requeue(rollout_id, Position(State(state), attempt), how))
         else:
             times = evals_lost + 1 if is_evaluable else attempt - excused
             error = LostToRestarts(f"the service ended {times} times while this rollout was at work, last in {state}")
             finish(connection, seq, to_json(Ending(Outcome.FAILED, failure=error.failure(state))))
             failed += 1
-    return epoch, Recovered(queued, requeued, tuple(evals), failed, len(asked))
+    Requeue.together(connection, lost)
+    return epoch, Recovered(queued, len(lost), tuple(evals), failed, len(asked), tuple(leased))
 
 
 def _is_reevaluable(info: str | None, task: str, can_reevaluate: Callable[[str], bool]) -> bool:

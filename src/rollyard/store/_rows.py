@@ -1,27 +1,30 @@
 """Rows and rollouts: reading a row as a `Rollout`, and the terminal write that all endings share.
 
-Invariant: `finish` is the only statement that writes `ended`, so every terminal record gets its number of the
+Invariant: `finish_many` has the only statement that writes `ended`, so every terminal record gets its number of the
 terminal order in the same transaction, whoever ends it: the pipeline, a cancel, a tombstone or a restart.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, Rollout, State, Task
 from rollyard.core.failure import Cancelled, InvalidRequest, NotFound
+from rollyard.store._dialect import POSTGRES, SQLITE, Connection, Row
 from rollyard.store.base import Stale
 from rollyard.store.codec import from_json, to_json
 
-COLUMNS = """r.id, r.run, t.task, r.state, r.attempt, r."group", r."index", r.priority, r.seq, r.ended_seq,
+COLUMNS = {
+    dialect: f"""r.id, r.run, t.task, r.state, r.attempt, r."group", r."index", r.priority, r.seq, r.ended_seq,
     r.cancel_detail, r.excused, r.lost, r.ending, r.scores,
-    printf('%!.17g', r.created_at), printf('%!.17g', r.updated_at)"""  # exact in a JSON array too (see _reads.page)
+    {dialect.exact.format("r.created_at")}, {dialect.exact.format("r.updated_at")}"""
+    for dialect in (SQLITE, POSTGRES)
+}
 FROM = "FROM rollouts r JOIN tasks t USING (seq)"
 
-Row = Sequence[Any]
+APPENDED = "CASE {0} WHEN '[]' THEN '[' || ? || ']' ELSE substr({0}, 1, length({0}) - 1) || ',' || ? || ']' END"
+"""A column that holds a JSON array, with one more: give the parameter twice."""
 
 
 def to_rollout(row: Row) -> Rollout:
@@ -50,36 +53,51 @@ def to_rollout(row: Row) -> Rollout:
     )
 
 
-def find(connection: sqlite3.Connection, rollout_id: str) -> Row | None:
-    return connection.execute(f"SELECT {COLUMNS} {FROM} WHERE r.id = ?", (rollout_id,)).fetchone()
+def find(connection: Connection, rollout_id: str) -> Row | None:
+    return connection.execute(f"SELECT {COLUMNS[connection.dialect]} {FROM} WHERE r.id = ?", (rollout_id,)).fetchone()
 
 
-def fetch(connection: sqlite3.Connection, rollout_id: str) -> Row:
+def fetch(connection: Connection, rollout_id: str) -> Row:
     row = find(connection, rollout_id)
     if row is None:
         raise NotFound(f"there is no rollout {rollout_id!r}")
     return row
 
 
-def locate(connection: sqlite3.Connection, rollout_id: str, at: Position) -> int:
+def locate(connection: Connection, rollout_id: str, at: Position) -> int:
     """The row's seq if it is at that position, else `Stale` with where it is."""
     row = connection.execute("SELECT seq, state, attempt FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    if (error := misplaced(rollout_id, row, at)) is not None:
+        raise error
+    return row[0]
+
+
+def misplaced(rollout_id: str, row: Row | None, at: Position) -> Stale | None:
+    """What is wrong with where a rollout is; the row has seq, state and attempt."""
     if row is None:
-        raise Stale(f"rollout {rollout_id} is not in the store")
-    seq, state, attempt = row
+        return Stale(f"rollout {rollout_id} is not in the store")
+    _, state, attempt = row
     if (state, attempt) != (at.state, at.attempt):
-        raise Stale(f"rollout {rollout_id} is in {state}, attempt {attempt}; not in {at.state}, attempt {at.attempt}")
-    return seq
+        return Stale(f"rollout {rollout_id} is in {state}, attempt {attempt}; not in {at.state}, attempt {at.attempt}")
+    return None
 
 
-def finish(connection: sqlite3.Connection, seq: int, ending: str) -> None:
+def finish(connection: Connection, seq: int, ending: str) -> None:
     """Writes the terminal record of a row that the caller has located."""
-    (number,) = connection.execute(
-        "UPDATE meta SET value = value + 1 WHERE key = 'ended_seq' RETURNING value"
+    finish_many(connection, [(seq, ending)])
+
+
+def finish_many(connection: Connection, ends: Sequence[tuple[int, str]]) -> None:
+    """(seq, ending) each: numbered in that order."""
+    if not ends:
+        return
+    (last,) = connection.execute(
+        "UPDATE meta SET value = value + ? WHERE key = 'ended_seq' RETURNING value", (len(ends),)
     ).fetchone()
-    connection.execute(
-        "UPDATE rollouts SET state = 'ended', ending = ?, ended_seq = ?, updated_at = ? WHERE seq = ?",
-        (ending, number, time.time(), seq),
+    now = time.time()
+    connection.execute_each(
+        "UPDATE rollouts SET state = 'ended', node = NULL, ending = ?, ended_seq = ?, updated_at = ? WHERE seq = ?",
+        [(ending, number, now, seq) for number, (seq, ending) in enumerate(ends, last - len(ends) + 1)],
     )
 
 

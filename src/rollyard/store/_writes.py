@@ -1,26 +1,30 @@
-"""What is written, one function per operation. Each runs in a savepoint of its own; those that
-return `Steps` yield between their rows, so that the loop is not held for all of them (see `_writer`).
+"""What is written for clients: runs, engines, submits, cancels, and what is deleted. One function per operation.
 
-Every function that moves a rollout first locates it at the position that the caller believes in (`Stale`
-otherwise); the writer is alone in its transaction, so what was located stays so until the commit.
+Each happens as a whole or not at all; those that return `Steps` yield between their rows, so that the loop is not
+held for all of them (see `_writer`).
 """
 
 from __future__ import annotations
 
-import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self, TypeVar
 
-from rollyard.core import LostAttempt, Position, Rollout, State
+from rollyard.core import Rollout, State
 from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
-from rollyard.store._rows import Row, cancelled, fetch, find, finish, locate
-from rollyard.store._writer import Steps
-from rollyard.store.base import Stale
-from rollyard.store.codec import from_json, to_json
+from rollyard.store._dialect import Connection, Row
+from rollyard.store._queue import Joint, Steps
+from rollyard.store._rows import cancelled, fetch, find, finish
+from rollyard.store.base import Stale, eval_items
+
+T = TypeVar("T")
 
 TOMBSTONES = 100_000
 """Cancels of unknown ids that are remembered at most; the oldest goes first. About 10 MB."""
+
+SLICE = 64
+"""Rows that are written between two breaths of the loop: at 5 to 20 µs each in SQLite, about 1 ms."""
 
 CHUNK = 50
 """Rollouts deleted in one operation: at up to 0.5 ms each, other writes wait some 25 ms for it."""
@@ -35,15 +39,12 @@ class NewRow:
     task: str
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTrajectory:
-    """A trajectory, encoded."""
-
-    data: bytes | bytearray
-    sampled_tokens: int
+def sliced(rows: Sequence[T]) -> Iterator[Sequence[T]]:
+    for first in range(0, len(rows), SLICE):
+        yield rows[first : first + SLICE]
 
 
-def put_run(connection: sqlite3.Connection, run_id: str, digest: str, record: str) -> str:
+def put_run(connection: Connection, run_id: str, digest: str, record: str) -> str:
     row = connection.execute("SELECT digest, record FROM runs WHERE id = ?", (run_id,)).fetchone()
     if row is None:
         connection.execute("INSERT INTO runs (id, digest, record) VALUES (?, ?, ?)", (run_id, digest, record))
@@ -53,77 +54,137 @@ def put_run(connection: sqlite3.Connection, run_id: str, digest: str, record: st
     return row[1]
 
 
-def put_engine(connection: sqlite3.Connection, engine_id: str, record: str) -> None:
-    connection.execute("INSERT OR REPLACE INTO engines VALUES (?, ?)", (engine_id, record))
+def put_engine(connection: Connection, engine_id: str, record: str) -> None:
+    connection.execute(
+        "INSERT INTO engines (id, record, seq) VALUES (?, ?, (SELECT COALESCE(MAX(seq), 0) + 1 FROM engines)) "
+        "ON CONFLICT (id) DO UPDATE SET record = excluded.record",
+        (engine_id, record),
+    )
 
 
-def delete_engine(connection: sqlite3.Connection, engine_id: str) -> None:
+def delete_engine(connection: Connection, engine_id: str) -> None:
     connection.execute("DELETE FROM engines WHERE id = ?", (engine_id,))
 
 
-def submit(connection: sqlite3.Connection, rows: Sequence[NewRow]) -> Steps[list[Row | Rollout]]:
+@dataclass(frozen=True, slots=True)
+class Submit(Joint[list[Row | Rollout]]):
+    rows: Sequence[NewRow]
+
+    @property
+    def ids(self) -> Sequence[str]:
+        return [new.rollout.id for new in self.rows]
+
+    def __call__(self, connection: Connection) -> Steps[list[Row | Rollout]]:
+        return submit(connection, self.rows)
+
+    @classmethod
+    def together(cls, connection: Connection, joint: Sequence[Self]) -> list[list[Row | Rollout] | Exception]:
+        known = _known_runs(connection, {new.rollout.run for one in joint for new in one.rows})
+        told = [_refusal(one.rows, known) for one in joint]
+        stored = _submit_few(
+            connection, [new for one, no in zip(joint, told, strict=True) if no is None for new in one.rows]
+        )
+        each = iter(stored)
+        return [no or [next(each) for _ in one.rows] for one, no in zip(joint, told, strict=True)]
+
+
+def submit(connection: Connection, rows: Sequence[NewRow]) -> Steps[list[Row | Rollout]]:
     """Each as stored: a new one as a Rollout, without reading it back, an earlier or cancelled one as its row."""
-    ids = {new.rollout.id for new in rows}
-    if len(ids) < len(rows):
-        raise IdConflict("a rollout id is given twice in one call")
-    for run in {new.rollout.run for new in rows}:
-        if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run,)).fetchone() is None:
-            raise NotFound(f"there is no run {run!r}")
+    refusal = _refusal(rows, _known_runs(connection, {new.rollout.run for new in rows}))
+    if refusal is not None:
+        raise refusal
     stored: list[Row | Rollout] = []
-    for new in rows:
-        stored.append(_submit_one(connection, new))
+    for few in sliced(rows):
+        stored += _submit_few(connection, few)
         yield
     return stored
 
 
-def _submit_one(connection: sqlite3.Connection, new: NewRow) -> Row | Rollout:
-    rollout, now = new.rollout, time.time()
-    created_at = rollout.created_at or now
-    inserted = connection.execute(
-        'INSERT INTO rollouts (id, run, state, attempt, "group", "index", priority, created_at, updated_at, digest) '
-        "VALUES (?, ?, 'queued', 1, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING seq",
-        (
-            rollout.id, rollout.run, rollout.group, rollout.index, rollout.priority,
-            created_at, now, new.digest,
-        ),
-    ).fetchone()  # fmt: skip
-    if inserted is None:
-        row = connection.execute("SELECT digest, run FROM rollouts WHERE id = ?", (rollout.id,)).fetchone()
-        if row != (new.digest, rollout.run):
-            raise IdConflict(f"rollout {rollout.id!r} exists already, with another body or in another run")
-        return fetch(connection, rollout.id)
-    (seq,) = inserted
-    connection.execute("INSERT INTO tasks (seq, task) VALUES (?, ?)", (seq, new.task))
-    connection.execute("DELETE FROM leavings WHERE id = ?", (rollout.id,))  # an id that is used again
-    tombstone = connection.execute("SELECT detail FROM tombstones WHERE id = ?", (rollout.id,)).fetchone()
-    if tombstone is not None:
-        connection.execute("DELETE FROM tombstones WHERE id = ?", (rollout.id,))
-        connection.execute("UPDATE rollouts SET cancel_detail = ? WHERE seq = ?", (tombstone[0], seq))
-        finish(connection, seq, cancelled(tombstone[0], None))
-        return fetch(connection, rollout.id)
-    return Rollout(
-        id=rollout.id,
-        run=rollout.run,
-        task=rollout.task,
-        group=rollout.group,
-        index=rollout.index,
-        priority=rollout.priority,
-        seq=seq,
-        created_at=created_at,
-        updated_at=now,
+def _known_runs(connection: Connection, runs: set[str]) -> set[str]:
+    among, listed = connection.dialect.among.format("id"), connection.dialect.listed(sorted(runs))
+    return {row[0] for row in connection.execute(f"SELECT id FROM runs WHERE {among}", (listed,)).fetchall()}
+
+
+def _refusal(rows: Sequence[NewRow], known_runs: set[str]) -> Exception | None:
+    """What is wrong with a call before anything is written."""
+    if len({new.rollout.id for new in rows}) < len(rows):
+        return IdConflict("a rollout id is given twice in one call")
+    for new in rows:
+        if new.rollout.run not in known_runs:
+            return NotFound(f"there is no run {new.rollout.run!r}")
+    return None
+
+
+def _submit_few(connection: Connection, rows: Sequence[NewRow]) -> list[Row | Rollout]:
+    dialect, now = connection.dialect, time.time()
+    rollouts = [new.rollout for new in rows]
+    inserted: dict[str, int] = {
+        row[0]: row[1]
+        for row in connection.execute_each(
+            "INSERT INTO rollouts "
+            '(id, run, state, attempt, "group", "index", priority, created_at, updated_at, digest) '
+            "VALUES (?, ?, 'queued', 1, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING id, seq",
+            [
+                (one.id, one.run, one.group, one.index, one.priority, one.created_at or now, now, new.digest)
+                for one, new in zip(rollouts, rows, strict=True)
+            ],
+        )
+    }
+    connection.execute_each(
+        "INSERT INTO tasks (seq, task) VALUES (?, ?)",
+        [(inserted[new.rollout.id], new.task) for new in rows if new.rollout.id in inserted],
     )
+    ids = dialect.listed(list(inserted))
+    connection.execute(f"DELETE FROM leavings WHERE {dialect.among.format('id')}", (ids,))  # ids that are used again
+    cancels: dict[str, str] = {
+        row[0]: row[1]
+        for row in connection.execute(
+            f"DELETE FROM tombstones WHERE {dialect.among.format('id')} RETURNING id, detail", (ids,)
+        ).fetchall()
+    }
+    stored: list[Row | Rollout] = []
+    for new in rows:
+        rollout = new.rollout
+        if rollout.id not in inserted:
+            row = connection.execute("SELECT digest, run FROM rollouts WHERE id = ?", (rollout.id,)).fetchone()
+            if tuple(row) != (new.digest, rollout.run):
+                raise IdConflict(f"rollout {rollout.id!r} exists already, with another body or in another run")
+            stored.append(fetch(connection, rollout.id))
+            continue
+        seq = inserted[rollout.id]
+        if rollout.id in cancels:
+            detail = cancels[rollout.id]
+            connection.execute("UPDATE rollouts SET cancel_detail = ? WHERE seq = ?", (detail, seq))
+            finish(connection, seq, cancelled(detail, None))
+            stored.append(fetch(connection, rollout.id))
+            continue
+        stored.append(
+            Rollout(
+                id=rollout.id,
+                run=rollout.run,
+                task=rollout.task,
+                group=rollout.group,
+                index=rollout.index,
+                priority=rollout.priority,
+                seq=seq,
+                created_at=rollout.created_at or now,
+                updated_at=now,
+            )
+        )
+    return stored
 
 
-def request_cancel(connection: sqlite3.Connection, rollout_id: str, detail: str) -> Row | None:
+def request_cancel(connection: Connection, rollout_id: str, detail: str) -> Row | None:
     row = connection.execute("SELECT seq, state FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
     if row is None:
-        new = connection.execute(
-            "INSERT INTO tombstones (id, detail, created_at) VALUES (?, ?, ?) "
-            "ON CONFLICT (id) DO NOTHING RETURNING seq",
-            (rollout_id, detail, time.time()),
-        ).fetchone()
-        if new is not None:
-            connection.execute("DELETE FROM tombstones WHERE seq <= ?", (new[0] - TOMBSTONES,))
+        # Looked for first: in PostgreSQL an insert that finds a conflict uses up a number all the same, and enough
+        # repeated cancels would push out the others' tombstones.
+        if connection.execute("SELECT 1 FROM tombstones WHERE id = ?", (rollout_id,)).fetchone() is None:
+            (number,) = connection.execute(
+                "INSERT INTO tombstones (id, detail, created_at) VALUES (?, ?, ?) RETURNING seq",
+                (rollout_id, detail, time.time()),
+            ).fetchone()
+            connection.execute("DELETE FROM tombstones WHERE seq <= ?", (number - TOMBSTONES,))
         return None
     seq, state = row
     if state != State.ENDED:
@@ -136,75 +197,11 @@ def request_cancel(connection: sqlite3.Connection, rollout_id: str, detail: str)
     return find(connection, rollout_id)
 
 
-def move(connection: sqlite3.Connection, rollout_id: str, at: Position, to: Position) -> None:
-    moved = connection.execute(
-        "UPDATE rollouts SET state = ?, attempt = ?, updated_at = ? WHERE id = ? AND state = ? AND attempt = ?",
-        (to.state, to.attempt, time.time(), rollout_id, at.state, at.attempt),
-    ).rowcount
-    if not moved:
-        locate(connection, rollout_id, at)  # says where it is instead
-
-
-def requeue(
-    connection: sqlite3.Connection, rollout_id: str, at: Position, lost: LostAttempt, is_excused: bool = False
-) -> None:
-    seq = locate(connection, rollout_id, at)
-    to = at.to(State.QUEUED)
-    (before,) = connection.execute("SELECT lost FROM rollouts WHERE seq = ?", (seq,)).fetchone()
-    history = (*from_json(before, tuple[LostAttempt, ...]), lost)
-    connection.execute(
-        "UPDATE rollouts SET state = ?, attempt = ?, excused = excused + ?, lost = ?, updated_at = ? WHERE seq = ?",
-        (to.state, to.attempt, is_excused, to_json(history), time.time(), seq),
-    )
-    connection.execute("DELETE FROM trajectories WHERE seq = ?", (seq,))  # the next attempt has tokens of its own
-
-
-def save_run(connection: sqlite3.Connection, rollout_id: str, at: Position, saved: SavedTrajectory, info: str) -> None:
-    seq = locate(connection, rollout_id, at)
-    _put_trajectory(connection, seq, saved, info)
-    connection.execute("UPDATE rollouts SET state = 'eval', updated_at = ? WHERE seq = ?", (time.time(), seq))
-
-
-def excuse_eval(connection: sqlite3.Connection, rollout_id: str, at: Position) -> None:
-    seq = locate(connection, rollout_id, at)
-    connection.execute("UPDATE rollouts SET evals_lost = evals_lost - 1 WHERE seq = ?", (seq,))
-
-
-def end(
-    connection: sqlite3.Connection, rollout_id: str, at: Position, ending: str, saved: SavedTrajectory | None
-) -> Row:
-    seq = locate(connection, rollout_id, at)
-    if saved is not None:
-        _put_trajectory(connection, seq, saved, None)
-    finish(connection, seq, ending)
-    return fetch(connection, rollout_id)
-
-
-def _put_trajectory(connection: sqlite3.Connection, seq: int, saved: SavedTrajectory, info: str | None) -> None:
-    """Keeps the info of an earlier save where none is given: the final trajectory replaces only the tokens."""
-    connection.execute(
-        "INSERT INTO trajectories (seq, sampled_tokens, info, trajectory) VALUES (?, ?, ?, ?) "
-        "ON CONFLICT (seq) DO UPDATE SET sampled_tokens = excluded.sampled_tokens, "
-        "info = COALESCE(excluded.info, info), trajectory = excluded.trajectory",
-        (seq, saved.sampled_tokens, info, saved.data),
-    )
-
-
-def add_score(connection: sqlite3.Connection, rollout_id: str, score: str) -> Row:
-    row = fetch(connection, rollout_id)
-    if row[3] != State.ENDED:
-        raise Stale(f"rollout {rollout_id} has not ended; only an ended one is scored again")
-    connection.execute(
-        "UPDATE rollouts SET scores = json_insert(scores, '$[#]', json(?)) WHERE id = ?", (score, rollout_id)
-    )
-    return fetch(connection, rollout_id)
-
-
 # --- what is deleted, CHUNK by CHUNK; each says how many it took, and whoever calls goes on until that is 0 -----
 
 
-def forget_of_run(connection: sqlite3.Connection, run_id: str) -> Steps[int]:
-    """Ended rollouts of a run, then the run. `Stale` while one of its rollouts has not ended."""
+def forget_of_run(connection: Connection, run_id: str) -> Steps[int]:
+    """Ended rollouts of a run, then the run with its draws and groups. `Stale` while one has not ended."""
     if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone() is None:
         raise NotFound(f"there is no run {run_id!r}")
     (live,) = connection.execute(
@@ -215,12 +212,27 @@ def forget_of_run(connection: sqlite3.Connection, run_id: str) -> Steps[int]:
     rows = connection.execute("SELECT seq, id FROM rollouts WHERE run = ? LIMIT ?", (run_id, CHUNK)).fetchall()
     yield from _forget(connection, rows)
     if len(rows) < CHUNK:
+        yield from _forget_draws(connection, run_id)
         connection.execute("DELETE FROM runs WHERE id = ?", (run_id,))
         return 0
     return len(rows)
 
 
-def acknowledge(connection: sqlite3.Connection, run_id: str, up_to: int) -> Steps[int]:
+def _forget_draws(connection: Connection, run_id: str) -> Steps[None]:
+    """All that a run's draws, groups and evaluations left, once its rollouts are gone."""
+    for (draw_id,) in connection.execute("SELECT id FROM draws WHERE run = ?", (run_id,)).fetchall():
+        connection.execute("DELETE FROM draw_items WHERE draw = ?", (draw_id,))
+        connection.execute("DELETE FROM batches WHERE draw = ?", (draw_id,))
+        yield
+    for (eval_id,) in connection.execute("SELECT id FROM evals WHERE run = ?", (run_id,)).fetchall():
+        connection.execute("DELETE FROM draw_items WHERE draw = ?", (eval_items(eval_id),))
+        yield
+    for table in ("draws", "groups", "evals"):
+        connection.execute(f"DELETE FROM {table} WHERE run = ?", (run_id,))
+        yield
+
+
+def acknowledge(connection: Connection, run_id: str, up_to: int) -> Steps[int]:
     """Trajectories of a run's rollouts that ended up to there. Begins where the last acknowledgement ended."""
     run = connection.execute("SELECT acked FROM runs WHERE id = ?", (run_id,)).fetchone()
     if run is None:
@@ -234,36 +246,36 @@ def acknowledge(connection: sqlite3.Connection, run_id: str, up_to: int) -> Step
         (run_id, run[0], up_to, CHUNK),
     ).fetchall()
     for seq, rollout_id in rows:
-        connection.execute("INSERT OR IGNORE INTO leavings VALUES (?)", (rollout_id,))
+        connection.execute("INSERT INTO leavings VALUES (?) ON CONFLICT (id) DO NOTHING", (rollout_id,))
         connection.execute("DELETE FROM trajectories WHERE seq = ?", (seq,))
         yield
     if len(rows) < CHUNK:
-        connection.execute("UPDATE runs SET acked = MAX(acked, ?) WHERE id = ?", (up_to, run_id))
+        connection.execute("UPDATE runs SET acked = ? WHERE id = ? AND acked < ?", (up_to, run_id, up_to))
     return len(rows)
 
 
-def forget_older(connection: sqlite3.Connection, before: float) -> Steps[int]:
+def forget_older(connection: Connection, before: float) -> Steps[int]:
     """Rollouts that ended, and tombstones that were left, before that moment; but not those that a group is waiting
     for, or that a live draw's trainer has not acknowledged."""
     connection.execute("DELETE FROM tombstones WHERE created_at < ?", (before,))
     rows = connection.execute(
         "SELECT seq, id FROM rollouts r WHERE ended_seq IS NOT NULL AND updated_at < ? AND NOT EXISTS ("
         'SELECT 1 FROM groups g LEFT JOIN draws d ON d.id = g.draw WHERE g.id = r."group" AND '
-        "(g.state = 'open' OR (g.is_held AND d.is_active))) ORDER BY updated_at LIMIT ?",
+        "(g.state = 'open' OR (g.is_held = 1 AND d.is_active = 1))) ORDER BY updated_at LIMIT ?",
         (before, CHUNK),
     ).fetchall()
     yield from _forget(connection, rows)
     return len(rows)
 
 
-def _forget(connection: sqlite3.Connection, rows: Sequence[Row]) -> Steps[None]:
+def _forget(connection: Connection, rows: Sequence[Row]) -> Steps[None]:
     for seq, rollout_id in rows:
-        connection.execute("INSERT OR IGNORE INTO leavings VALUES (?)", (rollout_id,))
+        connection.execute("INSERT INTO leavings VALUES (?) ON CONFLICT (id) DO NOTHING", (rollout_id,))
         connection.execute("DELETE FROM rollouts WHERE seq = ?", (seq,))
         yield
 
 
-def name_leavings(connection: sqlite3.Connection, done: Sequence[str]) -> list[str]:
+def name_leavings(connection: Connection, done: Sequence[str]) -> list[str]:
     """Forgets those whose artifacts are gone; returns the others."""
-    connection.executemany("DELETE FROM leavings WHERE id = ?", [(rollout_id,) for rollout_id in done])
-    return [row[0] for row in connection.execute("SELECT id FROM leavings")]
+    connection.execute_each("DELETE FROM leavings WHERE id = ?", [(rollout_id,) for rollout_id in done])
+    return [row[0] for row in connection.execute("SELECT id FROM leavings").fetchall()]

@@ -7,7 +7,12 @@ Invariants, proven for every store by `rollyard.testing.store_conformance`:
 - An ended record is visible only after its commit, and gets the next number of the terminal order then.
 - A cancel that comes before its submit wins: the submit finds the tombstone and ends as cancelled.
 - Moves are written in the order they were made; a caller that need not wait for the disk does not await.
-- Only one process has a store open. Each opening raises the epoch; rows of an older epoch are re-queued.
+- Only one process has a store open. Each opening raises the epoch; rows of an older epoch are re-queued, but for
+  those that are out at a node, if the opener keeps leases.
+- A leased rollout is out at one node. (id, attempt) is its fencing token: giving it back raises the attempt, and what
+  the node still says of the old one is `Stale`.
+
+The file is long because it is the whole door, and the small records that go through it.
 """
 
 from __future__ import annotations
@@ -66,6 +71,24 @@ class QueuedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Leased:
+    """A rollout that is out at a node."""
+
+    id: str
+    attempt: int
+    node: str
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTrajectory:
+    """A trajectory as `codec.encode_trajectory` made it, here or elsewhere."""
+
+    data: bytes
+    sampled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered:
     """What an opening found, moved already."""
 
@@ -74,6 +97,7 @@ class Recovered:
     evals: tuple[str, ...] = ()  # had ended RUN and can be evaluated from what was saved
     failed: int = 0  # attempts used up: ended as lost_to_restarts
     cancelled: int = 0  # a cancel had been asked for
+    leased: tuple[Leased, ...] = ()  # are out at nodes, and stay so: only for an opener that keeps leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +161,8 @@ class Store(Protocol):
 
     @property
     def broken(self) -> str | None:
-        """Why it cannot be used any more; None while it can. Everything else raises StoreUnusable then."""
+        """Why it cannot be used any more; None while it can. Everything else raises StoreUnusable then, and only then
+        or once it is closed."""
         ...
 
     # runs
@@ -165,18 +190,28 @@ class Store(Protocol):
         ...
 
     # what the pipeline does
+    async def lease(self, wanted: Sequence[tuple[str, int, str]]) -> Sequence[str]:
+        """(id, attempt, node): queued → init, out at that node. Durable before it returns. The ids that it got, in the
+        order given: what is not queued with that attempt (any more), or is held by another transaction just now, is
+        left out."""
+        ...
+
     def move(self, rollout_id: str, at: Position, to: Position) -> asyncio.Future[None]:
-        """Any move but the two below. Raises `Stale` through the future."""
+        """queued → init → ready → run. The other moves have calls of their own, below: `IllegalMove` at once. Raises
+        `Stale` through the future."""
         ...
 
     def requeue(
         self, rollout_id: str, at: Position, lost: LostAttempt, *, is_excused: bool = False
     ) -> asyncio.Future[None]:
-        """Back to queued with attempt + 1."""
+        """Back to queued with attempt + 1, out at no node."""
         ...
 
-    async def save_run(self, rollout_id: str, at: Position, trajectory: Trajectory, info: Mapping[str, Json]) -> None:
-        """run → eval, with what RUN left. Durable before it returns. `info` comes back from `saved_run`."""
+    async def save_run(
+        self, rollout_id: str, at: Position, trajectory: Trajectory | EncodedTrajectory, info: Mapping[str, Json]
+    ) -> None:
+        """run → eval, with what RUN left, here or at the node where it is. Durable before it returns. `info` comes back
+        from `saved_run`."""
         ...
 
     def excuse_eval(self, rollout_id: str, at: Position) -> asyncio.Future[None]:
@@ -185,8 +220,14 @@ class Store(Protocol):
 
     async def saved_run(self, rollout_id: str) -> tuple[Trajectory, Mapping[str, Json]] | None: ...
 
-    async def end(self, rollout_id: str, at: Position, ending: Ending, trajectory: Trajectory | None = None) -> Rollout:
-        """The one terminal record. Durable before it returns."""
+    async def end(
+        self,
+        rollout_id: str,
+        at: Position,
+        ending: Ending,
+        trajectory: Trajectory | EncodedTrajectory | None = None,
+    ) -> Rollout:
+        """The one terminal record, out at no node. Durable before it returns."""
         ...
 
     async def add_score(self, rollout_id: str, score: Mapping[str, Json]) -> Rollout:
@@ -195,6 +236,10 @@ class Store(Protocol):
 
     # reading
     async def get(self, rollout_id: str) -> Rollout: ...
+
+    async def get_many(self, ids: Sequence[str]) -> Sequence[Rollout]:
+        """In the order given; what is not there is left out."""
+        ...
 
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         """None: it left none, or it was acknowledged away."""

@@ -153,12 +153,17 @@ def encode_trajectory(trajectory: Trajectory) -> bytearray:
     return buffer
 
 
-def decode_trajectory(data: bytes | bytearray) -> Trajectory:
+def check_trajectory(data: bytes | bytearray) -> None:
+    """`CorruptRecord` if these bytes, by their beginning, are not a trajectory of a format that we read."""
     if data[:3] != MAGIC:
         raise CorruptRecord("a stored trajectory does not begin as one")
     if data[3:4] != bytes([VERSION]):
         found = data[3] if len(data) > 3 else "none"
         raise CorruptRecord(f"a stored trajectory has format {found}; this version of Rollyard reads {VERSION}")
+
+
+def decode_trajectory(data: bytes | bytearray) -> Trajectory:
+    check_trajectory(data)
     try:
         record = _TRAJECTORY_DECODER.decode(memoryview(data)[4:])
         text = from_json(record.text, _Text)

@@ -1,6 +1,7 @@
 """The tables, as numbered migrations that are applied when a store is opened.
 
-A store says which migrations it has had (`PRAGMA user_version`) and that it is ours (`PRAGMA application_id`).
+A store says which migrations it has had (in SQLite `PRAGMA user_version`, in PostgreSQL a row of `meta`) and that it is
+ours (`application_id`, likewise). The statements are SQLite's; `for_postgres` says them as PostgreSQL wants them.
 Each migration is one transaction. A store that has had more of them than we know was written by a newer
 Rollyard: it is refused, because an older one would break its invariants without noticing.
 
@@ -124,7 +125,53 @@ V2 = (
     "CREATE TABLE policies (name TEXT PRIMARY KEY, record TEXT NOT NULL)",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2)
+V3 = (
+    # The node that it is out at; NULL: at none. Only a live one is.
+    "ALTER TABLE rollouts ADD COLUMN node TEXT CHECK (node IS NULL OR state IN ('init', 'ready', 'run', 'eval'))",
+    # The order in which they were added: a rowid is SQLite's alone.
+    "ALTER TABLE engines ADD COLUMN seq INTEGER NOT NULL DEFAULT 0",
+    "UPDATE engines SET seq = rowid",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3)
+
+
+POSTGRES_ALSO: dict[int, tuple[str, ...]] = {
+    1: (
+        # Tokens do not shrink: trying to compress 100 KB of them costs the server more than writing them.
+        "ALTER TABLE trajectories ALTER COLUMN trajectory SET STORAGE EXTERNAL",
+        "ALTER TABLE rollouts SET (fillfactor = 80)",  # a move writes the row anew: room for it on the same page
+    ),
+}
+"""What only PostgreSQL has to be told after a migration of that number."""
+
+_POSTGRES_SAYS = (
+    ("INTEGER PRIMARY KEY AUTOINCREMENT", "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"),
+    ("INTEGER", "BIGINT"),
+    ("REAL", "DOUBLE PRECISION"),
+    ("BLOB", "BYTEA"),
+    (" WITHOUT ROWID", ""),
+    ("= rowid", "= seq"),  # of an empty table: no PostgreSQL store is older than that migration
+)
+
+
+def for_postgres(number: int, statements: Sequence[str]) -> list[str]:
+    """A migration in PostgreSQL's words."""
+    said: list[str] = []
+    for statement in statements:
+        for ours, theirs in _POSTGRES_SAYS:
+            statement = statement.replace(ours, theirs)
+        said.append(statement)
+    return [*said, *POSTGRES_ALSO.get(number, ())]
+
+
+def check_version(version: int, known: int) -> None:
+    """`StoreUnusable` if a store has had more migrations than we know."""
+    if version > known:
+        raise StoreUnusable(
+            f"this store has schema {version} and this Rollyard knows up to {known}: "
+            "it was written by a newer version; install that one, or begin with an empty store"
+        )
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> int:
@@ -135,11 +182,7 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]] 
         has_tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
         if application or version or has_tables:
             raise StoreUnusable("this SQLite file belongs to another program; give Rollyard a file of its own")
-    if version > len(migrations):
-        raise StoreUnusable(
-            f"this store has schema {version} and this Rollyard knows up to {len(migrations)}: "
-            "it was written by a newer version; install that one, or begin with an empty store"
-        )
+    check_version(version, len(migrations))
     for number, statements in enumerate(migrations[version:], version + 1):
         connection.execute("BEGIN IMMEDIATE")
         try:

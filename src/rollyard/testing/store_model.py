@@ -11,7 +11,7 @@ from random import Random
 
 from rollyard.core import LIVE, LostAttempt, Outcome, Position, Run, State
 from rollyard.core.failure import IdConflict
-from rollyard.store.base import Stale, Store
+from rollyard.store.base import Leased, Stale, Store
 from rollyard.testing.store_conformance import Open, completed, raises, submission, trajectory
 
 MAX_ATTEMPTS = 3
@@ -32,16 +32,17 @@ class Row:
     has_saved: bool = False
     is_reevaluable: bool = False
     evals_lost: int = 0
+    node: str | None = None
 
     def end(self, outcome: Outcome, reward: float | None = None) -> None:
         self.position = self.position.to(State.ENDED)
-        self.outcome, self.reward = outcome, reward
+        self.outcome, self.reward, self.node = outcome, reward, None
 
     def requeue(self, *, is_excused: bool = False) -> None:
         self.position = self.position.to(State.QUEUED)
         self.lost += 1
         self.excused += is_excused
-        self.has_saved = False
+        self.has_saved, self.is_reevaluable, self.node = False, False, None
 
 
 class Walk:
@@ -61,11 +62,12 @@ class Walk:
             for _ in range(steps):
                 if self.random.random() < 0.05:
                     await store.close()
-                    store = await self.open_store(max_attempts=MAX_ATTEMPTS)
-                    self.restart(store)
+                    keeps_leases = self.random.random() < 0.5
+                    store = await self.open_store(max_attempts=MAX_ATTEMPTS, keeps_leases=keeps_leases)
+                    self.restart(store, keeps_leases)
                 else:
-                    step = self.random.choice([self.submit, self.cancel, *[self.move] * 4, self.requeue, self.finish])
-                    await step(store)
+                    kinds = [self.submit, self.cancel, *[self.move] * 4, self.lease, self.requeue, self.finish]
+                    await self.random.choice(kinds)(store)
                 await self.compare(store)
         finally:
             await store.close()
@@ -112,6 +114,15 @@ class Walk:
                 row.end(Outcome.CANCELLED)
                 self.ended.append(rollout_id)
 
+    async def lease(self, store: Store) -> None:
+        ids = self.random.sample(IDS, self.random.randint(1, 4))
+        wanted = [(rollout_id, self.wanted(rollout_id).attempt, self.random.choice("nm")) for rollout_id in ids]
+        got = [one for one in wanted if self.is_right(one[0], Position(State.QUEUED, one[1]))]
+        assert list(await store.lease(wanted)) == [rollout_id for rollout_id, _, _ in got]
+        for rollout_id, _, node in got:
+            row = self.rows[rollout_id]
+            row.position, row.node = row.position.to(State.INIT), node
+
     async def move(self, store: Store) -> None:
         rollout_id = self.random.choice(IDS)
         at = self.wanted(rollout_id)
@@ -120,7 +131,8 @@ class Walk:
             return
         to = at.to(following[at.state])
         is_reevaluable = self.random.random() < 0.5
-        if to.state is State.EVAL:
+        is_saved = to.state is State.EVAL
+        if is_saved:
             saved = trajectory(rollout_id, at.attempt)
             call = store.save_run(rollout_id, at, saved, {"is_reevaluable": is_reevaluable})
         else:
@@ -131,7 +143,7 @@ class Walk:
         await call
         row = self.rows[rollout_id]
         row.position = to
-        if to.state is State.EVAL:
+        if is_saved:
             row.has_saved, row.is_reevaluable = True, is_reevaluable
 
     async def requeue(self, store: Store) -> None:
@@ -158,20 +170,23 @@ class Walk:
         else:
             await raises(Stale, call)
 
-    def restart(self, store: Store) -> None:
+    def restart(self, store: Store, keeps_leases: bool) -> None:
         """What an opening must have done. Cancels are ended first, in order of submission, then the lost."""
         live = [(rollout_id, row) for rollout_id, row in self.rows.items() if row.position.state is not State.ENDED]
         cancelled = [rollout_id for rollout_id, row in live if row.is_cancel_requested]
         for rollout_id in cancelled:
             self.rows[rollout_id].end(Outcome.CANCELLED)
         self.ended += cancelled
-        evals, failed = list[str](), 0
+        evals, failed, leased = list[str](), 0, list[Leased]()
         for rollout_id, row in live:
             if row.position.state not in LIVE:
                 continue
+            if keeps_leases and row.node is not None:
+                leased.append(Leased(rollout_id, row.position.attempt, row.node, row.position.state))
+                continue
             is_evaluable = row.position.state is State.EVAL and row.is_reevaluable
             if is_evaluable and row.evals_lost < MAX_ATTEMPTS:
-                row.evals_lost += 1
+                row.evals_lost, row.node = row.evals_lost + 1, None
                 evals.append(rollout_id)
             elif not is_evaluable and row.position.attempt - row.excused < MAX_ATTEMPTS:
                 row.requeue()
@@ -181,6 +196,7 @@ class Walk:
                 failed += 1
         found = replace(store.recovered, queued=0, requeued=0)
         assert (list(found.evals), found.failed, found.cancelled) == (evals, failed, len(cancelled))
+        assert list(found.leased) == leased
 
     async def compare(self, store: Store) -> None:
         rollouts = (await store.list(limit=100)).rollouts

@@ -1,0 +1,187 @@
+"""PostgreSQL's writer: a batch is one transaction, and a statement a round trip, so it makes few of them.
+
+A batch is first tried without savepoints: an operation that fails before it has written anything (a stale move, an
+unknown id: nearly all that fail) leaves nothing to undo. Only if one fails that had written, or that the server itself
+refused, the transaction is rolled back and the batch is done again, each operation in a savepoint of its own. Nothing
+was acknowledged by then, so nobody can tell. Neighbours of one kind are done together (`Joint`).
+
+Invariants, beside those of `_queue`. A connection that is lost, a server that shuts down, a lock that is waited for
+longer than the connection's lock_timeout, an answer that does not come: each breaks the store. A lost connection may
+have taken a commit along that the server had done: it was not acknowledged, and the next opening finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, cast
+
+import asyncpg
+
+from rollyard.store._dialect import Connection
+from rollyard.store._pg_connection import SERVER_ERRORS, PgConnection, in_greenlet
+from rollyard.store._queue import Joint, Operation, Queued, Steps, Told, WriteQueue
+
+CLOSE_S = 5.0
+"""How long a server may take to say goodbye."""
+
+DEADLOCKS = 5
+"""How often a batch is tried again that met somebody's psql in a deadlock: whose turn it is then is luck."""
+
+JOINT = 1024
+"""Rollouts after which no more operations are added to those that are done together."""
+
+_log = logging.getLogger("rollyard.store")
+
+_FAILS_ALONE = (
+    asyncpg.DataError,
+    asyncpg.IntegrityConstraintViolationError,
+    asyncpg.SyntaxOrAccessError,
+    asyncpg.FeatureNotSupportedError,
+    asyncpg.ProgramLimitExceededError,  # an id that is too long for an index, for one
+)
+"""Errors of the server that are the operation's own doing. The others (shutdown, disk, lock) are the server's."""
+
+
+class _Again(Exception):
+    """Something must be undone, and there was no savepoint."""
+
+
+class PgWriter(WriteQueue):
+    """See the module. It owns the connection and closes it when it ends."""
+
+    def __init__(
+        self,
+        connection: PgConnection,
+        *,
+        guard: Callable[[Connection], None] = lambda _: None,
+        on_commit: Callable[[float, int], None] = lambda _seconds, _operations: None,
+    ) -> None:
+        """`guard` runs first in every transaction."""
+        self._connection = connection
+        self._guard = guard
+        super().__init__(on_commit)
+
+    async def transact(self, batch: list[Queued]) -> list[Told]:
+        attempt = self._attempt
+        for _ in range(DEADLOCKS):
+            try:
+                return await in_greenlet(partial(attempt, batch))
+            except (_Again, asyncpg.TransactionRollbackError):
+                attempt = self._attempt_carefully
+        return await in_greenlet(partial(attempt, batch))
+
+    async def undo(self) -> None:
+        try:
+            if self._connection.raw.is_in_transaction():
+                await self._connection.raw.execute("ROLLBACK", timeout=CLOSE_S)
+        except SERVER_ERRORS as error:
+            # The server rolls back by itself when the connection is gone.
+            _log.warning("the failed transaction was not rolled back", extra={"reason": str(error)})
+
+    async def end(self) -> None:
+        await hang_up(self._connection.raw)
+
+    def _attempt(self, batch: list[Queued]) -> list[Told]:
+        connection, told = self._connection, list[Told]()
+        connection.control("BEGIN")
+        self._guard(connection)
+        at = 0
+        while at < len(batch):
+            joint = _neighbours(batch, at)
+            results = self._together(joint) if len(joint) > 1 else [self._try(batch[at][0])]
+            for result in results:
+                failure = result if isinstance(result, Exception) else None
+                told.append((batch[at][1], None if failure else result, failure))
+                at += 1
+        connection.commit()
+        return told
+
+    def _together(self, joint: list[Joint[Any]]) -> list[Any]:
+        """Their results and errors."""
+        try:
+            return type(joint[0]).together(self._connection, joint)
+        except Exception as error:
+            if is_servers(error):
+                raise
+            raise _Again from error
+
+    def _try(self, operation: Operation[Any]) -> Any:
+        """The operation's result or its error; `_Again` if it may have left something."""
+        before = self._connection.writes
+        try:
+            return _run(operation, self._connection)
+        except _FAILS_ALONE as error:
+            raise _Again from error
+        except Exception as error:
+            if is_servers(error):
+                raise
+            if self._connection.writes != before:
+                raise _Again from error
+            return error
+
+    def _attempt_carefully(self, batch: list[Queued]) -> list[Told]:
+        connection, told = self._connection, list[Told]()
+        connection.control("ROLLBACK")
+        connection.control("BEGIN")
+        self._guard(connection)
+        for operation, future in batch:
+            connection.control("SAVEPOINT operation")
+            try:
+                told.append((future, _run(operation, connection), None))
+            except Exception as error:
+                if is_servers(error):
+                    raise
+                connection.control("ROLLBACK TO operation")
+                told.append((future, None, error))
+            connection.control("RELEASE operation")
+        connection.commit()
+        return told
+
+
+async def hang_up(connection: asyncpg.Connection) -> None:
+    """Closes a connection, in any state."""
+    try:
+        await connection.close(timeout=CLOSE_S)
+    except asyncio.CancelledError:
+        connection.terminate()
+        raise
+    except SERVER_ERRORS:
+        connection.terminate()
+
+
+def _neighbours(batch: list[Queued], at: int) -> list[Joint[Any]]:
+    """From there on, operations of one kind that are about different rollouts."""
+    joint, ids = list[Joint[Any]](), set[str]()
+    for operation, _ in batch[at:]:
+        if not isinstance(operation, Joint) or (joint and type(operation) is not type(joint[0])):
+            break
+        mine = operation.ids
+        if not ids.isdisjoint(mine) or len(ids) > JOINT:
+            break
+        ids.update(mine)
+        joint.append(operation)
+    return joint
+
+
+def _run(operation: Operation[Any], connection: PgConnection) -> Any:
+    result = operation(connection)
+    if not isinstance(result, Generator):
+        return result
+    steps = cast("Steps[Any]", result)
+    while True:  # it need not breathe: every statement is awaited
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+
+def is_servers(error: Exception) -> bool:
+    """Whether it concerns more than the operation: the server, the way to it, or this connection."""
+    if isinstance(error, asyncpg.PostgresError):
+        return not isinstance(error, _FAILS_ALONE)
+    if isinstance(error, asyncpg.InterfaceError):
+        return not isinstance(error, ValueError)  # a ValueError is a parameter that does not fit
+    return isinstance(error, SERVER_ERRORS)

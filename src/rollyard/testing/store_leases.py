@@ -1,0 +1,190 @@
+"""What every store must do for rollouts that are out at nodes: more checks, like those of `store_conformance`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollyard.core import LostAttempt, Outcome, Position, State
+from rollyard.store.base import EncodedTrajectory, Leased, Stale, Store
+from rollyard.store.codec import CorruptRecord, encode_trajectory
+from rollyard.testing.store_conformance import (
+    EVAL,
+    INIT,
+    QUEUED,
+    READY,
+    RUN,
+    Check,
+    Open,
+    advance,
+    completed,
+    ended_ids,
+    opened,
+    raises,
+    submission,
+    trajectory,
+)
+
+LEASE_CHECKS: list[Check] = []
+"""Every check, in the order of this file."""
+
+GIVEN_BACK = LostAttempt(1, "node_lost", "it was not heard of", "init")
+
+
+def _check(check: Check) -> Check:
+    LEASE_CHECKS.append(check)
+    return check
+
+
+async def leased(
+    store: Store,
+    rollout_id: str,
+    to: State = State.INIT,
+    node: str = "n1",
+    attempt: int = 1,
+    *,
+    is_reevaluable: bool = False,
+) -> Position:
+    """A queued rollout, leased and moved up to a state; what its RUN left is saved before EVAL."""
+    assert list(await store.lease([(rollout_id, attempt, node)])) == [rollout_id]
+    at = Position(State.INIT, attempt)
+    for state in (State.READY, State.RUN):
+        if at.state is to:
+            return at
+        await store.move(rollout_id, at, at.to(state))
+        at = at.to(state)
+    if to is State.EVAL:
+        await store.save_run(rollout_id, at, trajectory(rollout_id, attempt), {"is_reevaluable": is_reevaluable})
+        at = at.to(State.EVAL)
+    return at
+
+
+@_check
+async def a_lease_takes_what_is_queued_with_that_attempt(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission(rollout_id) for rollout_id in "abcde"])
+        await store.request_cancel("b", "")
+        await advance(store, "c", State.INIT)
+        wanted = [("e", 1, "n1"), ("b", 1, "n1"), ("c", 1, "n1"), ("d", 2, "n1"), ("x", 1, "n1"), ("a", 1, "n2")]
+        assert list(await store.lease(wanted)) == ["e", "a"]
+        assert list(await store.lease(wanted)) == []
+        assert list(await store.lease([])) == []
+        assert [(await store.get(rollout_id)).position for rollout_id in "ae"] == [INIT, INIT]
+        assert [row.id for row in await store.queued()] == ["d"]
+        assert list(await store.lease([("d", 1, "n1"), ("d", 1, "n2")])) == ["d"]  # once, however often it is asked for
+    async with opened(open_store, keeps_leases=True) as store:
+        assert [(one.id, one.node) for one in store.recovered.leased] == [("a", "n2"), ("d", "n1"), ("e", "n1")]
+
+
+@_check
+async def of_many_leases_one_gets_a_rollout(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        ids = [f"r{i}" for i in range(60)]
+        await store.submit([submission(rollout_id) for rollout_id in ids])
+        answers = await asyncio.gather(
+            *(store.lease([(rollout_id, 1, f"n{node}") for rollout_id in ids[node:]]) for node in range(8))
+        )
+        assert sorted(rollout_id for answer in answers for rollout_id in answer) == sorted(ids)
+
+
+@_check
+async def a_result_comes_encoded(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a"), submission("b")])
+        await leased(store, "b")
+        at = await leased(store, "a", State.EVAL)
+        done = EncodedTrajectory(bytes(encode_trajectory(trajectory("a"))), 3)
+        ended = await store.end("a", at, completed(0.5), done)
+        assert ended.state is State.ENDED and await store.trajectory("a") == trajectory("a")
+        await raises(CorruptRecord, store.end("b", INIT, completed(), EncodedTrajectory(b"no trajectory", 0)))
+        assert (await store.get("b")).position == INIT
+
+
+@_check
+async def what_a_node_says_of_an_attempt_that_was_given_back_is_stale(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a")])
+        at = await leased(store, "a", State.RUN)
+        await store.requeue("a", at, GIVEN_BACK)
+        await leased(store, "a", State.RUN, "n2", attempt=2)
+        await raises(Stale, store.end("a", at, completed(), trajectory("a")))
+        await raises(Stale, store.save_run("a", at, trajectory("a"), {}))
+        assert list(await store.lease([("a", 1, "n1")])) == []
+        again = await store.get("a")
+        assert (again.position, again.lost) == (Position(State.RUN, 2), (GIVEN_BACK,))
+        assert await store.trajectory("a") is None
+        await store.end("a", Position(State.RUN, 2), completed())
+
+
+@_check
+async def leases_outlive_the_head_that_keeps_them(open_store: Open) -> None:
+    states = [State.INIT, State.READY, State.RUN, State.EVAL]
+    async with opened(open_store) as store:
+        await store.submit([submission(name) for name in (*states, "here", "queued", "back", "ended", "unwanted")])
+        for state in states:
+            await leased(store, state, state, f"n-{state}")
+        await advance(store, "here", State.RUN)
+        await store.requeue("back", await leased(store, "back"), GIVEN_BACK)
+        await store.end("ended", await leased(store, "ended"), completed())
+        await leased(store, "unwanted", State.RUN)
+        await store.request_cancel("unwanted", "enough")
+    for _ in range(2):  # it makes no difference how often
+        async with opened(open_store, max_attempts=1, keeps_leases=True) as store:
+            assert store.recovered.leased == tuple(Leased(state, 1, f"n-{state}", state) for state in states)
+            assert store.recovered.evals == ()
+            assert [(await store.get(state)).position for state in states] == [INIT, READY, RUN, EVAL]
+            assert (await store.get("unwanted")).state is State.ENDED
+    async with opened(open_store, keeps_leases=True) as store:
+        await store.end(State.EVAL, EVAL, completed(), trajectory(State.EVAL))
+        await store.requeue(State.RUN, RUN, GIVEN_BACK)
+    async with opened(open_store, keeps_leases=True) as store:
+        assert [one.id for one in store.recovered.leased] == [State.INIT, State.READY]
+        assert await ended_ids(store) == ["ended", "unwanted", "here", "eval"]
+
+
+@_check
+async def an_opener_that_keeps_no_leases_gives_them_back(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("run"), submission("eval")])
+        await leased(store, "run", State.RUN)
+        await leased(store, "eval", State.EVAL)
+    async with opened(open_store) as store:
+        assert (store.recovered.requeued, store.recovered.leased, store.recovered.evals) == (2, (), ())
+        for rollout_id in ("run", "eval"):
+            assert (await store.get(rollout_id)).position == Position(State.QUEUED, 2)
+    async with opened(open_store, keeps_leases=True) as store:
+        assert store.recovered.leased == ()
+        await leased(store, "run", attempt=2)
+        await store.request_cancel("run", "enough")
+    async with opened(open_store, keeps_leases=True) as store:
+        ending = (await store.get("run")).ending
+        assert store.recovered.cancelled == 1 and ending is not None and ending.outcome is Outcome.CANCELLED
+
+
+@_check
+async def what_a_node_saved_is_judged_here_by_an_opener_that_keeps_no_leases(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission("a"), submission("b")])
+        await leased(store, "a", State.EVAL, is_reevaluable=True)
+        await leased(store, "b", State.EVAL, is_reevaluable=False)
+    async with opened(open_store, keeps_leases=True) as store:  # they are out, whatever was saved
+        assert store.recovered.leased == (Leased("a", 1, "n1", State.EVAL), Leased("b", 1, "n1", State.EVAL))
+        assert store.recovered.evals == () and (await store.get("a")).position == EVAL
+        assert await store.saved_run("a") == (trajectory("a"), {"is_reevaluable": True})
+    async with opened(open_store) as store:
+        assert (store.recovered.evals, store.recovered.requeued, store.recovered.leased) == (("a",), 1, ())
+        assert await store.saved_run("a") == (trajectory("a"), {"is_reevaluable": True})
+        assert [(await store.get(one)).position for one in "ab"] == [EVAL, Position(State.QUEUED, 2)]
+    async with opened(open_store, keeps_leases=True) as store:  # it is out at no node any more
+        assert (store.recovered.evals, store.recovered.leased) == (("a",), ())
+        assert (await store.end("a", EVAL, completed())).state is State.ENDED
+
+
+@_check
+async def many_are_read_in_the_order_given(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.submit([submission(rollout_id) for rollout_id in ("a", "b", 'q"uote', "ü")])
+        await store.end("b", QUEUED, completed(0.1))
+        ids = ["ü", "nobody", "b", 'q"uote', "b"]
+        found = await store.get_many(ids)
+        assert list(found) == [await store.get(rollout_id) for rollout_id in ids if rollout_id != "nobody"]
+        assert list(await store.get_many([])) == []

@@ -1,0 +1,231 @@
+"""Servers and databases that are not for us: each is refused with what was wrong and what to do, and no secret."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import sys
+from asyncio.subprocess import PIPE, create_subprocess_exec
+from contextlib import suppress
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from rollyard.core import Run
+from rollyard.store import SqliteStore, StoreUnusable, open_store
+from rollyard.store._pg_address import Address
+from rollyard.store._pg_connection import PgConnection, in_greenlet
+from rollyard.store._pg_server import SETTINGS, check_server_version, connect, migrate
+from rollyard.store.opening import shown
+from rollyard.store.postgres import PostgresStore
+from rollyard.store.schema import MIGRATIONS
+from rollyard.testing.store_bench import measure_leases
+from rollyard.testing.store_conformance import submission
+from rollyard.testing.store_postgres import PASSWORD, PgServer
+from tests.store.conftest import AnyOpener, PostgresOpener
+
+
+async def _refused(url: str) -> str:
+    with pytest.raises(StoreUnusable) as caught:
+        await PostgresStore.open(url)
+    assert caught.value.__context__ is None or caught.value.__suppress_context__  # nothing below it is printed
+    return str(caught.value)
+
+
+async def test_what_is_wrong_is_said_with_what_to_do(postgres: PgServer) -> None:
+    assert "createdb --encoding UTF8 nosuch" in await _refused(postgres.url.removesuffix("yard") + "nosuch")
+    assert "the password is wrong" in await _refused(postgres.url.replace("s3cr3t", "guess"))
+    assert "the password is wrong" in await _refused(postgres.url.replace("yard:", "nobody:"))
+    assert "no PostgreSQL server answers" in await _refused("postgresql://u:pw@127.0.0.1:1/db")
+    assert "CREATE SCHEMA" in await _refused(f"{postgres.url}?search_path=nowhere")
+    latin = postgres.create_database("latin", "--encoding", "LATIN1", "--template", "template0", "--locale", "C")
+    assert "encoding LATIN1" in await _refused(latin)
+    with pytest.raises(StoreUnusable, match="is PostgreSQL 11; Rollyard needs version 12"):
+        check_server_version(11, Address.parse(postgres.url))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:hun/ter2@127.0.0.1/db",
+        "postgresql://u:1/ter2@127.0.0.1/db",
+        "postgresql://u:hun#ter2@127.0.0.1/db",
+        "postgresql://u:1#ter2@127.0.0.1/db",
+        "postgresql://u:hun?ter2@127.0.0.1/db",
+        "postgresql://u:1?ter2@127.0.0.1/db",
+        "postgresql://u:1?a=ter2@127.0.0.1/db",
+        "postgresql://u:hun@ter2@127.0.0.1/db",
+        "postgresql://u:ter2@127.0.0.1:port/db",
+        "postgresql://u:ter2@[127.0.0.1/db",
+    ],
+)
+async def test_a_url_that_cannot_be_understood_is_not_repeated(url: str) -> None:
+    said = await _refused(url)
+    assert "cannot be understood" in said and "ter2" not in said and "hun" not in said
+
+
+async def test_a_password_is_never_shown(postgres: PgServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    secret = PASSWORD.split("/")[0]
+    said = await _refused(postgres.url.removesuffix("yard") + "nosuch")
+    opener = PostgresOpener(postgres)
+    async with await opener() as store:
+        await opener.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+        with pytest.raises(StoreUnusable) as caught:
+            while True:
+                await store.put_run(Run("run"), {})
+    logged = [str(record.__dict__) for record in caplog.records]
+    assert any("was lost" in text for text in logged)
+    for text in (said, str(caught.value), repr(Address.parse(opener.url)), shown(opener.url), caplog.text, *logged):
+        assert secret not in text
+    assert shown(postgres.url) == f"postgresql://yard@127.0.0.1:{postgres.port}/yard"
+    assert shown(Path("x.db")) == "x.db"
+
+
+@pytest.mark.parametrize("url", ["mysql://u:ter2@h/db", "sqlite:///ter2.db", "PostgreSQL://u:ter2@h/db"])
+async def test_a_url_of_something_else_is_no_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreUnusable, match="this URL is neither") as opened:
+        await open_store(url)
+    with pytest.raises(StoreUnusable, match="this URL is neither") as told:
+        shown(url)
+    assert "ter2" not in f"{opened.value}{told.value}" and not list(tmp_path.iterdir())
+
+
+async def test_who_holds_the_tables_of_a_store_is_named(
+    open_postgres: PostgresOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await (await open_postgres()).close()
+    monkeypatch.setitem(SETTINGS, "lock_timeout", "100ms")
+    other = await asyncpg.connect(open_postgres.url, server_settings={"application_name": "a person's psql"})
+    async with other.transaction():
+        await other.execute("UPDATE meta SET value = value WHERE key = 'epoch'")
+        said = await _refused(open_postgres.url)
+        pid = other.get_server_pid()
+    await other.close()
+    assert f"held for 30 s, by a person's psql (from 127.0.0.1, server process {pid})" in said
+    assert "pg_terminate_backend" in said
+    await (await open_postgres()).close()
+
+
+async def test_the_stores_own_settings_win_over_the_databases(postgres: PgServer) -> None:
+    wanted = {"default_transaction_isolation": "read committed", "idle_in_transaction_session_timeout": "1min"}
+    url = postgres.create_database("strict")
+    other = await asyncpg.connect(url)
+    await other.execute("ALTER DATABASE strict SET default_transaction_isolation = 'serializable'")
+    await other.execute("ALTER DATABASE strict SET idle_in_transaction_session_timeout = 0")
+    await other.close()
+    async with await PostgresStore.open(url) as store:
+        connection = store._writer._connection  # type: ignore[attr-defined]
+        assert {name: await connection.raw.fetchval(f"SHOW {name}") for name in wanted} == wanted
+        assert await connection.raw.fetchval("SHOW tcp_user_timeout") == "25000"
+
+
+async def test_a_certificate_that_is_refused_is_said_to_be(tmp_path: Path) -> None:
+    for name in ("theirs", "ours"):
+        files = ("-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.pem")
+        argv = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}", *files)
+        made = await create_subprocess_exec(*argv, stderr=PIPE)
+        await made.communicate()
+        assert made.returncode == 0
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "theirs.pem", tmp_path / "theirs.key")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """As a PostgreSQL server that has TLS: it says so, and is hung up on."""
+        await reader.readexactly(8)
+        writer.write(b"S")
+        with suppress(OSError):
+            await writer.start_tls(context)
+        writer.close()
+        hung_up.set()
+
+    hung_up = asyncio.Event()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = f"postgresql://u:ter2@127.0.0.1:{port}/db?sslmode=verify-ca&sslrootcert={tmp_path}"
+        said = await _refused(f"{url}/ours.pem")
+        assert "no TLS connection could be made" in said and "CERTIFICATE_VERIFY_FAILED" in said and "ter2" not in said
+        await hung_up.wait()
+        said = await _refused(f"{url}/none.pem")
+        assert "that sslrootcert, sslcert or sslkey names" in said and "ter2" not in said
+        said = await _refused(f"postgresql://u:ter2@127.0.0.1:{port}/db?sslmode=nonsense")
+        assert "an option of its URL" in said and "verify-full" in said and "ter2" not in said
+
+
+async def test_tables_of_another_program_are_refused(postgres: PgServer) -> None:
+    for table in ("theirs (x int)", "meta (name text)", "meta (key text, value text)", "meta (key text, value int)"):
+        opener = PostgresOpener(postgres)
+        await opener.execute(f"CREATE SCHEMA {opener.schema}")
+        await opener.execute(f"CREATE TABLE {opener.schema}.{table}")
+        assert "tables of another program" in await _refused(opener.url)
+
+
+async def test_a_newer_schema_is_refused(open_postgres: PostgresOpener) -> None:
+    await (await open_postgres()).close()
+    await open_postgres.execute("UPDATE meta SET value = 999 WHERE key = 'schema'")
+    with pytest.raises(StoreUnusable, match=r"schema 999 .* newer version"):
+        await open_postgres()
+
+
+async def test_migrations_are_applied_once_and_a_failed_one_leaves_nothing(open_postgres: PostgresOpener) -> None:
+    await open_postgres.execute(f"CREATE SCHEMA {open_postgres.schema}")
+    address = Address.parse(open_postgres.url)
+    raw = await connect(address)
+    connection = PgConnection(raw)
+    try:
+        assert await in_greenlet(lambda: migrate(connection, address)) == len(MIGRATIONS)
+        assert await in_greenlet(lambda: migrate(connection, address)) == 0
+        with pytest.raises(Exception, match="nonsense"):
+            more = (*MIGRATIONS, ("CREATE TABLE extra (x INTEGER)", "nonsense"))
+            await in_greenlet(lambda: migrate(connection, address, more))
+        more = (*MIGRATIONS, ("CREATE TABLE extra (x INTEGER)",))
+        assert await in_greenlet(lambda: migrate(connection, address, more)) == 1
+    finally:
+        await raw.close()
+
+
+async def test_a_commit_is_durable_although_the_server_says_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    with PgServer("-c", "synchronous_commit=off", "-c", "fsync=off") as server:
+        async with await PostgresStore.open(server.url) as store:
+            connection = store._writer._connection  # type: ignore[attr-defined]
+            assert await connection.raw.fetchval("SHOW synchronous_commit") == "on"
+    assert "synchronous_commit was off" in caplog.text and "fsync is off" in caplog.text
+
+
+async def test_a_name_means_a_store(open_any: AnyOpener) -> None:
+    await (await open_any()).close()
+    name = open_any.url if isinstance(open_any, PostgresOpener) else str(open_any.path)
+    commits: list[int] = []
+    async with await open_store(name, on_commit=lambda _, operations: commits.append(operations)) as store:
+        assert isinstance(store, PostgresStore if isinstance(open_any, PostgresOpener) else SqliteStore)
+        await store.put_run(Run("run"), {})
+        await store.submit([submission("a")])
+        assert sum(commits) == 2
+
+
+async def test_without_its_packages_only_the_shared_store_is_missing(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, sys\n"
+        "sys.modules['asyncpg'] = None\n"
+        "from rollyard.store import StoreUnusable, open_store\n"
+        "async def main():\n"
+        "    await (await open_store(sys.argv[1])).close()\n"
+        "    try:\n"
+        "        await open_store('postgresql://u:pw@127.0.0.1/db')\n"
+        "    except StoreUnusable as error:\n"
+        "        print(error)\n"
+        "asyncio.run(main())\n"
+    )
+    process = await create_subprocess_exec(sys.executable, "-c", script, tmp_path / "x.db", stdout=PIPE)
+    said, _ = await process.communicate()
+    assert b"asyncpg: pip install 'rollyard[postgres]'" in said and process.returncode == 0
+
+
+async def test_leases_are_measured(open_any: AnyOpener) -> None:
+    async with await open_any() as store:
+        rate = await measure_leases(store, 700)
+        assert rate.count == 700 and (await store.counts())["init"] == 700
