@@ -79,8 +79,8 @@ async def served(folder: Path, url: str, vllm_folder: Path) -> AsyncGenerator[Si
         yield site
 
 
-async def begin(site: Site, rollout_id: str) -> None:
-    sampling = {"temperature": 0.8, "max_tokens": TOKENS, "extra": dict(SAMPLING.extra)}
+async def begin(site: Site, rollout_id: str, tokens: int = TOKENS) -> None:
+    sampling = {"temperature": 0.8, "max_tokens": tokens, "extra": {**SAMPLING.extra, "min_tokens": tokens}}
     limits = {"run_s": 200, "model_s": 200, "max_turns": 2}
     answer = await site.post(
         "/v1/rollouts", {"id": rollout_id, "task": task("say anything", sampling=sampling, limits=limits)}
@@ -161,9 +161,12 @@ async def test_kept_calls_are_frozen_and_name_their_versions_and_no_old_kv_is_le
 TRAIN = """
 import sys, time
 from rollyard.client import Client
-with Client(sys.argv[1], sys.argv[2]) as yard, yard.policy("default").update(version=1, lease_s=1.0):
-    print("writing", flush=True)
-    time.sleep(600)
+with Client(sys.argv[1], sys.argv[2]) as yard:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with yard.policy("default").update(version=1, lease_s=1.0):
+        print("writing", flush=True)
+        time.sleep(600)
 """
 
 
@@ -171,16 +174,18 @@ async def test_a_trainer_killed_in_between_leaves_the_engine_quarantined_until_a
     tmp_path: Path, vllm_url: str, vllm_folder: Path
 ) -> None:
     async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_folder) as site:
-        await begin(site, "r1")
-        await vllm.goes_on()
-        trainer = subprocess.Popen([sys.executable, "-c", TRAIN, site.url, TRAINER], stdout=subprocess.PIPE)
-        assert trainer.stdout is not None
-        try:
-            assert (await asyncio.to_thread(trainer.stdout.readline)).strip() == b"writing"
-        finally:
-            trainer.kill()
-            trainer.wait()
-            trainer.stdout.close()
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", TRAIN, site.url, TRAINER], stdin=pipe, stdout=pipe) as trainer:
+            assert trainer.stdin is not None and trainer.stdout is not None
+            try:
+                assert (await asyncio.to_thread(trainer.stdout.readline)).strip() == b"ready", "so that r1 is not over"
+                await begin(site, "r1", 5 * TOKENS)  # a fast engine is done with fewer before the pause is there
+                await vllm.goes_on()
+                trainer.stdin.write(b"\n")
+                trainer.stdin.flush()
+                assert (await asyncio.to_thread(trainer.stdout.readline)).strip() == b"writing"
+            finally:
+                trainer.kill()
         async with asyncio.timeout(30):
             while (found := (await site.get("/v1/policies/default")).body)["state"] != "abandoned":
                 await asyncio.sleep(0.05)

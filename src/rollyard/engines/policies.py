@@ -8,7 +8,8 @@ the version, clear its caches, resume. What becomes of calls in flight is the mo
 
 Invariants.
 - Between the pause and the resume no call begins, no clock runs, and nothing waits against a bound but `pause_wait_s`.
-- No token is stamped with a guess: a call that cannot name its versions has ended before the weights change.
+- No token is stamped with a guess: a call that cannot name its versions has ended before the weights change, here and
+  at every node that follows our gates.
 - An engine that fails a step is quarantined. Nothing brings it up but a resume that names a version and succeeds: not
   the watch, and not the end of a lease. If all of them fail, the policy stays paused.
 - A lease that runs out resumes nothing. Its engines are quarantined until its holder renews, or somebody resumes.
@@ -57,15 +58,18 @@ class Policies:
         pool_of: Callable[[str], Pool],
         revive: Callable[[Member], Awaitable[None]],
         settings: PolicySettings,
+        followed: Callable[[], Awaitable[None]],
     ) -> None:
-        """`revive` has an engine that was not up show that it can sample."""
+        """`revive` has an engine that was not up show that it can sample; `followed` waits until those who follow our
+        gates have them as they stand."""
         self._pools = pools
         self._pool_of = pool_of
         self._revive = revive
         self._settings = settings
+        self._followed = followed
         self._updates: dict[str, Update] = {}
         self._known: dict[tuple[str, str], PolicyEngine] = {}  # by policy and id: of an earlier life, not come back yet
-        self.pins = Pins()
+        self.pins = Pins(pool_of)
         self.on_version: OnVersion = []
         self.save: Callable[[PolicyRecord], Awaitable[None]] | None = None
 
@@ -131,7 +135,8 @@ class Policies:
     ) -> PolicyStatus:
         """Returns when the engines are paused, or after `wait_s`: then the state is still pausing, and the same call
         again waits on. PolicyConflict while another holds it or if another resumed it meanwhile, PolicyPinned while one
-        needs the weights as they are. Its lease does not run while this waits: whoever holds it is here."""
+        needs the weights as they are and an engine may serve them. Its lease does not run while this waits: whoever
+        holds it is here."""
         pool = self._known_pool(name)
         update = await self._settled(name)
         while update is None and self.pins.held(name):
@@ -146,11 +151,9 @@ class Policies:
             update.ids = None if engines is None else update.ids | set(engines)
         update.holder, update.mode, update.is_begun = holder, mode, False
         pool.is_paused = update.ids is None
+        pool.moved()
         for member in members:
-            member.pause(
-                holds_clocks=mode is not PauseMode.DRAIN,
-                is_leaving=mode is PauseMode.ABORT and update.ids is not None,
-            )
+            member.pause(mode, is_leaving=mode is PauseMode.ABORT and update.ids is not None)
             going = update.tasks.get(member)
             if going is not None and not going.done() and mode is not PauseMode.DRAIN:
                 member.cut(is_sparing=mode is PauseMode.KEEP)  # it was to drain, and took too long
@@ -159,7 +162,7 @@ class Policies:
         if self._holds(name, update):
             for member in members:
                 if member not in update.tasks and member.health is not Health.GONE:
-                    work = pause_engine(member, mode, self._settings)
+                    work = pause_engine(member, mode, self._settings, self._followed)
                     update.tasks[member] = asyncio.create_task(work, name=f"pause {member.id}")
             update.is_begun = True
             if tasks := [task for task in update.tasks.values() if not task.done()]:
@@ -272,6 +275,7 @@ class Policies:
             await asyncio.wait(pausing)
         is_sparing = update.mode is PauseMode.KEEP
         await all_of([ended for member in members for ended in member.cut(is_sparing=is_sparing)])
+        await self._followed()
         errors = await asyncio.gather(
             *(renew_engine(member, version, self._settings, self._revive) for member in members)
         )
@@ -355,6 +359,9 @@ class Policies:
             error = known.error if known is not None else None
             if error is None:
                 is_to_pause = is_covered and update is not None  # else whoever shut our gate tells the engine
+                if is_to_pause and not is_new:  # from before it went away, or we did, there may be calls
+                    await all_of(member.cut(is_sparing=False))
+                    await self._followed()
                 if not is_covered or is_to_pause:
                     error = await take_in(member, self._settings, is_to_pause=is_to_pause, is_new=is_new)
             if update is self._updates.get(pool.name) and version == pool.version and not (update and update.resuming):

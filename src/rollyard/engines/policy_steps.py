@@ -14,12 +14,16 @@ from rollyard.engines.pool import Health, Member
 log = logging.getLogger("rollyard.engines")
 
 
-async def pause_engine(member: Member, mode: PauseMode, bounds: PolicySettings) -> None:
-    """Its calls end, or are frozen, as the mode says; then it is told to pause. One that fails to is quarantined."""
+async def pause_engine(
+    member: Member, mode: PauseMode, bounds: PolicySettings, settled: Callable[[], Awaitable[None]]
+) -> None:
+    """Its calls end, or are frozen, as the mode says, here and (`settled`) at nodes; then it is told to pause. One that
+    fails to is quarantined."""
     if mode is PauseMode.DRAIN:
         await member.idle.wait()
     else:
         await all_of(member.cut(is_sparing=mode is PauseMode.KEEP))
+    await settled()
     try:
         async with asyncio.timeout(bounds.control_s):
             member.is_told = await member.engine.control.pause(mode)
@@ -27,6 +31,7 @@ async def pause_engine(member: Member, mode: PauseMode, bounds: PolicySettings) 
         member.quarantine(f"it did not pause: {_detail(error, bounds)}")
     if not member.is_told:
         await all_of(member.cut(is_sparing=False))  # nothing freezes what was to be kept
+        await settled()
     elif mode is PauseMode.ABORT:
         try:
             async with asyncio.timeout(bounds.abort_grace_s):

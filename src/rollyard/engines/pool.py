@@ -14,6 +14,8 @@ token, brings it up again. A failure that is the request's own fault (EngineRefu
 
 The gate: no call begins on an engine that is paused, and none on one that is quarantined because it failed a change of
 weights. Who waits for either waits as long as it takes (`policies.py`); who waits for an engine that is down does not.
+Each gate says what becomes of the calls in flight (`mode`), harder with time but never softer while it is shut, since
+nodes that follow these gates do the same to theirs (`gates.py`). What nodes have of an engine counts as its load.
 """
 
 from __future__ import annotations
@@ -21,18 +23,21 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rollyard.core import Deadline
 from rollyard.core.failure import EngineFailure, EngineUnavailable
 from rollyard.engines.admission import SessionCap
-from rollyard.engines.base import Engine, EngineInfo, EngineSpec, Generation, Load
+from rollyard.engines.base import Engine, EngineInfo, EngineSpec, Generation, Load, PauseMode
+from rollyard.engines.elsewhere import Elsewhere
 from rollyard.engines.seats import Seats
 
 log = logging.getLogger("rollyard.engines")
+
+_HARDNESS = {PauseMode.DRAIN: 0, PauseMode.KEEP: 1, PauseMode.ABORT: 2}
 
 
 class Health(StrEnum):
@@ -79,6 +84,7 @@ class Call:
     def __init__(self, *clocks: Deadline, is_cuttable: bool = True, is_streamed: bool = False) -> None:
         self.is_cuttable = is_cuttable
         self.is_streamed = is_streamed  # its tokens count as they come, their versions are told at its end, if then
+        self.was_paused = False  # its engine was, at some time since it began
         self.cut_asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._clocks = clocks
@@ -110,6 +116,7 @@ class Member:
     health: Health = Health.DOWN
     is_probed: bool = False
     says_versions: bool = False  # its last generation named the versions of its tokens
+    said_version: int = -1  # the last that it named
     failures_in_a_row: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     calls: set[Call] = field(default_factory=set[Call])
@@ -120,8 +127,10 @@ class Member:
     version: int = 0  # of its weights, as far as it was told to us
     is_paused: bool = False  # no call begins
     is_leaving: bool = False  # while it is paused, its sessions go elsewhere if they can
+    mode: PauseMode | None = None  # while it is paused: what becomes of its calls in flight
     is_joined: bool = False  # it has the version of its policy, and may take calls
     is_told: bool = False  # the engine itself was told to pause
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -136,9 +145,15 @@ class Member:
 
     @property
     def load(self) -> tuple[bool, float, int]:
-        sessions, cap = self.stats.sessions, self.cap
+        sessions, cap = self.sessions, self.cap
         is_full = cap is not None and sessions >= cap
-        return is_full, sessions / max(1, cap or self.engine.spec.capacity), self.stats.in_flight
+        in_flight = self.stats.in_flight + self.elsewhere.in_flight
+        return is_full, sessions / max(1, cap or self.engine.spec.capacity), in_flight
+
+    @property
+    def sessions(self) -> int:
+        """Here and at nodes."""
+        return self.stats.sessions + self.elsewhere.sessions
 
     def heard(self, load: Load | None, now_s: float, *, is_anew: bool = False) -> None:
         """It was asked how loaded it is: its cap follows. `is_anew`: it has just come up."""
@@ -151,15 +166,19 @@ class Member:
         if self.is_paused:
             self.session_cap.rest(now_s)
         elif load is not None:
-            self.session_cap.observe(load, self.stats.sessions, self.pool.seats.waiting, now_s)
+            self.session_cap.observe(load, self.sessions, self.pool.seats.waiting, now_s)
         if self.cap != before:
             self.pool.touch(self)
             self.pool.rebound()
 
     def status(self) -> EngineStatus:
         info = self.engine.info if self.is_probed else None
+        stats, more = self.stats, self.elsewhere
+        if more.sessions or more.in_flight or more.tokens:
+            in_flight, tokens = stats.in_flight + more.in_flight, stats.tokens + more.tokens
+            stats = replace(stats, sessions=self.sessions, in_flight=in_flight, tokens=tokens)
         return EngineStatus(
-            self.engine.spec, info, self.health, self.stats, self.cap, self.told, self.version, self.is_paused
+            self.engine.spec, info, self.health, stats, self.cap, self.told, self.version, self.is_paused
         )
 
     @property
@@ -192,27 +211,44 @@ class Member:
         self.stats.in_flight -= 1
         if not self.calls:
             self.idle.set()
+            if self.is_paused:
+                self.pool.wake()  # it has drained
         self.pool.touch(self)
 
     def cut(self, *, is_sparing: bool) -> list[asyncio.Future[None]]:
         """Cuts its calls, or (sparing) only those that cannot name their versions; what is done when each has ended."""
+        if self.is_paused:
+            self._harden(PauseMode.KEEP if is_sparing else PauseMode.ABORT)
         cut = [call for call in self.calls if call.is_cuttable and not (is_sparing and self.names_versions_of(call))]
         for call in cut:
             call.cut()
         return [call.ended for call in cut]
 
-    def pause(self, *, holds_clocks: bool = True, is_leaving: bool = False) -> None:
-        """No call begins from now on. The clocks of those in flight stand still, unless they end by themselves."""
+    def _harden(self, mode: PauseMode) -> None:
+        if self.mode is None or _HARDNESS[mode] > _HARDNESS[self.mode]:
+            self.mode = mode
+            self.pool.moved()
+
+    def cut_calls(self) -> list[asyncio.Future[None]]:
+        """Those that were cut and have not ended."""
+        return [call.ended for call in self.calls if call.cut_asked.done()]
+
+    def pause(self, mode: PauseMode = PauseMode.KEEP, *, is_leaving: bool = False) -> None:
+        """No call begins from now on. The clocks of those in flight stand still, unless they end by themselves. Who
+        pauses it also has them cut, as the mode says."""
         self.is_paused = True
         self.is_leaving = is_leaving
-        if holds_clocks:
-            for call in self.calls:
+        self._harden(mode)
+        for call in self.calls:
+            call.was_paused = True
+            if mode is not PauseMode.DRAIN:
                 call.hold()
         self.pool.touch(self)
         self.pool.wake()
 
     def unpause(self) -> None:
         self.is_paused = self.is_leaving = self.is_told = False
+        self.mode = None
         for call in self.calls:
             call.release()
         self.pool.touch(self)
@@ -229,6 +265,8 @@ class Member:
         if generation.token_ids and (generation.versions or generation.finish_reason != "abort"):
             # an abort without versions says nothing of the engine: it may be a stream that broke off before its end
             self.says_versions = bool(generation.versions) and self.engine.info.reports_versions
+        if generation.versions:
+            self.said_version = generation.versions[-1].version
         self.stats.tokens += len(generation.token_ids)
         self.stats.prompt_tokens += generation.prompt_tokens
         self.stats.cached_tokens += generation.cached_tokens or 0
@@ -265,8 +303,10 @@ _Entry = tuple[tuple[bool, float, int], int, Member]
 class Pool:
     """See the module. A policy has the version that was resumed last; each of its engines has its own, and its gate."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, moved: Callable[[], None] = lambda: None) -> None:
+        """`moved` is told after whatever nodes must know of its gates."""
         self.name = name
+        self.moved = moved
         self.version = 0
         self.is_named = False  # somebody has told a version
         self.is_paused = False  # the policy as a whole: engines that come are paused, too
@@ -295,6 +335,7 @@ class Pool:
 
     def wake(self) -> None:
         """A gate or a health changed."""
+        self.moved()
         for waiter in (*self._waiters, *self._gate_waiters):
             if not waiter.done():
                 waiter.set_result(None)

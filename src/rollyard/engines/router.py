@@ -5,38 +5,41 @@ survives the loss of its engine is told in `session.py`. Engines come and go whi
 by policy, judges in a pool of their own.
 
 It is opened with `async with` and owns everything that it starts: the HTTP session that all engines share, and one
-watch per engine. A watch asks an engine that is up whether it is healthy, and how loaded it is, which its session cap
-follows (`admission.py`); one that is down must sample a token, a real one, before sessions may have it again, so no
-rollout is spent on finding out.
+watch per engine (`health.py`).
 
 `policies` is the door for changing weights, with all that the engines are told. `pause` and `resume` are only its gate,
 for those who tell the engines themselves. A pause returns when no call is left that would sample from weights it cannot
 name; calls on engines that do name them go on, or stand still, as the engine was told, and their clocks are held. A
 streamed call is never of the second sort: its tokens are handed on as they come, and if it broke before its end, nobody
 could say which of them the new weights had sampled.
+
+Other routers may follow this one (`gates.py`, `following.py`): their sessions count as this one's, and wherever the
+ends of calls are waited for, those of their calls are, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Self
 
-from rollyard.core import Message, Sampling
-from rollyard.core.failure import EngineExists, EngineFailure, EngineTimeout, JudgeUnreachable, NotFound
-from rollyard.engines.admission import CapRules, SessionCap
-from rollyard.engines.base import ChatReply, Engine, EngineSpec, GenerateRequest, Kind, Role
-from rollyard.engines.calling import RouterStats, SessionSettings
+from rollyard.core import Message
+from rollyard.core.failure import EngineExists, EngineFailure, JudgeUnreachable, NotFound
+from rollyard.engines.admission import SessionCap
+from rollyard.engines.base import ChatReply, Engine, EngineSpec, Kind, Role
+from rollyard.engines.calling import RouterStats
+from rollyard.engines.gates import Followers, GateBook, Gates
+from rollyard.engines.health import HealthWatch, Vet
 from rollyard.engines.http import Http
 from rollyard.engines.openai import OpenAIEngine
 from rollyard.engines.policies import Policies
 from rollyard.engines.policy_state import OnVersion, PolicySettings
-from rollyard.engines.pool import Call, EngineStatus, Health, Member, Pool
+from rollyard.engines.pool import Call, EngineStatus, Member, Pool
 from rollyard.engines.prorl import ProrlEngine
 from rollyard.engines.remote import RemoteEngine
+from rollyard.engines.router_settings import RouterSettings
 from rollyard.engines.seats import Seats
 from rollyard.engines.session import RoutedSession
 from rollyard.engines.sglang import SglangEngine
@@ -57,48 +60,36 @@ def make_engine(spec: EngineSpec, http: Http) -> Engine:
     return _KINDS[spec.kind](spec, http)
 
 
-@dataclass(frozen=True, slots=True)
-class RouterSettings(SessionSettings):
-    """How patient the router is. The rest is in `SessionSettings`."""
-
-    watch_s: float = 2.0
-    """Between two looks at an engine."""
-    probe_s: float = 60.0
-    """How long an engine may take to say what it is, or to sample the token that brings it up again."""
-    control_s: float = 60.0
-    """How long an engine may take for the steps of a pause, and for those of a resume."""
-    judge_s: float = 120.0
-    """How long a judge may take for one answer."""
-    judge_tries: int = 3
-    cap_rules: CapRules = field(default_factory=CapRules)
-    """How the session caps follow what the engines tell."""
-    judge_sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0, max_tokens=2048))
-
-
 class Router:
     """See the module."""
 
-    def __init__(
-        self, settings: RouterSettings | None = None, *, vet: Callable[[Engine], Awaitable[None]] | None = None
-    ) -> None:
+    def __init__(self, settings: RouterSettings | None = None, *, vet: Vet | None = None) -> None:
         """`vet` may refuse an engine that answered its probe, with an EngineFailure, before any session has it."""
         self.settings = settings or RouterSettings()
-        self._vet = vet
         self.stats = RouterStats()
         self._http: Http | None = None
         self._members: dict[str, Member] = {}
         self._reserved: set[str] = set()  # being probed: an id is taken from the first moment
         self._policies: dict[str, Pool] = {}
-        self._judges = Pool("the judges")
+        self._book = GateBook(self._members, self._policies)
+        self._judges = Pool("the judges", self._book.moved)
         self._watches: dict[str, asyncio.Task[None]] = {}
-        bounds = PolicySettings(self.settings.control_s, self.settings.abort_grace_s)
-        self.policies = Policies(self._policies, self.pool, self._revive, bounds)
+        self.followers: Followers | None = None
+        self._health = self._make_health(vet)
+        self.policies = self._make_policies(PolicySettings(self.settings.control_s, self.settings.abort_grace_s))
+
+    def _make_health(self, vet: Vet | None) -> HealthWatch:
+        return HealthWatch(self.settings, vet, lambda member: self.policies.welcome(member))
+
+    def _make_policies(self, bounds: PolicySettings) -> Policies:
+        return Policies(self._policies, self.pool, self._health.revive, bounds, self._settled)
 
     async def __aenter__(self) -> Self:
         self._http = open_http()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.followers = None  # nobody is waited for any more
         await self.policies.close()
         await self.clear()
         if self._http is not None:
@@ -123,7 +114,7 @@ class Router:
         try:
             try:
                 if not is_waiting:
-                    await self._probe(member)
+                    await self._health.probe(member)
             except EngineFailure as error:
                 if must_answer or not error.retryable:
                     raise
@@ -132,6 +123,7 @@ class Router:
             self._reserved.discard(spec.id)
         self._members[spec.id] = member
         pool.add(member)
+        pool.moved()
         try:
             if member.is_probed or is_waiting:
                 await self.policies.welcome(member)
@@ -140,31 +132,39 @@ class Router:
             raise
         if self._members.get(spec.id) is not member:
             raise NotFound(f"engine {spec.id!r} was removed while it was being added")
-        self._watches[spec.id] = asyncio.create_task(self._watch(member), name=f"watch {spec.id}")
+        self._watches[spec.id] = asyncio.create_task(self._health.watch(member), name=f"watch {spec.id}")
         log.info("engine added", extra={"engine": spec.id, "policy": spec.policy, "health": str(member.health)})
         return member.status()
 
     async def remove(self, engine_id: str) -> None:
         """No new call goes there; running ones are cut, and go on elsewhere from what they had sampled."""
-        member = self._members.pop(engine_id, None)
-        if member is None:
+        if engine_id not in self._members:
             raise NotFound(f"there is no engine {engine_id!r}")
+        await self._see_off(*self._take_out(engine_id))
+
+    def _take_out(self, engine_id: str) -> tuple[Member, asyncio.Task[None] | None]:
+        """From now on it is none of ours, and nobody's choice."""
+        member = self._members.pop(engine_id)
         member.pool.drop(member)
         self.policies.forget(member)
-        watch = self._watches.pop(engine_id, None)
         for call in list(member.calls):
             call.cut()
+        return member, self._watches.pop(engine_id, None)
+
+    async def _see_off(self, member: Member, watch: asyncio.Task[None] | None) -> None:
         try:
             if watch is not None:
                 watch.cancel()
                 await asyncio.wait({watch})
             async with asyncio.timeout(self.settings.abort_grace_s):
                 await member.idle.wait()
+                if member.engine.spec.role is Role.POLICY:
+                    await self._settled()
         except TimeoutError:
-            log.warning("an engine was removed with calls in flight", extra={"engine": engine_id})
+            log.warning("an engine was removed with calls in flight", extra={"engine": member.id})
         finally:
             await member.engine.close()
-        log.info("engine removed", extra={"engine": engine_id})
+        log.info("engine removed", extra={"engine": member.id})
 
     async def clear(self) -> None:
         """Removes all of them."""
@@ -183,7 +183,7 @@ class Router:
 
     def pool(self, policy: str) -> Pool:
         if policy not in self._policies:
-            self._policies[policy] = Pool(policy)
+            self._policies[policy] = Pool(policy, self._book.moved)
         return self._policies[policy]
 
     # --- sessions
@@ -239,6 +239,7 @@ class Router:
         cut = [ended for member in pool.members.values() for ended in member.cut(is_sparing=True)]
         if cut:
             await asyncio.wait(cut)  # bounded by abort_grace_s, in the sessions whose calls they are
+        await self._settled()
 
     def resume(self, policy: str, version: int | None = None) -> None:
         """Lets calls go on, from weights of this version if one is named. Also tells it to a policy not paused."""
@@ -250,6 +251,34 @@ class Router:
         pool.open()
         if version is not None:
             self.policies.tell(policy, version)
+
+    # --- those who follow
+
+    def gates(self) -> Gates:
+        """As they stand, for those who follow: see `gates.py`."""
+        return self._book.gates()
+
+    @property
+    def on_gates(self) -> list[Callable[[], None]]:
+        """Told after each change of the gates."""
+        return self._book.listeners
+
+    def used(self, engine_id: str, node: str, sessions: int, in_flight: int, tokens: int) -> None:
+        """What a node has of an engine now; its tokens are those that it has had in all."""
+        member = self._members.get(engine_id)
+        if member is not None and member.elsewhere.tell(node, sessions, in_flight, tokens):
+            member.pool.touch(member)
+
+    def left(self, node: str) -> None:
+        """It is gone: nothing of what it had is in use any more."""
+        for member in self._members.values():
+            if member.elsewhere.left(node):
+                member.pool.touch(member)
+
+    async def _settled(self) -> None:
+        """All who follow have the gates as they stand. Bounded by those who take a silent node for gone."""
+        if self.followers is not None:
+            await self.followers.settled()
 
     # --- judges
 
@@ -278,64 +307,3 @@ class Router:
                 member.end(call)
             member.failed(why, settings.trip_after)
         raise JudgeUnreachable(why)
-
-    # --- health
-
-    async def _probe(self, member: Member) -> None:
-        try:
-            async with asyncio.timeout(self.settings.probe_s):
-                await member.engine.probe()
-                if self._vet is not None:
-                    await self._vet(member.engine)
-        except TimeoutError:
-            seconds = self.settings.probe_s
-            raise EngineTimeout(f"engine {member.id} did not say within {seconds} s what it is") from None
-        member.is_probed = True
-        await self._look(member, is_anew=True)
-
-    async def _revive(self, member: Member) -> None:
-        """Shows that it can sample: one that is not up may be taken in again then."""
-        await (self._try(member) if member.is_probed else self._probe(member))
-
-    async def _watch(self, member: Member) -> None:
-        while True:
-            await asyncio.sleep(self.settings.watch_s)
-            if member.health is Health.UP:
-                if not await member.engine.healthy() and member.health is Health.UP:
-                    member.failed("its health check failed", self.settings.trip_after)
-                else:
-                    await self._look(member)
-                continue
-            if member.health is Health.QUARANTINED:
-                continue  # it may well sample, but from which weights?
-            try:
-                await self._revive(member)
-                await self.policies.welcome(member)
-            except EngineFailure as error:
-                member.stats.last_error = error.detail
-            except Exception as error:  # the vetting loads files and templates that may be anything; we look again
-                member.stats.last_error = f"{type(error).__name__}: {error}"
-                log.warning("an engine could not be vetted", extra={"engine": member.id, "error": str(error)})
-            else:
-                log.info("engine answers", extra={"engine": member.id, "health": str(member.health)})
-
-    async def _look(self, member: Member, *, is_anew: bool = False) -> None:
-        """How loaded it is, for its cap: before it gets its first session, and from then on. The other kinds do not
-        tell, and judges hold no sessions."""
-        spec = member.engine.spec
-        if spec.role is Role.POLICY and spec.kind in (Kind.VLLM, Kind.SGLANG):
-            load = await member.engine.load()
-            member.heard(load, asyncio.get_running_loop().time(), is_anew=is_anew)
-
-    async def _try(self, member: Member) -> None:
-        """One real token, or one health check of an engine that gives no tokens."""
-        engine = member.engine
-        try:
-            async with asyncio.timeout(self.settings.probe_s):
-                if not await engine.healthy():
-                    raise EngineTimeout(f"engine {member.id}: its health check failed")
-                if engine.spec.kind is not Kind.OPENAI:
-                    await engine.generate(GenerateRequest(f"trial-{member.id}", (1, 2, 3), Sampling(), max_tokens=1))
-        except TimeoutError:
-            raise EngineTimeout(f"engine {member.id} sampled nothing in {self.settings.probe_s} s") from None
-        await self._look(member, is_anew=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Callable
 from itertools import count
 
 Rank = tuple[int, int]
@@ -40,6 +41,8 @@ class Seats:
     def __init__(self) -> None:
         self.bound: int | None = None
         self.taken = 0
+        self.held_back = 0  # who would wait here, but is kept where it is until there is a seat
+        self.on_free: Callable[[], None] = lambda: None  # for those
         self._waiters: list[tuple[Rank, int, asyncio.Future[Seat]]] = []
         self._tie = count()
 
@@ -50,7 +53,7 @@ class Seats:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiters)
+        return len(self._waiters) + self.held_back
 
     def set_bound(self, bound: int | None) -> None:
         self.bound = bound
@@ -59,6 +62,11 @@ class Seats:
     def try_acquire(self) -> Seat | None:
         if self.bound is not None and (self._waiters or self.taken >= self.bound):
             return None
+        self.taken += 1
+        return Seat(self)
+
+    def take(self) -> Seat:
+        """One beyond the bound, if need be: for whoever sits already."""
         self.taken += 1
         return Seat(self)
 
@@ -90,3 +98,5 @@ class Seats:
             if not future.done():
                 self.taken += 1
                 future.set_result(Seat(self))
+        if self.held_back and self.free != 0:
+            self.on_free()

@@ -162,7 +162,7 @@ class RoutedSession:
             try:
                 async with clock.counting(), limit.counting():
                     reply = await member.engine.chat(messages, sampling=sampling, tools=tools, session_id=self._id)
-                if reply.finish_reason == "abort" and member.is_paused:
+                if reply.finish_reason == "abort" and call.was_paused:
                     continue  # the weights are to change: it is asked again, whole, since text cannot be continued
                 member.failures_in_a_row = 0
                 member.stats.tokens += reply.completion_tokens

@@ -1,7 +1,7 @@
 """A draw, kept going: its decisions (`drawing.py`) made true with real rollouts, each written before it is seen.
 
 One task per draw. It wakes when a rollout of the draw has ended, a batch was asked for, tasks were pushed, or the
-policy's version changed; decides; writes all of the decision in one step; and only then begins, cancels and tells. So a
+policy's version changed; decides; writes all of the decision in one step; and only then begins, tells and cancels. So a
 service that is killed at any moment finds a draw whose groups, batches and progress fit together, and goes on.
 
 Invariants. A group is delivered once: its place in the order of delivery is given in the step that puts it into a
@@ -78,7 +78,7 @@ class DrawKeeper:
         self._held_until = 0.0
         self._written = ""  # progress and batch, as they stand in the store
         self._asked: set[asyncio.Task[object]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # one that will still go off
         self._is_gone = False
         self.is_kept = False  # `main` is at work, or about to be
 
@@ -106,6 +106,20 @@ class DrawKeeper:
     def wake(self) -> None:
         self._news.set()
 
+    def wake_in(self, delay_s: float) -> None:
+        """One timer, for what is due first: the turn that follows sets it anew. One that is due is never put off, not
+        even before the event loop has got round to it."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + delay_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(delay_s, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self.wake()
+
     async def main(self) -> None:
         """Until the draw has ended and nothing of it is at work."""
         try:
@@ -119,6 +133,7 @@ class DrawKeeper:
             self.is_kept = False
             if self._timer is not None:
                 self._timer.cancel()
+                self._timer = None  # else a draw that a rewind brings back would count on it
 
     def let_go(self) -> None:
         """It was closed, and is about to be forgotten: nobody tells it of its rollouts' ends any more."""
@@ -295,7 +310,7 @@ class DrawKeeper:
         drawing.set_version(self._version())
         drawing.elapsed_s = time.time() - self.draw.created_at
         if (most_s := self.draw.config.budget.seconds) is not None and most_s > drawing.elapsed_s:
-            self._wake_in(min(3600.0, most_s - drawing.elapsed_s))
+            self.wake_in(min(3600.0, most_s - drawing.elapsed_s))
         for one in drawing.too_old():
             self._flock.end(one, GroupState.DROPPED, "stale", changes)
         for handed in drawing.hand_out():
@@ -308,24 +323,15 @@ class DrawKeeper:
             return False
         held_s = self._held_until - time.monotonic()
         if held_s > 0:
-            self._wake_in(held_s)
+            self.wake_in(held_s)
             return False
         room = max(0, self._yard.room // self.draw.config.group_size)
         if not room:  # the queue is full of others' rollouts: nobody tells when it is not
-            self._wake_in(FULL_S)
+            self.wake_in(FULL_S)
         begun = drawing.admit(min(MOST_AT_ONCE, room))
         for one in begun:
             await self._begin(one, changes)
         return bool(begun)
-
-    def _wake_in(self, delay_s: float) -> None:
-        """One timer, for what is due first: the turn that follows sets it anew."""
-        loop = asyncio.get_running_loop()
-        if self._timer is not None:
-            if loop.time() < self._timer.when() <= loop.time() + delay_s:
-                return
-            self._timer.cancel()
-        self._timer = loop.call_later(delay_s, self.wake)
 
     async def _begin(self, one: Flying, changes: Changes) -> None:
         config, now = self.draw.config, time.time()
@@ -396,7 +402,7 @@ class DrawKeeper:
         self._written = as_it_stands
         changes.submissions.clear()
         self._yard.enqueue(stored)
+        self.bell.ring()  # before the cancels, each a write of its own: a batch that left hundreds over is closed now
+        self._on_change()
         for rollout_id in changes.cancels:
             await self._yard.cancel(rollout_id, "its group was given up")
-        self.bell.ring()
-        self._on_change()

@@ -5,7 +5,8 @@ written before it counts: how many groups were begun, the version it is pinned t
 goes on where it was, and an end, once written, never changes.
 
 Pinned: it begins when no change of weights is under way, and from then on every token is to be of that version. With
-`hold` the next change of weights waits for its end; with `fail`, or if the weights change all the same, it fails.
+`hold` the next change of weights waits for its end, unless no engine can serve that version any more (`engines.pins`):
+then it goes on if the change leaves the same version. With `fail`, or if the weights change all the same, it fails.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class EvalKeeper:
             detail = f"it is pinned to version {self.record.version}, and the weights are {version} now"
             await self._give_up(VERSION_CHANGED, detail)
             return
+        elif version is not None:
+            self._pin()  # unless it is: a service that is started in a pause cannot yet say that the version is ours
         self._share()
         try:
             await self._begin()
@@ -156,7 +159,7 @@ class EvalKeeper:
 
     def _pin(self) -> None:
         if self.record.on_update == "hold":
-            self._policies.pins.pin(self.record.policy, self.record.id)
+            self._policies.pins.pin(self.record.policy, self.record.id, self.record.version)
 
     def _share(self) -> None:
         """Its quota follows the size of the RUN pool."""
@@ -203,9 +206,9 @@ class EvalKeeper:
 
     async def _give_up(self, reason: str, detail: str) -> None:
         """Ends it early, with the figures of what there is."""
-        done = self.done  # what is cancelled now has not been done
+        done, result = self.done, await self._result(reason)  # before: what is cancelled now is missing for this reason
         await self._cancel_groups()
-        await self._end("failed", reason, detail, await self._result(reason), done)
+        await self._end("failed", reason, detail, result, done)
 
     async def _judge(self) -> None:
         result = await self._result(NOT_BEGUN)

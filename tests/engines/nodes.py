@@ -1,0 +1,121 @@
+"""A head and its nodes in one process, joined as a fleet joins them but for the wire: gates are encoded and decoded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from rollyard.engines import Health, Router, RouterSettings
+from rollyard.engines.following import FollowingRouter
+from rollyard.engines.gates import Gates
+from tests.engines.parts import QUICK
+
+
+class Node:
+    """One that follows. While it is `held`, nothing reaches it."""
+
+    def __init__(self, fleet: Fleet, router: FollowingRouter) -> None:
+        self.router = router
+        self.is_held = False
+        self.applied = -1
+        self._fleet = fleet
+        self._sent: Gates | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, gates: Gates) -> None:
+        if self.is_held or self._sent == gates:
+            return
+        self._sent = gates
+        task = asyncio.create_task(self._follow(msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=Gates)))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _follow(self, gates: Gates) -> None:
+        await self.router.follow(gates)
+        self.applied = max(self.applied, gates.number)
+        self._fleet.tell()
+
+    def release(self) -> None:
+        self.is_held = False
+        self.send(self._fleet.head.gates())
+
+    async def up(self, *ids: str) -> None:
+        """When these engines, and no others, are up here."""
+        async with asyncio.timeout(20):
+            while {s.spec.id for s in self.router.list() if s.health is Health.UP} != set(ids):
+                await asyncio.sleep(0.005)
+
+
+class Fleet:
+    """All nodes of a head: its `Followers`."""
+
+    def __init__(self, head: Router) -> None:
+        self.head = head
+        self.nodes: list[Node] = []
+        self.waiting = 0
+        self._changed: set[asyncio.Future[None]] = set()
+        head.followers = self
+        head.on_gates.append(self._push)
+
+    async def settled(self) -> None:
+        number = self.head.gates().number
+        self.waiting += 1
+        self.tell()
+        try:
+            while any(node.applied < number for node in self.nodes):
+                await self._next()
+        finally:
+            self.waiting -= 1
+
+    def lose(self, node: Node) -> None:
+        self.nodes.remove(node)
+        self.tell()
+
+    async def is_waited_for(self) -> None:
+        """When the head waits for its nodes. One that does not wait is found here by the time that this takes."""
+        await self.until(lambda: self.waiting > 0)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not is_so():
+                await self._next()
+
+    def tell(self) -> None:
+        for waiter in self._changed:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _push(self) -> None:
+        gates = self.head.gates()
+        for node in self.nodes:
+            node.send(gates)
+
+    async def _next(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._changed.discard(waiter)
+
+    @asynccontextmanager
+    async def node(self, settings: RouterSettings = QUICK, *, must_be_up: bool = True) -> AsyncGenerator[Node, None]:
+        """Joins, and (unless told otherwise) has all the engines that the head has up."""
+        async with FollowingRouter(settings) as router:
+            node = Node(self, router)
+            self.nodes.append(node)
+            node.send(self.head.gates())
+            await self.until(lambda: node.applied >= 0)
+            if must_be_up:
+                await node.up(*(s.spec.id for s in self.head.list() if s.health is Health.UP))
+            try:
+                yield node
+            finally:
+                if node in self.nodes:
+                    self.lose(node)
+                for task in list(node.tasks):
+                    task.cancel()
+                    await asyncio.wait({task})

@@ -1,0 +1,353 @@
+"""What a head tells its nodes, what they tell it, and that it waits for them wherever weights may change after."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollyard.core.engine import Admission
+from rollyard.core.failure import PolicyStuck
+from rollyard.core.policy import PauseMode, PolicyRecord
+from rollyard.engines import Health, Router
+from rollyard.engines.admission import CapRules
+from rollyard.engines.gates import EngineGate, Gates
+from rollyard.engines.load import Load
+from rollyard.engines.policy_state import PolicyState
+from rollyard.testing.scripted_engine import ScriptedEngine
+from tests.engines.parts import QUICK, judge_of, routed, spec_of
+
+Operation = Callable[[Router], Coroutine[Any, Any, Any]]
+
+
+def engine_gates(router: Router) -> dict[str, EngineGate]:
+    return {gate.id: gate for policy in router.gates().policies for gate in policy.engines}
+
+
+# --- what they say
+
+
+async def test_they_say_which_engines_there_are_and_which_take_calls_and_survive_the_wire() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
+        await router.add(judge_of(one))
+        await router.policies.resume("default", 3)
+        two.control.fail("version", 1, 500)
+        with pytest.raises(PolicyStuck):
+            await router.policies.resume("default", 4, engines=["e2"])
+        gates = router.gates()
+        assert [spec.id for spec in gates.specs] == ["e1", "e2", "judge"]
+        (policy,) = gates.policies
+        assert (policy.name, policy.version, policy.is_named, policy.is_paused) == ("default", 3, True, False)
+        first, second = policy.engines
+        assert first == EngineGate("e1", 3)
+        assert (second.is_paused, second.is_quarantined, second.version) == (True, True, 3)
+        assert "did not take its version" in second.error
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=Gates) == gates
+
+
+async def test_their_number_rises_with_every_change_and_listeners_are_told_once() -> None:
+    async with ScriptedEngine() as server, routed(server) as router:
+        told: list[int] = []
+        router.on_gates.append(lambda: told.append(router.gates().number))
+
+        def break_down() -> None:
+            raise RuntimeError("a listener broke")
+
+        router.on_gates.insert(0, break_down)
+        numbers = [router.gates().number]
+        for change in (
+            router.pause("default"),
+            router.policies.pause("default", holder="me", mode=PauseMode.KEEP),
+            router.policies.resume("default", 1),
+            router.add(spec_of(server, "e2")),
+            router.remove("e2"),
+        ):
+            await change
+            numbers.append(router.gates().number)
+        assert numbers == sorted(numbers) and len(set(numbers)) >= 5
+        async with router.session("default", "s1"):
+            router.used("e1", "n1", 3, 2, 100)
+            assert router.gates().number == numbers[-1], "loads are no part of them"
+        await asyncio.sleep(0)
+        assert told == sorted(set(told)) and told[-1] == numbers[-1]
+
+
+async def test_they_are_above_those_of_an_earlier_life() -> None:
+    """Else a node that had applied many of the last head would be taken to have applied the first of this one."""
+    async with ScriptedEngine() as server:
+        async with routed(server) as router:
+            for version in range(20):
+                await router.policies.resume("default", version)
+            last = router.gates().number
+        async with Router(QUICK) as router:
+            assert router.gates().number > last
+
+
+async def test_an_engine_that_is_not_taken_in_yet_is_told_as_such() -> None:
+    async with ScriptedEngine() as server, Router(QUICK) as router:
+        told: list[Gates] = []
+        router.on_gates.append(lambda: told.append(router.gates()))
+        await server.stop()
+        assert (await router.add(spec_of(server), must_answer=False)).health is Health.DOWN
+        await asyncio.sleep(0)
+        assert told and not engine_gates(router)["e1"].is_joined
+        await server.start()
+        async with asyncio.timeout(20):
+            while not engine_gates(router)["e1"].is_joined:
+                await asyncio.sleep(0.005)
+
+
+async def test_a_mode_is_never_softer_while_the_gate_is_shut() -> None:
+    async with ScriptedEngine() as server, routed(server) as router:
+        modes: list[PauseMode | None] = [engine_gates(router)["e1"].mode]
+        for mode in (PauseMode.DRAIN, PauseMode.KEEP, PauseMode.DRAIN, PauseMode.ABORT, PauseMode.KEEP):
+            await router.policies.pause("default", holder="me", mode=mode)
+            modes.append(engine_gates(router)["e1"].mode)
+        drain, keep, abort = PauseMode.DRAIN, PauseMode.KEEP, PauseMode.ABORT
+        assert modes == [None, drain, keep, keep, abort, abort]
+        await router.policies.resume("default", 1)
+        assert engine_gates(router)["e1"].mode is None
+
+
+# --- what nodes have
+
+
+async def test_sessions_of_nodes_count_for_the_choice_and_the_list() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
+        router.used("e1", "n1", 5, 2, 100)
+        router.used("e2", "n1", 4, 3, 0)
+        router.used("e9", "n1", 4, 3, 0)  # removed meanwhile
+        async with router.session("default", "s1") as session:
+            assert session.engine.spec.id == "e2"
+            router.used("e1", "n2", 1, 0, 10)
+            stats = {status.spec.id: status.stats for status in router.list()}
+            assert (stats["e1"].sessions, stats["e1"].in_flight, stats["e1"].tokens) == (6, 2, 110)
+            assert (stats["e2"].sessions, stats["e2"].in_flight) == (5, 3)
+            router.left("n1")
+            router.left("nobody")
+            (first, second) = (status.stats for status in router.list())
+            assert (first.sessions, first.in_flight, first.tokens) == (1, 0, 110)
+            assert (second.sessions, second.in_flight) == (1, 0)
+
+
+async def test_tokens_of_a_node_are_counted_once_however_often_it_tells_them() -> None:
+    async with ScriptedEngine() as server, routed(server) as router:
+        counts = []
+        for tokens in (100, 100, 130, 20, 25):  # at the fourth it was started again
+            router.used("e1", "n1", 0, 0, tokens)
+            counts.append(router.list()[0].stats.tokens)
+        router.left("n1")
+        router.used("e1", "n1", 0, 0, 25)  # it was only not heard of
+        assert [*counts, router.list()[0].stats.tokens] == [100, 100, 130, 150, 155, 155]
+
+
+async def test_sessions_of_nodes_fill_an_engine_and_move_its_cap() -> None:
+    rules = CapRules(start=8, settle_s=0.0)
+    async with ScriptedEngine() as server, routed(settings=replace(QUICK, watch_s=60, cap_rules=rules)) as router:
+        await router.add(spec_of(server, "small", capacity=2, admission=Admission.FIXED))
+        await router.add(spec_of(server, "large", capacity=4))
+        router.used("small", "n1", 2, 0, 0)
+        async with router.session("default", "s1") as session:
+            assert session.engine.spec.id == "large", "the other is full"
+        member = router.pool("default").members["large"]
+        member.heard(Load(0.1), 0.0)
+        assert member.cap == 4
+        router.used("large", "n1", 4, 4, 0)
+        member.heard(Load(0.99, running=4), 1.0)
+        assert member.cap == 3, "it is the nodes' sessions that fill its cache"
+
+
+# --- that it waits
+
+
+class Slow:
+    """Followers that take until they are let go, each time; `seen` has the gates that they were to apply."""
+
+    def __init__(self, router: Router) -> None:
+        self.seen: list[Gates] = []
+        self._router = router
+        self._asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
+        router.followers = self
+
+    async def settled(self) -> None:
+        going: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.seen.append(self._router.gates())
+        self._asked.put_nowait(going)
+        await going
+
+    async def asked(self) -> asyncio.Future[None]:
+        async with asyncio.timeout(20):
+            return await self._asked.get()
+
+
+@asynccontextmanager
+async def slow(*servers: ScriptedEngine) -> AsyncGenerator[tuple[Router, Slow], None]:
+    async with routed(*servers) as router:
+        yield router, Slow(router)
+
+
+def gates_of(gates: Gates) -> dict[str, tuple[bool, PauseMode | None]]:
+    return {gate.id: (gate.is_paused, gate.mode) for policy in gates.policies for gate in policy.engines}
+
+
+def pause(mode: PauseMode, **fields: Any) -> Operation:
+    return lambda router: router.policies.pause("default", holder="me", mode=mode, **fields)
+
+
+SHUT = {
+    "drain": (pause(PauseMode.DRAIN), PauseMode.DRAIN),
+    "abort": (pause(PauseMode.ABORT), PauseMode.ABORT),
+    "keep": (pause(PauseMode.KEEP), PauseMode.KEEP),
+    "a resume without a pause": (lambda router: router.policies.resume("default", 1), PauseMode.ABORT),
+    "the gate alone": (lambda router: router.pause("default"), PauseMode.KEEP),
+}
+
+
+@pytest.mark.parametrize("case", SHUT)
+async def test_an_engine_is_told_nothing_before_every_node_has_shut_its_gate(case: str) -> None:
+    operation, mode = SHUT[case]
+    async with ScriptedEngine() as server, slow(server) as (router, followers):
+        task = asyncio.create_task(operation(router))
+        going = await followers.asked()
+        assert gates_of(followers.seen[-1]) == {"e1": (True, mode)}
+        assert list(server.control.log) == [] and not task.done()
+        going.set_result(None)
+        await task
+
+
+async def test_a_pause_of_one_engine_shuts_that_one_alone_and_is_waited_for() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, slow(one, two) as (router, followers):
+        task = asyncio.create_task(pause(PauseMode.ABORT, engines=["e1"])(router))
+        going = await followers.asked()
+        assert gates_of(followers.seen[-1]) == {"e1": (True, PauseMode.ABORT), "e2": (False, None)}
+        assert engine_gates(router)["e1"].is_leaving
+        assert list(one.control.log) == []
+        going.set_result(None)
+        await task
+        assert list(one.control.log) == ["pause abort"] and list(two.control.log) == []
+
+
+async def test_what_cannot_be_frozen_is_cut_at_nodes_too_before_a_pause_is_one() -> None:
+    """It was to be kept, and then the engine turned out to have no such routes."""
+    async with ScriptedEngine() as server:
+        server.control.is_there = False
+        async with slow(server) as (router, followers):
+            task = asyncio.create_task(pause(PauseMode.KEEP)(router))
+            (await followers.asked()).set_result(None)
+            going = await followers.asked()
+            assert [gates_of(gates)["e1"][1] for gates in followers.seen] == [PauseMode.KEEP, PauseMode.ABORT]
+            assert router.policies.status("default").state is PolicyState.PAUSING
+            going.set_result(None)
+            assert (await task).state is PolicyState.PAUSED
+
+
+async def test_an_engine_that_does_not_pause_is_quarantined_at_nodes_before_a_pause_is_one() -> None:
+    async with ScriptedEngine() as server, slow(server) as (router, followers):
+        server.control.fail("pause", 1, 500)
+        task = asyncio.create_task(pause(PauseMode.KEEP)(router))
+        (await followers.asked()).set_result(None)
+        going = await followers.asked()
+        assert engine_gates(router)["e1"].is_quarantined and not task.done()
+        assert gates_of(followers.seen[-1])["e1"] == (True, PauseMode.ABORT)
+        going.set_result(None)
+        await task
+
+
+async def test_a_resume_that_overtakes_a_drain_has_nodes_cut_what_drains_before_an_engine_is_told() -> None:
+    async with ScriptedEngine() as server, slow(server) as (router, followers):
+        pausing = asyncio.create_task(pause(PauseMode.DRAIN, wait_s=0)(router))
+        await followers.asked()
+        assert (await pausing).state is PolicyState.PAUSING
+        task = asyncio.create_task(router.policies.resume("default", 1))
+        going = await followers.asked()
+        assert gates_of(followers.seen[-1]) == {"e1": (True, PauseMode.ABORT)} and list(server.control.log) == []
+        going.set_result(None)
+        await task
+        assert list(server.control.log) == ["version 1", "clear", "resume"]
+
+
+async def test_a_resume_of_what_was_kept_leaves_it_frozen() -> None:
+    async with ScriptedEngine() as server, slow(server) as (router, followers):
+        pausing = asyncio.create_task(pause(PauseMode.KEEP)(router))
+        (await followers.asked()).set_result(None)
+        await pausing
+        before = router.gates().number
+        task = asyncio.create_task(router.policies.resume("default", 1))
+        going = await followers.asked()
+        assert followers.seen[-1].number == before, "there is nothing new to wait for"
+        going.set_result(None)
+        await task
+
+
+async def test_a_lease_that_runs_out_is_a_quarantine_at_nodes_and_what_others_can_take_on_is_cut() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one, two) as router:
+        moved = asyncio.Event()
+        await pause(PauseMode.KEEP, engines=["e1"], lease_s=0.01)(router)
+        router.on_gates.append(moved.set)
+        async with asyncio.timeout(20):
+            while not engine_gates(router)["e1"].is_quarantined:
+                await moved.wait()
+                moved.clear()
+        assert gates_of(router.gates()) == {"e1": (True, PauseMode.ABORT), "e2": (False, None)}
+        await router.policies.renew("default", holder="me", lease_s=60)
+        assert not engine_gates(router)["e1"].is_quarantined
+
+
+async def test_an_engine_that_comes_while_paused_is_shut_to_nodes_from_the_first() -> None:
+    async with ScriptedEngine() as one, ScriptedEngine() as two, routed(one) as router:
+        await router.policies.resume("default", 1)
+        await pause(PauseMode.ABORT)(router)
+        seen: list[tuple[bool, bool]] = []
+
+        def look() -> None:
+            if (gate := engine_gates(router).get("e2")) is not None:
+                seen.append((gate.is_joined, gate.is_paused))
+
+        router.on_gates.append(look)
+        await router.add(spec_of(two, "e2"))
+        await asyncio.sleep(0)
+        assert seen and seen[-1] == (True, True) and (True, False) not in seen
+
+
+async def test_an_engine_of_an_earlier_life_is_told_to_pause_when_nodes_of_that_life_have_cut_their_calls() -> None:
+    saved: dict[str, PolicyRecord] = {}
+
+    async def save(record: PolicyRecord) -> None:
+        saved[record.name] = record
+
+    async with ScriptedEngine() as server:
+        async with routed(server) as router:
+            router.policies.save = save
+            await pause(PauseMode.DRAIN)(router)
+        server.control.log.clear()
+        async with Router(QUICK) as router:
+            router.policies.restore(saved.values())
+            followers = Slow(router)
+            task = asyncio.create_task(router.add(spec_of(server)))
+            going = await followers.asked()
+            assert gates_of(followers.seen[-1]) == {"e1": (True, PauseMode.ABORT)} and list(server.control.log) == []
+            going.set_result(None)
+            assert (await task).health is Health.QUARANTINED and list(server.control.log) == ["pause abort"]
+
+
+async def test_an_engine_is_removed_when_no_node_has_calls_there() -> None:
+    """Whoever removed it may give it other weights."""
+    async with ScriptedEngine() as server, slow(server) as (router, followers):
+        task = asyncio.create_task(router.remove("e1"))
+        going = await followers.asked()
+        assert followers.seen[-1].specs == () and not task.done()
+        going.set_result(None)
+        await task
+
+
+async def test_a_router_that_closes_waits_for_nobody() -> None:
+    async with ScriptedEngine() as server:
+        async with slow(server) as (router, followers):
+            await pause(PauseMode.ABORT, wait_s=0)(router)
+            await followers.asked()
+        assert len(followers.seen) == 1

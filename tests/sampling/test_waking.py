@@ -1,0 +1,75 @@
+"""A draw and those who wait for it are woken at once: nothing is left to the next poll, or to somebody who comes by."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from tests.service.skill import skilled
+from tests.service.test_draws import closed, draw, mixed, site_with
+
+
+async def test_a_batch_is_told_before_what_it_left_over_is_cancelled(tmp_path: Path, monkeypatch: Any) -> None:
+    """Each cancel is a write of its own, and a batch may leave hundreds."""
+
+    def slow(rollout_id: str) -> float:
+        return 0.0 if int(rollout_id.split(".")[2]) < 2 else 30.0
+
+    async with skilled(mixed, slow) as engine, site_with(tmp_path, engine) as site:
+        yard, may_cancel, asked = site.served.house.yard, asyncio.Event(), list[str]()
+        cancel = yard.cancel
+
+        async def held(rollout_id: str, detail: str) -> Any:
+            asked.append(rollout_id)
+            await may_cancel.wait()
+            return await cancel(rollout_id, detail)
+
+        monkeypatch.setattr(yard, "cancel", held)
+        await draw(site, 6, shuffle=False, surplus="cancel", max_staleness=2)
+        await site.post("/v1/draws/d/batches", {"want": 2, "number": 1})
+        try:
+            async with asyncio.timeout(20):
+                batch = (await site.get("/v1/draws/d/batches/1?wait_s=60")).body
+        finally:
+            may_cancel.set()
+        assert (batch["state"], batch["delivered"]) == ("closed", 2)
+        assert asked, "there was something to cancel"
+        async with asyncio.timeout(20):
+            await engine.idle()
+
+
+async def test_a_draw_that_a_rewind_brings_back_looks_at_a_full_queue_again(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its earlier life had a timer for that, which ended with it."""
+    monkeypatch.setattr("rollyard.sampling.draws.FULL_S", 3.0)
+    async with skilled(mixed) as engine, site_with(tmp_path, engine, max_queued=2) as site:
+        await site.hold()
+        await draw(site)
+        await site.post("/v1/draws/d/batches", {"want": 2, "number": 1})  # its first group fills the queue
+        keeping = {one for one in asyncio.all_tasks() if one.get_name() == "draw d"}
+        assert len(keeping) == 1
+        async with asyncio.timeout(20):
+            assert (await site.delete("/v1/draws/d")).status == 202
+            await asyncio.wait(keeping)
+        await site.submit("a", "b")
+        assert (await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})).status == 200
+        await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
+        assert (await site.get("/v1/draws/d")).body["figures"]["open"] == 0, "there is no room yet"
+        assert (await site.call("PATCH", "/v1/pools", json={"init": 2})).status == 200
+        async with asyncio.timeout(30):
+            assert (await closed(site, 1))["delivered"] == 1
+
+
+async def test_what_is_due_is_not_put_off_by_what_comes_later(tmp_path: Path, monkeypatch: Any) -> None:
+    """The end of its seconds, say, by a hold-off that begins in the same turn."""
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, source={"push": True})
+        keeper, woken = await site.served.house.sampler.keeper("d"), asyncio.Event()
+        monkeypatch.setattr(keeper, "wake", woken.set)
+        keeper.wake_in(0.0)
+        keeper.wake_in(3600.0)
+        async with asyncio.timeout(20):
+            await woken.wait()
+        woken.clear()
+        keeper.wake_in(3600.0)
+        keeper.wake_in(0.0)
+        async with asyncio.timeout(20):
+            await woken.wait()
