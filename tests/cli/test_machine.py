@@ -14,6 +14,13 @@ from rollyard.cli.bench import BENCHES, machine, picture, show_result
 from tests.cli.conftest import Cli
 
 
+async def test_config_shows_no_password_of_a_store(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ROLLYARD_STORE", "postgresql://rollyard:hunter2@db.example/rollouts")
+    for options in ((), ("--json",)):
+        said = await cli("config", *options)
+        assert "postgresql://rollyard@db.example/rollouts" in said.out and "hunter2" not in said.out
+
+
 async def test_config_says_what_is_in_force_and_from_where(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "rollyard.toml").write_text('run_slots = 9\n[[engines]]\nurl = "http://e:1"\napi_key = "hidden-key"\n')
     monkeypatch.setenv("ROLLYARD_EVAL_SLOTS", "7")

@@ -30,7 +30,8 @@ def test_the_commands_are_those_that_are_promised():
     names = {path[0] for path in COMMANDS}
     assert names == {
         *("serve", "submit", "eval", "tasks", "rollouts", "agents", "engines", "images", "runs", "tokens", "top"),
-        *("shell", "doctor", "bench", "config", "demo", "gym-agent", "policies", "draws", "engine"),
+        *("shell", "doctor", "bench", "config", "demo", "gym-agent", "policies", "draws", "engine", "weights"),
+        *("slurm", "node", "nodes"),
     }
     assert {path[1] for path in COMMANDS if path[0] == "rollouts"} == {"list", "show", "cancel", "traces", "rescore"}
     assert {path[1] for path in COMMANDS if path[0] == "engines"} == {"list", "add", "remove", "clear"}
@@ -38,6 +39,9 @@ def test_the_commands_are_those_that_are_promised():
     assert {path[1] for path in COMMANDS if path[0] == "images"} == {"pull", "build", "list", "prune", "remove"}
     assert {path[1] for path in COMMANDS if path[0] == "runs"} == {"list", "create", "delete"}
     assert {path[1] for path in COMMANDS if path[0] == "tokens"} == {"check"}
+    assert {path[1] for path in COMMANDS if path[0] == "weights"} == {"fetch", "list"}
+    assert {path[1] for path in COMMANDS if path[0] == "nodes"} == {"list", "drain", "resume"}
+    assert {path[1] for path in COMMANDS if path[0] == "slurm"} == {"up", "status", "down"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -45,7 +49,7 @@ async def test_every_help_has_an_example_and_json(cli: Cli, path: tuple[str, ...
     said = await cli(*path, "--help")
     assert said.status == 0
     assert f"Example: rollyard {' '.join(path)}" in said.out
-    assert "--json" in said.out or path[0] in ("serve", "demo", "gym-agent")
+    assert "--json" in said.out or path[0] in ("serve", "demo", "gym-agent", "node")
 
 
 def test_help_imports_nothing_heavy():

@@ -41,6 +41,7 @@ STABLE = [
     "artifact_lost",
     "stalled",
     "lost_to_restarts",
+    "node_lost",
     "session_lost",
     "trace_invalid",
     "internal_error",

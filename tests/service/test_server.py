@@ -198,6 +198,23 @@ async def test_the_second_signal_ends_it_at_once_and_gives_work_back(tmp_path: P
             assert [lost["code"] for lost in record["lost"]] == ["drained"]
 
 
+async def test_where_a_batch_system_signals_everything_one_sigterm_gives_all_back_at_once(tmp_path: Path) -> None:
+    """Its commands in sandboxes were told too: what they do from then on must not be judged."""
+    async with scripted(Reply(finish(), latency_s=300)) as engine, aiohttp.ClientSession() as http:
+        settings = {"ROLLYARD_ENGINES": json.dumps([engine_table(engine)]), "ROLLYARD_DRAIN_S": "300"}
+        async with process(tmp_path, **settings, ROLLYARD_ON_TERM="stop") as (child, _):
+            call = Remote(http, tmp_path)
+            await call("POST", "/v1/rollouts", {"id": "r1", "task": task()})
+            await engine.busy()
+            child.send_signal(signal.SIGTERM)
+            assert await child.wait() == 0
+        await engine.idle()
+        engine.script = lambda turn: finish()
+        async with process(tmp_path, **settings):
+            record = await Remote(http, tmp_path)("GET", "/v1/rollouts/r1?wait_s=60")
+            assert (record["attempt"], [lost["code"] for lost in record["lost"]]) == (2, ["drained"])
+
+
 async def test_a_kill_loses_nothing(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=300)) as engine, aiohttp.ClientSession() as http:
         engines = json.dumps([engine_table(engine)])

@@ -52,7 +52,7 @@ def test_the_file_is_found_by_variable_then_here_then_at_home(tmp_path: Path, mo
         ({"run_slots": 0}, {}, "", "run_slots .*greater than or equal to 1"),
         ({"retain_s": float("nan")}, {}, "", "retain_s"),
         ({"engines": ["gpu1:8000"]}, {}, "", "engines.0.url"),
-        ({"store": "postgresql://db"}, {}, "", "only SQLite files"),
+        ({"store": "mysql://db"}, {}, "", "a SQLite file or postgresql"),
         ({"runtime": "local"}, {}, "", "runtime 'local' is not among runtimes"),
         ({}, {}, "port = ", "cannot be read as TOML"),
     ],

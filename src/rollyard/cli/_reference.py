@@ -41,7 +41,7 @@ def _command(command: Any, path: str) -> Iterator[str]:
 def _parameters(parameters: list[Any], path: str) -> Iterator[str]:
     rows: list[str] = []
     for parameter in parameters:
-        if parameter.name == "help":
+        if parameter.name == "help" or getattr(parameter, "hidden", False):
             continue
         is_option = parameter.param_type_name == "option"
         name = " / ".join((*parameter.opts, *parameter.secondary_opts)) if is_option else parameter.metavar or "NAME"

@@ -10,6 +10,7 @@ from rollyard import __version__
 from rollyard.cli.agents import agents
 from rollyard.cli.bench import command as bench
 from rollyard.cli.config import config
+from rollyard.cli.demo import demo
 from rollyard.cli.doctor import doctor
 from rollyard.cli.draws import draws
 from rollyard.cli.engine import engine
@@ -17,15 +18,19 @@ from rollyard.cli.engines import engines
 from rollyard.cli.evaluate import evaluate
 from rollyard.cli.gym_agent import gym_agent
 from rollyard.cli.images import images
+from rollyard.cli.node import node
+from rollyard.cli.nodes import nodes
 from rollyard.cli.policies import policies
 from rollyard.cli.rollouts import rollouts
 from rollyard.cli.runs import runs
 from rollyard.cli.serve import serve
 from rollyard.cli.shell import shell
+from rollyard.cli.slurm import slurm
 from rollyard.cli.submit import submit
 from rollyard.cli.tasks import tasks
 from rollyard.cli.tokens import tokens
 from rollyard.cli.top import top
+from rollyard.cli.weights import weights
 
 app = typer.Typer(
     name="rollyard",
@@ -54,14 +59,6 @@ def root(
     """Rollouts for reinforcement learning of LLM agents, as a service."""
 
 
-def demo() -> None:
-    """Run eight rollouts in real sandboxes on this machine, with a scripted engine for a model."""
-    from rollyard.cli._console import out, run
-    from rollyard.cli.demo import run_demo
-
-    run(run_demo(out()))
-
-
 def _example(line: str) -> str:
     return f"Example: {line}"
 
@@ -75,12 +72,16 @@ app.add_typer(tasks, name="tasks", epilog=_example("rollyard tasks validate task
 app.add_typer(rollouts, name="rollouts", epilog=_example("rollyard rollouts list --state ended --limit 20"))
 app.add_typer(engines, name="engines", epilog=_example("rollyard engines add http://gpu1:8000 --policy actor"))
 app.add_typer(policies, name="policies", epilog=_example("rollyard policies pause actor --mode drain"))
+app.command(epilog=_example("rollyard node --head http://head:8127 --token-file node-token"))(node)
+app.add_typer(nodes, name="nodes", epilog=_example("rollyard nodes drain gpu-07"))
 app.add_typer(agents, name="agents", epilog=_example("rollyard agents try mini-swe-agent"))
 app.add_typer(images, name="images", epilog=_example("rollyard images pull docker://ubuntu:24.04"))
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))
 app.add_typer(draws, name="draws", epilog=_example("rollyard draws show grpo-7b"))
 app.add_typer(tokens, name="tokens", epilog=_example("rollyard tokens check Qwen/Qwen3-0.6B"))
 app.command(epilog=_example("rollyard engine --model ~/models/qwen3-0.6b --port 8000"))(engine)
+app.add_typer(weights, name="weights", epilog=_example("rollyard weights fetch smollm2"))
+app.add_typer(slurm, name="slurm", epilog=_example("rollyard slurm up --nodes 4 --partition cpu --time 24:00:00"))
 app.command("gym-agent", epilog=_example("rollyard gym-agent --port 8130 --server counter"))(gym_agent)
 app.command(epilog=_example("rollyard top --interval 0.5"))(top)
 app.command(epilog=_example("rollyard shell tasks.jsonl:3 --eval"))(shell)

@@ -24,9 +24,11 @@ def config(
     Flags of `rollyard serve` win over ROLLYARD_* variables, which win over the TOML file. Secrets are not shown.
     """
     from rollyard.service.settings import Settings, load_settings
+    from rollyard.store.opening import shown
 
     loaded = load_settings({}, os.environ, file)
     values = {name: masked(getattr(loaded.settings, name)) for name in Settings.model_fields}
+    values["store"] = shown(loaded.settings.store)
     values["token_file"] = str(loaded.settings.token_path)
     if as_json:
         print_json({name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()})

@@ -33,6 +33,17 @@ def serve(
     runtime: Annotated[
         str | None, typer.Option(help="Sandbox runtime of tasks that name none; allows it, too.")
     ] = None,
+    fleet: Annotated[
+        str | None,
+        typer.Option(help="Who runs rollouts: nodes (those that join: `rollyard node`) or ray (one on each Ray node)."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of the Ray cluster, with --fleet ray; else one is started on this machine.")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="A SQLite file or postgresql://USER@HOST/DB; else rollyard.db in data_dir."),
+    ] = None,
     init_slots: Annotated[int | None, typer.Option(help="Rollouts being set up at once.")] = None,
     run_slots: Annotated[int | None, typer.Option(help="Agents at work at once.")] = None,
     eval_slots: Annotated[int | None, typer.Option(help="Rollouts being scored at once.")] = None,
@@ -57,6 +68,9 @@ def serve(
     if given and not engine:
         raise Trouble(f"--{next(iter(given))} says something of the engines named here", "name one with --engine", 2)
 
+    if address and fleet != "ray":
+        raise Trouble("--address is of a Ray cluster", "say --fleet ray", 2)
+
     from rollyard.service.server import run_server
     from rollyard.service.settings import load_settings
 
@@ -65,6 +79,9 @@ def serve(
         "port": port,
         "data_dir": data_dir,
         "engines": [{"url": url, **given} for url in engine] if engine else None,
+        "fleet": fleet,
+        "ray_address": address,
+        "store": store,
         "prorl": prorl,
         "prorl_tokenizer": tokenizer if prorl else None,
         "init_slots": init_slots,

@@ -88,6 +88,7 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
     from rich.console import Group
 
     from rollyard.cli.engines import engines_table
+    from rollyard.cli.nodes import nodes_table
 
     uptime_s = int(status.get("uptime_s") or 0)
     draining = "  [bold red]draining[/]" if status.get("is_draining") else ""
@@ -106,6 +107,9 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
         speed,
         "",
     ]
+    nodes: list[dict[str, Any]] = list(status.get("nodes") or ())
+    if nodes:
+        parts += [nodes_table(nodes), ""]
     parts.append(engines_table(engines) if engines else "no engine: rollyard engines add URL")
     parts += [
         f"[red]engine {name} was refused: {plain(why)}[/]"

@@ -311,6 +311,18 @@ class AsyncClient(AsyncSampling):
     async def policies(self) -> Objects:
         return _items(await self._wire.json("GET", "/policies"), "policies")
 
+    # --- the machines of a fleet ----------------------------------------------------------------------
+
+    async def nodes(self) -> Objects:
+        return _items(await self._wire.json("GET", "/nodes"), "nodes")
+
+    async def drain_node(self, name: str) -> JsonObject:
+        """It takes nothing more; what it has, it ends. It is empty when `live` is 0."""
+        return read_object(await self._wire.json("POST", f"/nodes/{_part(name)}/drain"))
+
+    async def resume_node(self, name: str) -> JsonObject:
+        return read_object(await self._wire.json("POST", f"/nodes/{_part(name)}/resume"))
+
     # --- the service itself ---------------------------------------------------------------------------
 
     async def status(self) -> JsonObject:

@@ -274,6 +274,17 @@ class Client(Sampling):
     def policies(self) -> Objects:
         return self._run(self._yard.policies())
 
+    # --- the machines of a fleet ----------------------------------------------------------------------
+
+    def nodes(self) -> Objects:
+        return self._run(self._yard.nodes())
+
+    def drain_node(self, name: str) -> JsonObject:
+        return self._run(self._yard.drain_node(name))
+
+    def resume_node(self, name: str) -> JsonObject:
+        return self._run(self._yard.resume_node(name))
+
     # --- the service itself ---------------------------------------------------------------------------
 
     def status(self) -> JsonObject:

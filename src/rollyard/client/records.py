@@ -115,7 +115,8 @@ class Trace:
     """One training sequence. Its token columns are numpy arrays of one length; those of `traces()` are read-only
     views of the reply's own bytes.
 
-    `mask` is 1 exactly on the sampled tokens that this trace owns; elsewhere the logprob is 0.0 and the version −1.
+    `mask` is 1 exactly on the sampled tokens that this trace owns; elsewhere the logprob is 0.0 and the version −1. In
+    a demonstration it is 1 on what was given; there are no logprobs then.
     """
 
     token_ids: NDArray[np.int32]

@@ -14,7 +14,7 @@
     │   ├── SandboxFailure
     │   │   ├── SandboxStartFailed  SandboxLost  SandboxStuck
     │   ├── VerifierCrashed  JudgeUnreachable  ToolUnreachable  ArtifactLost
-    │   ├── Stalled  LostToRestarts  SessionLost
+    │   ├── Stalled  LostToRestarts  NodeLost  SessionLost
     │   └── TraceInvalid  InternalError
     ├── TaskFailure                    the task as given cannot be done: no reward, no retry
     │   ├── SetupFailed  SetupDeadline  PromptTooLong  TaskInvalid  EnvironmentBroken
@@ -25,6 +25,7 @@
         ├── RuntimeNotAllowed  ImageMissing  AgentMissing
         ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  EngineExists
         ├── SessionConflict  BatchConflict  SourceClosed  VersionConflict
+        ├── NodeUnknown  NodeReplaced
         ├── PolicyConflict  PolicyPinned  PolicyStuck
         └── BodyTooLarge  QueueFull  Draining
 
@@ -242,6 +243,12 @@ class LostToRestarts(InfraFailure):
     remedy = "The service died too often while this ran; raise max_attempts or find out why it dies."
 
 
+class NodeLost(InfraFailure):
+    """The node that had it was killed, frozen or cut off for longer than its lease."""
+
+    remedy = "Find out why nodes go away (their logs, memory, network); raise max_attempts if they have to."
+
+
 class SessionLost(InfraFailure):
     """What an agent elsewhere had sampled is gone, with the process or the engine that had it. Only its client could
     do it again."""
@@ -402,6 +409,20 @@ class VersionConflict(RequestError):
 
     status = 409
     remedy = "Resume the policy at that version first: POST /v1/policies/{name}/resume."
+
+
+class NodeUnknown(RequestError):
+    """The fleet does not know this node, or took it for lost: it joins, and says what it holds."""
+
+    status = 409
+    remedy = "POST /v1/fleet/join: a node does so by itself."
+
+
+class NodeReplaced(RequestError):
+    """Another process has joined the fleet under this node's name."""
+
+    status = 409
+    remedy = "Give each node a name of its own: rollyard node --name."
 
 
 class SessionConflict(RequestError):

@@ -6,6 +6,9 @@ in one model call.
 Invariants of a trace. All columns have one length. Mask is 1 exactly on sampled tokens that this trace owns;
 where it is 0, the logprob is 0.0 and the version −1. Spans are in order and do not overlap. A trace without
 logprobs (None) is never trainable. `rollyard.tokens.verify` proves all of it.
+
+A demonstration is a trace of turns that were given, not sampled: in ids, mask and spans as if they had been, with no
+logprobs and no versions, and never trainable by its reward. Its tokens count as sampled nowhere.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from rollyard.core.json import Json
 from rollyard.core.task import Sampling
 
 LogprobsKind = Literal["processed", "raw", "unknown"]
+
+DEMONSTRATION = "a demonstration: nothing was sampled"
+"""The `untrainable_reason` of a demonstration, and what tells it from other traces wherever it is stored or sent."""
 
 Message = Mapping[str, Json]
 """A chat message in the OpenAI shape: role, content, tool_calls, tool_call_id, reasoning_content."""
@@ -71,7 +77,7 @@ class Trace:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(self.mask)
+        return 0 if self.untrainable_reason == DEMONSTRATION else sum(self.mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,14 @@ class PolicyWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeState:
+    live: int
+    wants: int
+    heard_s_ago: float
+    is_drained: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """State at the moment of a scrape; whoever watches fills in what it knows."""
 
@@ -69,6 +77,7 @@ class Snapshot:
     sandboxes: Mapping[str, int] = field(default_factory=dict[str, int])  # live, by runtime
     layer_bytes: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
     open_breakers: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
+    nodes: Mapping[str, NodeState] = field(default_factory=dict[str, NodeState])  # by name
 
 
 class Metrics:
@@ -255,6 +264,10 @@ _GAUGES = {
     "sandboxes": ("rollyard_sandboxes", "runtime", "Live sandboxes."),
     "layer_bytes": ("rollyard_layer_bytes", "runtime", "Disk that kept set-ups take."),
     "open_breakers": ("rollyard_open_breakers", "runtime", "Images (or none) whose starts are being refused."),
+    "node_live": ("rollyard_node_live", "node", "Rollouts that are out at it."),
+    "node_wants": ("rollyard_node_wants", "node", "Rollouts that it could take now."),
+    "node_heard": ("rollyard_node_heard_seconds_ago", "node", "Since it was last heard of."),
+    "node_drained": ("rollyard_node_drained", "node", "1 while it takes nothing more."),
 }
 
 
@@ -302,4 +315,9 @@ class _State(Collector):
                 families["layer_bytes"].add_metric([runtime], size_bytes)
             for runtime, count in snapshot.open_breakers.items():
                 families["open_breakers"].add_metric([runtime], count)
+            for name, node in snapshot.nodes.items():
+                families["node_live"].add_metric([name], node.live)
+                families["node_wants"].add_metric([name], node.wants)
+                families["node_heard"].add_metric([name], node.heard_s_ago)
+                families["node_drained"].add_metric([name], node.is_drained)
         return families.values()

@@ -50,6 +50,14 @@ class ArtifactFolder:
                 raise ArtifactLost(f"artifact {rule.name!r} could not be saved: {error}") from error
         return saved
 
+    async def receive(self, name: str, data: bytes, rollout_id: str, attempt: int) -> None:
+        """One that was saved elsewhere. `ArtifactLost` if it cannot be written."""
+        target = self._folder(rollout_id) / str(attempt) / _file_name(name)
+        try:
+            await asyncio.to_thread(_write, target, data)
+        except OSError as error:
+            raise ArtifactLost(f"artifact {name!r} could not be saved: {error}") from error
+
     async def load(self, artifact: Artifact, rollout_id: str, attempt: int) -> Path:
         """The saved file, proven to be what was saved."""
         path = self._folder(rollout_id) / str(attempt) / _file_name(artifact.name)
@@ -71,6 +79,16 @@ class ArtifactFolder:
 
 def _file_name(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+
+
+def _write(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(".part")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(target)
 
 
 def _settle(rule: ArtifactRule, kind: Literal["file", "tar"], partial: Path, target: Path) -> Artifact:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rollyard.core import Ending, Failure, Rollout
+from rollyard.core import Deadline, Ending, Failure, Rollout, RollyardError, Run, State
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.pool import Pool
@@ -19,6 +19,27 @@ class Shutdown(Exception):
 
 Verdict = Ending | Failure | Shutdown | Stale
 """How an attempt came out of its stages."""
+
+
+class Live(Protocol):
+    """A rollout that has left the queue and not ended: an attempt in this process, or a lease of a node."""
+
+    clock: Deadline  # of the stage it is in, where it is
+
+    @property
+    def rollout(self) -> Rollout: ...
+
+    @property
+    def run(self) -> Run: ...
+
+    @property
+    def state(self) -> State: ...
+
+    def stop(self, reason: RollyardError | Shutdown | Stale) -> None: ...
+
+    def tick(self, now: float, lease_s: float) -> float | None:
+        """For how long nothing has moved in RUN, if that is this process's to see."""
+        ...
 
 
 class YardDoor(Protocol):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rollyard.core import Ending, Failure, LostAttempt, Outcome, State, Summary
-from rollyard.core.failure import Cancelled, InternalError, NotFound
+from rollyard.core.failure import Cancelled, InternalError, NodeLost, NotFound
 from rollyard.observe.spans import end_rollout_span
 from rollyard.pipeline import retry
 from rollyard.pipeline.base import Shutdown, Verdict, YardDoor
@@ -36,7 +36,7 @@ class Settling:
             elif isinstance(verdict, Failure):
                 await self._failed(verdict)
             elif isinstance(verdict, Shutdown) and self._is_to_be_run_again:
-                await self._requeue(progress.lost("drained", "the service was stopped"), delay_s=0.0, is_excused=True)
+                await self.give_back(progress.lost("drained", "the service was stopped"), delay_s=0.0, is_excused=True)
             elif isinstance(verdict, Shutdown) and progress.state is State.EVAL:
                 await self._yard.store.excuse_eval(progress.rollout.id, progress.rollout.position)
             elif isinstance(verdict, Stale):
@@ -65,10 +65,11 @@ class Settling:
             return
         rollout = progress.rollout
         delay_s = retry.delay_s(failure, rollout.attempt, rollout.excused, self._yard.settings.max_attempts)
-        if delay_s is None or progress.state in (State.QUEUED, State.EVAL):  # EVAL has had its own tries
+        has_had_its_tries = progress.state is State.EVAL and failure.code != NodeLost.code  # EVAL has its own
+        if delay_s is None or progress.state is State.QUEUED or has_had_its_tries:
             await self._end(progress.failed(failure))
         else:
-            await self._requeue(progress.lost(failure.code, failure.detail), delay_s=delay_s)
+            await self.give_back(progress.lost(failure.code, failure.detail), delay_s=delay_s)
 
     async def _end(self, ending: Ending) -> None:
         progress = self._progress
@@ -77,7 +78,8 @@ class Settling:
         end_rollout_span(progress.span, ending)
         self._yard.publish(progress.rollout)
 
-    async def _requeue(self, lost: LostAttempt, *, delay_s: float, is_excused: bool = False) -> None:
+    async def give_back(self, lost: LostAttempt, *, delay_s: float, is_excused: bool = False) -> None:
+        """Into the queue again, unless it was cancelled meanwhile. `Stale` if it is not ours."""
         progress = self._progress
         rollout = progress.rollout
         await self._yard.store.requeue(rollout.id, rollout.position, lost, is_excused=is_excused)
@@ -96,7 +98,10 @@ class Settling:
 
     async def _is_cancelled_now(self) -> bool:
         """A cancel that was asked for while this attempt was being given back: no other one may begin."""
-        found = await self._yard.store.get(self._progress.rollout.id)
+        try:
+            found = await self._yard.store.get(self._progress.rollout.id)
+        except NotFound:
+            return True  # it left with its run, or (at a node) is the head's again
         if found.is_cancel_requested and found.state is State.QUEUED:
             found = await self._yard.store.request_cancel(found.id, "cancelled by the client") or found
         if found.state is not State.ENDED:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollyard.agents.base import Agent, needs_gateway, outfit_of
+from rollyard.agents.base import Agent, is_head_only, needs_gateway, needs_model, outfit_of
 from rollyard.agents.registry import Agents
 from rollyard.core import Run, Task
 from rollyard.core.failure import ImageMissing, RuntimeNotAllowed, SandboxStartFailed, TaskInvalid
@@ -96,6 +96,13 @@ class Workshop:
         if not task.agent.name and isinstance(environment, Handler):
             return environment
         return self.agents.get(task.agent.name or NATIVE)
+
+    def is_head_only(self, task: Task) -> bool:
+        """Only the process that has the service's port can run it."""
+        return is_head_only(self.agent_of(task))
+
+    def needs_model(self, task: Task) -> bool:
+        return needs_model(self.agent_of(task))
 
     def tools_of(self, task: Task) -> list[ToolKind | ToolSource]:
         """The agent's tools: those that the task names, else the environment's choice, else the agent's own; and the

@@ -19,12 +19,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 
-from rollyard.core import LIVE, Json, Rollout, Run, State
+from rollyard.core import LIVE, Rollout, Run, State
 from rollyard.core.failure import Cancelled, Draining, InvalidRequest, NotFound, QueueFull, Stalled
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.attempt import Attempt
-from rollyard.pipeline.base import Shutdown
+from rollyard.pipeline.base import Live, Shutdown
 from rollyard.pipeline.hub import Hub
 from rollyard.pipeline.pool import Pool
 from rollyard.pipeline.rescoring import Rescoring
@@ -59,7 +59,7 @@ class Yard:
         self.unseated = 0  # of those: they wait for a seat at their policy
         self._ahead: dict[str, int] = {}  # by policy: admitted, and without a seat yet
         self.is_draining = False
-        self.live: dict[str, Attempt] = {}
+        self.live: dict[str, Live] = {}
         self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
         self._taking: dict[str, str] = {}  # admitted, and being read from the store: each one's run
         self._arriving = 0  # being stored: their places in the queue are taken
@@ -109,7 +109,7 @@ class Yard:
                 attempt.stop(Shutdown())
         with suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_s if within_s is None else within_s):
-                while self.live or self._taking:
+                while self.here or self._taking:
                     self._idle.clear()
                     await self._idle.wait()
 
@@ -218,9 +218,14 @@ class Yard:
         return self.scheduler.queued_of(run_id) + sum(run == run_id for run in self._taking.values())
 
     @property
+    def here(self) -> int:
+        """Live rollouts of this process."""
+        return len(self.live)
+
+    @property
     def places_free(self) -> int:
         """Of the budget of live rollouts."""
-        return self.max_live - len(self.live) - len(self._taking) - self.quarantined - self.rescoring.active
+        return self.max_live - self.here - len(self._taking) - self.quarantined - self.rescoring.active
 
     async def changed(self) -> None:
         """Waits until a place may have become free."""
@@ -250,15 +255,16 @@ class Yard:
             return self._max_live
         return self.init_pool.size + self.ready_slots + self.run_pool.size + self.eval_pool.size
 
-    def pools(self) -> dict[str, Json]:
-        pools: dict[str, Json] = {
+    def pools(self) -> dict[str, dict[str, int]]:
+        """The pools as they stand."""
+        pools = {
             pool.name: {"size": pool.size, "active": pool.active, "waiting": pool.waiting}
             for pool in (self.init_pool, self.run_pool, self.eval_pool)
         }
         pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": self.unseated}
         pools["live"] = {
             "size": self.max_live,
-            "active": len(self.live) + self.rescoring.active,
+            "active": self.here + self.rescoring.active,
             "waiting": self.rescoring.waiting,
             "quarantined": self.quarantined,
         }
@@ -292,6 +298,17 @@ class Yard:
 
     def _admit(self) -> None:
         self._is_awake = False
+        self._fill()
+        due = self.scheduler.next_due()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and not self.is_draining:
+            delay = max(0.0, due - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay + 0.001, self.wake)
+
+    def _fill(self) -> None:
+        """Lets in what there is room for."""
         while not self.is_draining and self._has_room():
             row = self.scheduler.pop(time.monotonic(), self._may_go)
             if row is None:
@@ -302,13 +319,6 @@ class Yard:
             if run is not None:
                 self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
             self._own(partial(self._take, row, run))
-        due = self.scheduler.next_due()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if due is not None and not self.is_draining:
-            delay = max(0.0, due - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay + 0.001, self.wake)
 
     def _has_room(self) -> bool:
         return (

@@ -21,6 +21,7 @@ from rollyard.service.routes import (
     engines,
     evals,
     events,
+    fleet,
     groups,
     health,
     policies,
@@ -31,7 +32,7 @@ from rollyard.service.routes import (
 )
 from rollyard.service.scrape import Counted
 
-PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, status, events, health)
+PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, fleet, status, events, health)
 """The wings of the API, in the order of its description."""
 
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."

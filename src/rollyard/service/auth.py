@@ -1,7 +1,8 @@
-"""Who may call: bearer tokens always, two scopes, and no browsers.
+"""Who may call: bearer tokens always, three scopes, and no browsers.
 
-`admin` may do everything; `trainer` everything but engines, pools and other people's runs. On loopback an admin
-token is made at first start and written, mode 0600, where the client and the CLI look for it.
+`admin` may do everything; `trainer` everything but engines, pools, nodes and other people's runs; `node` only what a
+node of the fleet says to its head. On loopback an admin token is made at first start and written, mode 0600, where the
+client and the CLI look for it; with a fleet, a node's token too.
 
 The gateway's paths have keys of their own, one per session, and know none of these tokens (`door.py`, `keys.py`).
 
@@ -32,6 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollyard.core import RollyardError, Run
 from rollyard.core.failure import Forbidden, ForeignHost, Unauthorized
+from rollyard.service.bounds import NODE_PATHS
 from rollyard.service.problems import problem
 from rollyard.service.settings import Settings, SettingsError
 
@@ -44,6 +46,7 @@ _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 class Access(StrEnum):
     ADMIN = "admin"
     TRAINER = "trainer"
+    NODE = "node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,10 @@ class Caller:
 class Tokens:
     """The tokens in force, kept as digests."""
 
-    def __init__(self, admin: Iterable[str], trainer: Iterable[str] = ()) -> None:
+    def __init__(self, admin: Iterable[str], trainer: Iterable[str] = (), node: Iterable[str] = ()) -> None:
         self._known = [
             (digest, Caller(access, digest.hex()[:16]))
-            for access, tokens in ((Access.TRAINER, trainer), (Access.ADMIN, admin))
+            for access, tokens in ((Access.NODE, node), (Access.TRAINER, trainer), (Access.ADMIN, admin))
             for digest in map(_digest, tokens)
         ]
 
@@ -98,7 +101,16 @@ def load_tokens(settings: Settings) -> Tokens:
             f"host {settings.host} can be reached by others: set admin_tokens or trainer_tokens first, "
             "or listen on 127.0.0.1"
         )
-    return Tokens(admin, trainer)
+    node = _given("node_tokens", settings.node_tokens)
+    if settings.fleet is not None and not node:
+        node = [node_token(settings)]
+    return Tokens(admin, trainer, node)
+
+
+def node_token(settings: Settings) -> str:
+    """The one that nodes are given which the service itself starts."""
+    given = _given("node_tokens", settings.node_tokens)
+    return given[0] if given else own_token(settings.node_token_path)
 
 
 def own_token(path: Path) -> str:
@@ -154,6 +166,11 @@ def require_admin(request: Request) -> None:
         raise Forbidden(f"{request.method} {request.url.path} is for admins")
 
 
+def require_node(request: Request) -> None:
+    if caller_of(request).access is Access.TRAINER:
+        raise Forbidden(f"{request.method} {request.url.path} is for nodes")
+
+
 def require_mine(caller: Caller, run: Run) -> None:
     """Runs are changed by the token that made them, and by admins. The default run belongs to everyone."""
     if not caller.is_admin and run.owner not in ("", caller.name):
@@ -202,9 +219,10 @@ class Gate:
             self._check_origin(scope, headers)
             if door is None and scope["path"] not in self._open_paths:
                 given = headers.get(b"authorization")
-                scope["rollyard.caller"] = self._tokens.caller(
-                    _from_url(given) if scope["path"] in self._url_paths else given
-                )
+                caller = self._tokens.caller(_from_url(given) if scope["path"] in self._url_paths else given)
+                if caller.access is Access.NODE and not scope["path"].startswith(NODE_PATHS):
+                    raise Forbidden(f"a node's token is for {NODE_PATHS} alone")
+                scope["rollyard.caller"] = caller
         except RollyardError as error:
             refusal = problem(error) if door is None else door.refusal(scope, error)
             await refusal(scope, receive, send)

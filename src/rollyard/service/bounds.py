@@ -18,13 +18,19 @@ from rollyard.service.problems import problem
 
 T = TypeVar("T")
 
+NODE_PATHS = "/v1/fleet/"
+"""All that a node's token opens."""
+
+NODE_BYTES = 1 << 30
+
 
 class ClientGone(Exception):
     """Nobody waits for this reply any more."""
 
 
 class BodyLimit:
-    """ASGI: refuses bodies beyond a size with 413."""
+    """ASGI: refuses bodies beyond a size with 413. What nodes hand over has a bound of its own: a refused result
+    would be made again, and refused again."""
 
     def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
         self._app = app
@@ -34,9 +40,10 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limit_bytes = max(self._limit_bytes, NODE_BYTES) if scope["path"].startswith(NODE_PATHS) else self._limit_bytes
         told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if told.isdigit() and int(told) > self._limit_bytes:
-            await problem(self._too_large())(scope, receive, send)
+        if told.isdigit() and int(told) > limit_bytes:
+            await problem(_too_large(limit_bytes))(scope, receive, send)
             return
         seen_bytes = 0
 
@@ -45,14 +52,15 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 seen_bytes += len(message.get("body", b""))
-                if seen_bytes > self._limit_bytes:
-                    raise self._too_large()
+                if seen_bytes > limit_bytes:
+                    raise _too_large(limit_bytes)
             return message
 
         await self._app(scope, counted, send)
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._limit_bytes} bytes", limit_bytes=self._limit_bytes)
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {limit_bytes} bytes", limit_bytes=limit_bytes)
 
 
 async def while_wanted(request: Request, work: Coroutine[object, object, T], closing: asyncio.Event) -> T | None:

@@ -1,7 +1,7 @@
 """The composition root: opens everything a service needs, in order, and closes it in reverse.
 
-Store first (it has the lock: a second service on the same data stops here), then runtimes (which end what an earlier
-process left), engines, the workshop, and last the yard, which takes up the work.
+Store first (it has the lock: a second service on the same data stops here), then engines, the workshop (whose runtimes
+end what an earlier process left), and last the yard, which takes up the work or leases it to nodes.
 
 Invariants. An engine that is not there at start is taken in as down and watched; nothing in the list of engines can
 keep the service from starting. If any part fails to open, those before it are closed again.
@@ -25,8 +25,10 @@ from rollyard.core.failure import EngineFailure, TokenizerMismatch
 from rollyard.engines.base import Engine, EngineSpec, Kind, Role
 from rollyard.engines.router import Router, RouterSettings
 from rollyard.envs.registry import Environments
+from rollyard.fleet.head import HeadYard
+from rollyard.fleet.nodes import FleetSettings
 from rollyard.observe.metrics import Metrics
-from rollyard.observe.spans import NoTracer, open_tracer
+from rollyard.observe.spans import NoTracer, Tracer, open_tracer
 from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
 from rollyard.sampling.sampler import Sampler
 from rollyard.sandbox import Runtime
@@ -42,7 +44,8 @@ from rollyard.service.runtimes import make_runtime
 from rollyard.service.scrape import snapshot
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.service.tasks import checked_task
-from rollyard.store.sqlite import SqliteStore
+from rollyard.store import open_store
+from rollyard.store.base import Store
 from rollyard.tools.mcp import OutsideServer
 
 log = logging.getLogger("rollyard.service")
@@ -73,23 +76,14 @@ async def open_house(
         tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
         stack.push_async_callback(tracer.close)
         store = await stack.enter_async_context(
-            await SqliteStore.open(
-                settings.store_path,
+            await open_store(
+                settings.store_place,
                 max_attempts=settings.max_attempts,
                 can_reevaluate=lambda name: name in environments.names,
                 on_commit=metrics.store_commit,
+                keeps_leases=settings.fleet is not None,
             )
         )
-        runtimes: dict[str, Runtime] = {}
-        for name in settings.runtimes:
-            runtimes[name] = await stack.enter_async_context(make_runtime(name, settings))
-        layers = {
-            name: await stack.enter_async_context(
-                Layers(runtime.layer_root, settings.layer_bytes, remove=runtime.remove)
-            )
-            for name, runtime in runtimes.items()
-        }
-        probes = {name: await _probe(name, runtime) for name, runtime in runtimes.items()}
         renderers = Renderers()
         router = await stack.enter_async_context(
             Router(
@@ -101,6 +95,35 @@ async def open_house(
         router.policies.save = store.put_policy
         specs = all_engines(settings, await store.engines())
         refused = await stack.enter_async_context(_engines(router, specs))
+        shop, probes = await stack.enter_async_context(open_shop(settings, router, environments, agents, renderers))
+        yard = await stack.enter_async_context(make_yard(store, shop, settings, metrics=metrics, tracer=tracer))
+        sampler = await stack.enter_async_context(
+            Sampler(yard, make_task=lambda raw, run: checked_task(shop, raw, run), folders=settings.task_folder_paths)
+        )
+        house = House(settings, tokens, store, router, shop, yard, sampler, keys, _sessions(agents), probes, refused)
+        metrics.watch(lambda: snapshot(yard, router))
+        try:
+            yield house
+        finally:
+            house.closing.set()
+
+
+@asynccontextmanager
+async def open_shop(
+    settings: Settings, router: Router, environments: Environments, agents: Agents, renderers: Renderers
+) -> AsyncGenerator[tuple[Workshop, dict[str, Mapping[str, str]]], None]:
+    """What stages work with on this machine, a head's or a node's, and what each runtime's probe found."""
+    async with AsyncExitStack() as stack:
+        runtimes: dict[str, Runtime] = {}
+        for name in settings.runtimes:
+            runtimes[name] = await stack.enter_async_context(make_runtime(name, settings))
+        layers = {
+            name: await stack.enter_async_context(
+                Layers(runtime.layer_root, settings.layer_bytes, remove=runtime.remove)
+            )
+            for name, runtime in runtimes.items()
+        }
+        probes = {name: await _probe(name, runtime) for name, runtime in runtimes.items()}
         shop = Workshop(
             runtimes=runtimes,
             default_runtime=settings.runtime,
@@ -115,18 +138,16 @@ async def open_house(
             pythons=PythonShelf(settings.data_dir / "python"),
             mcp_servers=mcp_servers(settings),
         )
-        yard = await stack.enter_async_context(
-            Yard(store, shop, pipeline_settings(settings), metrics=metrics, tracer=tracer)
-        )
-        sampler = await stack.enter_async_context(
-            Sampler(yard, make_task=lambda raw, run: checked_task(shop, raw, run), folders=settings.task_folder_paths)
-        )
-        house = House(settings, tokens, store, router, shop, yard, sampler, keys, _sessions(agents), probes, refused)
-        metrics.watch(lambda: snapshot(yard, router))
-        try:
-            yield house
-        finally:
-            house.closing.set()
+        yield shop, probes
+
+
+def make_yard(store: Store, shop: Workshop, settings: Settings, *, metrics: Metrics, tracer: Tracer) -> Yard:
+    """One that runs rollouts here, or leases them to nodes."""
+    sizes = pipeline_settings(settings)
+    if settings.fleet is None:
+        return Yard(store, shop, sizes, metrics=metrics, tracer=tracer)
+    fleet = FleetSettings(lease_s=settings.node_lease_s, hold_s=settings.node_hold_s)
+    return HeadYard(store, shop, sizes, fleet, metrics=metrics, tracer=tracer)
 
 
 def raise_descriptor_limit() -> None:

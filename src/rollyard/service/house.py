@@ -13,12 +13,14 @@ from rollyard.agents.session import SessionAgent
 from rollyard.core import Run, check_id
 from rollyard.core.failure import NotFound
 from rollyard.engines.router import Router
+from rollyard.fleet.head import HeadYard
+from rollyard.fleet.ray_host import RayHost
 from rollyard.pipeline import Workshop, Yard
 from rollyard.sampling.sampler import Sampler
 from rollyard.service.auth import Tokens
 from rollyard.service.keys import SessionKeys
 from rollyard.service.settings import Settings
-from rollyard.store.sqlite import SqliteStore
+from rollyard.store.base import Store
 
 DEFAULT_RUN = "default"
 
@@ -29,7 +31,7 @@ class House:
 
     settings: Settings
     tokens: Tokens
-    store: SqliteStore
+    store: Store
     router: Router
     shop: Workshop
     yard: Yard
@@ -38,6 +40,7 @@ class House:
     sessions: SessionAgent  # knows those that are open
     runtimes: Mapping[str, Mapping[str, str]]  # what each runtime's probe found at start
     refused_engines: dict[str, str]  # configured or remembered ones that could not be taken in, and why
+    ray: RayHost | None = None  # of a fleet on Ray
     started_at: float = field(default_factory=time.monotonic)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -51,6 +54,13 @@ class House:
         made = await self.store.put_run(Run(DEFAULT_RUN, created_at=time.time()), {})
         self.yard.know(made)
         return made
+
+    @property
+    def head(self) -> HeadYard:
+        """The yard, of a service that has a fleet; `NotFound` otherwise."""
+        if not isinstance(self.yard, HeadYard):
+            raise NotFound("this service has no fleet: start it with --fleet")
+        return self.yard
 
     def wait_s(self, asked_s: float) -> float:
         return min(asked_s, self.settings.max_wait_s)

@@ -11,7 +11,8 @@ from rollyard.core import State
 from rollyard.engines.policy_state import PolicyState
 from rollyard.engines.pool import Health
 from rollyard.engines.router import Router
-from rollyard.observe.metrics import EngineState, Metrics, PolicyWeights, PoolState, Snapshot
+from rollyard.fleet.head import HeadYard
+from rollyard.observe.metrics import EngineState, Metrics, NodeState, PolicyWeights, PoolState, Snapshot
 from rollyard.pipeline import Yard
 
 NO_ROUTE = "none"
@@ -50,10 +51,17 @@ def snapshot(yard: Yard, router: Router) -> Snapshot:
     """How it stands now, from what is in memory."""
     states = Counter(attempt.state.value for attempt in yard.live.values())
     states[State.QUEUED.value] += len(yard.scheduler)
-    pools = (yard.init_pool, yard.run_pool, yard.eval_pool)
+    pools = yard.pools()
+    nodes = yard.nodes.by_name.values() if isinstance(yard, HeadYard) else ()
     return Snapshot(
         rollouts={state.value: states[state.value] for state in State if state is not State.ENDED},
-        pools={pool.name: PoolState(pool.size, pool.active, pool.waiting) for pool in pools},
+        pools={
+            name: PoolState(pools[name]["size"], pools[name]["active"], pools[name]["waiting"])
+            for name in ("init", "run", "eval")
+        },
+        nodes={
+            node.name: NodeState(len(node.out), node.room.want, node.heard_s_ago, node.is_drained) for node in nodes
+        },
         engines={
             status.spec.id: EngineState(
                 status.stats.sessions,

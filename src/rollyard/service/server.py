@@ -1,9 +1,10 @@
 """The server: one process, uvloop, uvicorn with httptools; signals end it in an orderly way.
 
 First SIGTERM or SIGINT: /readyz says 503, submits are refused, what has not begun RUN goes back to the queue, RUN and
-EVAL get `drain_s`. Second one: they go back too, at once; their sandboxes are still proven gone. Then waiting calls
-are answered with what there is, and everything closes in reverse. A kill -9 loses nothing either; it only makes the
-next start clean up.
+EVAL get `drain_s`. Second one: they go back too, at once; their sandboxes are still proven gone. Where a batch system
+sends SIGTERM to every process of a job, sandboxes included, it counts as both (`on_term`): what an agent's commands do
+after that is not the agent's doing. Then waiting calls are answered with what there is, and everything closes in
+reverse. A kill -9 loses nothing either; it only makes the next start clean up.
 
 Invariant: the port is bound before anything is opened (a taken port costs nothing), and answers only when what an
 earlier process left has been recovered.
@@ -20,7 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,10 @@ import uvloop
 from rollyard import __version__
 from rollyard.agents.registry import Agents
 from rollyard.envs.registry import Environments
+from rollyard.fleet.ray_host import RayHost, RayUnavailable
 from rollyard.observe import TracingUnavailable, logs
 from rollyard.service.app import create_app
+from rollyard.service.auth import node_token
 from rollyard.service.build import open_house
 from rollyard.service.house import House
 from rollyard.service.settings import Settings, SettingsError
@@ -97,13 +100,24 @@ async def serve(
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
             try:
                 await _started(server, serving)
-                with _announced(settings.data_dir / "url", url):
+                async with AsyncExitStack() as stack:
+                    stack.enter_context(_announced(settings.data_dir / "url", url))
+                    if settings.fleet == "ray":
+                        house.ray = await stack.enter_async_context(_ray(settings, url))
                     yield Served(url, house)
             finally:
                 house.yard.stop_now()
                 house.closing.set()
                 server.should_exit = True
                 await asyncio.wait((serving,))
+
+
+def _ray(settings: Settings, url: str) -> RayHost:
+    """Keeps a node on every machine of the Ray cluster. Sizes follow from the machine, unless the operator set them."""
+    sizes = ("init_slots", "run_slots", "eval_slots", "ready_slots")
+    node_settings = {name: getattr(settings, name) for name in sizes if name in settings.model_fields_set}
+    token = node_token(settings)
+    return RayHost(settings.ray_address or None, settings.head_url or url, token, node_settings=node_settings)
 
 
 async def _started(server: _Server, serving: asyncio.Task[None]) -> None:
@@ -156,7 +170,7 @@ def run_server(settings: Settings) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_main(settings))
-    except (SettingsError, StoreLocked, StoreUnusable, TracingUnavailable) as error:
+    except (SettingsError, StoreLocked, StoreUnusable, TracingUnavailable, RayUnavailable) as error:
         _say(f"rollyard: {error}")
         return 1
 
@@ -166,11 +180,13 @@ async def _main(settings: Settings) -> int:
     main = asyncio.current_task()
     assert main is not None
     signals = _Signals(on_first=main.cancel)  # during start: what is open by then is closed again
+    signals.is_term_final = settings.on_term == "stop"
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, signals.came, signum)
     try:
         async with serve(settings) as served:
             signals.on_first = lambda: None
+            signals.on_second = served.house.yard.stop_now  # it may come at once after the first
             settle_memory()
             token = "" if settings.admin_tokens else f", token in {settings.token_path}"
             _say(f"rollyard {__version__} at {served.url}{token}")
@@ -178,7 +194,6 @@ async def _main(settings: Settings) -> int:
             if served.house.yard.broken is not None:
                 raise served.house.yard.broken
             log.info("draining", extra={"within_s": settings.drain_s})
-            signals.on_second = served.house.yard.stop_now
             await served.house.yard.drain()
     except asyncio.CancelledError:
         if not signals.first.is_set():
@@ -209,12 +224,16 @@ class _Signals:
         self.first = asyncio.Event()
         self.on_first = on_first
         self.on_second: Callable[[], object] = lambda: None
+        self.is_term_final = False  # a SIGTERM counts as the second one, too
 
     def came(self, signum: int) -> None:
         log.info("signal", extra={"signal": signal.Signals(signum).name})
-        act = self.on_second if self.first.is_set() else self.on_first
+        is_first = not self.first.is_set()
         self.first.set()
-        act()
+        if is_first:
+            self.on_first()
+        if not is_first or (self.is_term_final and signum == signal.SIGTERM):
+            self.on_second()
 
 
 def _say(line: str) -> None:

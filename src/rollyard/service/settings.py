@@ -128,11 +128,14 @@ class Settings(BaseModel):
     data_dir: SomePath = Field(
         default_factory=lambda: data_home(os.environ), description="Where everything that must last is kept."
     )
-    store: str = Field(default="", description="The SQLite file; empty: rollyard.db in data_dir.")
+    store: str = Field(
+        default="", description="The SQLite file, or postgresql://…; empty: rollyard.db in data_dir.", repr=False
+    )
     token_file: SomePath | None = Field(
         default=None, description="Where the first start puts the admin token it makes."
     )
     admin_tokens: Secrets = Field(default=(), description="Tokens that may do everything; @FILE: those in a file.")
+    node_tokens: Secrets = Field(default=(), description="Tokens that nodes join with; @FILE: those in a file.")
     trainer_tokens: Secrets = Field(default=(), description="Tokens for runs and rollouts; @FILE: those in a file.")
 
     runtimes: Words = Field(default=("bubblewrap",), min_length=1, description="Sandbox runtimes that tasks may use.")
@@ -187,7 +190,19 @@ class Settings(BaseModel):
     max_attempts: Count = Field(default=3, description="Attempts at a rollout when infrastructure fails.")
     eval_attempts: Count = Field(default=3, description="Attempts at scoring one of them.")
     drain_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="What RUN and EVAL get at shutdown.")
+    on_term: Literal["drain", "stop"] = Field(
+        default="drain",
+        description="At SIGTERM: drain, or give all back at once, where a batch system signals sandboxes as well.",
+    )
     retain_s: Seconds = Field(default=7 * 86_400.0, description="Age at which ended rollouts are deleted.")
+
+    fleet: Literal["nodes", "ray"] | None = Field(
+        default=None, description="Who runs rollouts: unset: this process; nodes: those that join; ray: one a Ray node."
+    )
+    ray_address: str = Field(default="", description="The Ray cluster of a fleet; empty: one is started here.")
+    head_url: str = Field(default="", description="Where nodes find this service; empty: where it listens.")
+    node_lease_s: Seconds = Field(default=30.0, description="A node that is not heard of for so long is lost.")
+    node_hold_s: Seconds = Field(default=600.0, description="So long a node keeps what it has without a head.")
 
     max_body_bytes: int = Field(default=64 << 20, ge=1024, description="Largest request body.")
     max_wait_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="Longest long-poll; others are cut.")
@@ -214,8 +229,8 @@ class Settings(BaseModel):
         if uids is not None and not (uids and uids.start >= FIRST_UID and uids.stop <= LAST_UID + 1):
             raise ValueError(f"sandbox_uids: a range upward within {FIRST_UID}-{LAST_UID} was expected")
         scheme, separator, _ = self.store.partition("://")
-        if separator and scheme != "sqlite":
-            raise ValueError(f"store: only SQLite files can be named here, not {scheme}://")
+        if separator and scheme not in ("sqlite", "postgresql", "postgres"):
+            raise ValueError(f"store: a SQLite file or postgresql://… was expected, not {scheme}://")
         return self
 
     @property
@@ -260,6 +275,15 @@ class Settings(BaseModel):
     def store_path(self) -> Path:
         named = self.store.removeprefix("sqlite://")
         return Path(named).expanduser() if named else self.data_dir / "rollyard.db"
+
+    @property
+    def store_place(self) -> str | Path:
+        """A URL of PostgreSQL, or the file."""
+        return self.store if self.store.startswith(("postgresql://", "postgres://")) else self.store_path
+
+    @property
+    def node_token_path(self) -> Path:
+        return self.data_dir / "node-token"
 
     @property
     def token_path(self) -> Path:

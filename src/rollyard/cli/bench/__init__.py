@@ -33,6 +33,8 @@ BENCHES = {
     "restart": "how long until a killed service with 10,000 queued rollouts serves again",
     "draw": "batches of useful groups: time, waste and bias of four ways to fill them (simulated)",
     "arrow": "a batch of 256 traces of 8,000 tokens: bytes and time as Arrow and as JSON",
+    "engine": "tokens and turns per second of the embedded engine, and of transformers' generate",
+    "fleet": "what 1 to 8 Ray nodes carry, and what leases and results cost the head",
 }
 
 
@@ -49,6 +51,13 @@ def command(
     train_s: Annotated[float | None, typer.Option(min=0, help="draw: what the trainer takes for a batch.")] = None,
     stragglers: Annotated[float | None, typer.Option(min=0, max=1, help="draw: the share that is slow.")] = None,
     seed: Annotated[int | None, typer.Option(help="draw: another world.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="engine: what `rollyard engine --model` takes. [default: smollm2]")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="engine: auto, cpu, cuda or cuda:N.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="engine: auto, float32, bfloat16 or float16.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="engine: sampled for each request. [default: 64]")] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="engine: tokens of each prompt. [default: 128]")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine, and print the figures beside those of the peers."""
@@ -64,7 +73,8 @@ def command(
     measure = getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}")
     options = {
         "runtime": runtime, "batches": batches, "want": want, "slots": slots, "train_s": train_s,
-        "stragglers": stragglers, "seed": seed,
+        "stragglers": stragglers, "seed": seed, "model": model, "device": device, "dtype": dtype, "tokens": tokens,
+        "prompt": prompt,
     }  # fmt: skip
     wanted: dict[str, object] = {"quick": quick, "peers": peers, **options}
     known = inspect.signature(measure).parameters
@@ -125,7 +135,14 @@ def show_result(result: Mapping[str, Any]) -> None:
     out().print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()), markup=False)
 
 
-HEADLINES = ("echo_p50_ms", "cell_p50_ms", "bubblewrap_start_p50_ms", "peak_turns_per_s", "run_throughput_ratio")
+HEADLINES = (
+    "echo_p50_ms",
+    "cell_p50_ms",
+    "bubblewrap_start_p50_ms",
+    "peak_turns_per_s",
+    "run_throughput_ratio",
+    "tokens_per_s_32",
+)
 """What a bench is about: drawn as bars, where there is a peer to draw beside it."""
 
 WIDTH = 40

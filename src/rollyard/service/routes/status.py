@@ -9,13 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard import __version__
+from rollyard.core import Json
 from rollyard.core.failure import InvalidRequest
+from rollyard.fleet.head import HeadYard
 from rollyard.service.auth import require_admin
-from rollyard.service.house import house_of
+from rollyard.service.house import House, house_of
 from rollyard.service.models import PoolsBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.policy_models import policy_object
 from rollyard.service.records import engine_object, layers_object, reply
+from rollyard.service.routes.fleet import node_object
 
 router = APIRouter(prefix="/v1", tags=["status"])
 
@@ -33,6 +36,10 @@ async def status(request: Request) -> Response:
             "is_draining": house.yard.is_draining,
             "states": await house.store.counts(),
             "pools": house.yard.pools(),
+            "nodes": [node_object(node) for node in house.yard.nodes.by_name.values()]
+            if isinstance(house.yard, HeadYard)
+            else [],
+            "ray": _ray(house),
             "engines": [engine_object(engine) for engine in house.router.list()],
             "refused_engines": house.refused_engines,
             "policies": [policy_object(policy) for policy in house.router.policies.all()],
@@ -58,6 +65,17 @@ async def status(request: Request) -> Response:
             },
         }
     )
+
+
+def _ray(house: House) -> Json:
+    """How the Ray cluster of a fleet stands; None without one."""
+    if house.ray is None:
+        return None
+    nodes: list[Json] = [
+        {"name": node.name, "host": node.host, "is_alive": node.is_alive, "error": node.error}
+        for node in house.ray.nodes()
+    ]
+    return {"error": house.ray.error, "nodes": nodes}
 
 
 @router.patch("/pools", openapi_extra=json_body(PoolsBody))

@@ -1,0 +1,145 @@
+"""What the commands of `rollyard slurm` share: waiting for a job, asking its service, and saying what is wrong.
+
+Slurm has no way to be told of a job's next state, so it is asked every few seconds, as its own `sbatch --wait` does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollyard.cli._console import Trouble, connect, note, run
+
+if TYPE_CHECKING:
+    from rollyard.fleet.slurm import JobSpec
+    from rollyard.fleet.slurm_jobs import Cluster, Job
+
+LOOK_S = 2.0
+REACH_S = 30.0
+"""For a service that says in its folder that it answers, to answer here, too."""
+
+
+def folder_of(given: Path | None) -> Path:
+    from rollyard.service.settings import data_home
+
+    return (given.expanduser() if given else data_home(os.environ) / "slurm").absolute()
+
+
+def named(given: Path | None) -> str:
+    """The option, for a command that is to be typed next."""
+    return f" --data-dir {given}" if given else ""
+
+
+def found(given: Path | None) -> tuple[Cluster, str]:
+    """The folder and the number of its job."""
+    from rollyard.fleet.slurm_jobs import Cluster, require_slurm
+
+    cluster = Cluster(folder_of(given))
+    with told():
+        require_slurm()
+        if job_id := cluster.job_id:
+            return cluster, job_id
+    raise Trouble(f"no job was ever submitted from {cluster.folder}", f"rollyard slurm up{named(given)}")
+
+
+def wait_ready(cluster: Cluster, job_id: str, wait_s: float) -> None:
+    """Until the service says that it answers. Trouble, with what there is to know, when it will not."""
+    from rollyard.fleet.slurm_jobs import look
+
+    said = ""
+
+    def has_come() -> bool:
+        nonlocal said
+        if cluster.url:
+            return True
+        job = look(job_id)
+        if job.is_over:
+            log = cluster.log_end()
+            ends = f"; its log ends: {log}" if log else ""
+            raise Trouble(f"job {job_id} is {job.state}{ends}", f"see {cluster.folder / 'job.log'}")
+        if job.is_hopeless:
+            what = f"job {job_id} waits for what time alone does not mend ({job.reason}); it stays in the queue"
+            raise Trouble(what, "rollyard slurm down ends it; then ask for something else")
+        line = f"job {job_id} is {stand(job)}" + (f" on {', '.join(job.nodes)}" if job.nodes else "")
+        if line != said:
+            note(line)
+            said = line
+        return False
+
+    if not poll(has_come, wait_s):
+        raise Trouble(f"after {wait_s:g} s {said}; it stays", "rollyard slurm status tells more")
+    if not poll(lambda: service_of(cluster) is not None, REACH_S):
+        note(f"{cluster.url} cannot be reached from this machine; the cluster's nodes may reach it")
+
+
+def stand(job: Job) -> str:
+    """Its state, and what it waits for."""
+    return job.state + (f" ({job.reason})" if job.is_waiting and job.reason else "")
+
+
+def check_disk(spec: JobSpec, store: str) -> None:
+    """SQLite and sandboxes need a disk of a machine's own; a folder that all nodes see seldom is one."""
+    from rollyard.store._place import NETWORK, mount_of
+
+    needs = "sandboxes" if not spec.uses_ray else "" if store else "its SQLite file"
+    mount = mount_of(str(spec.service_dir.resolve()), mounts())
+    if needs and mount is not None and mount.kind in NETWORK:
+        raise Trouble(
+            f"{spec.service_dir} is on a network file system ({mount.kind}), where {needs} cannot be",
+            "--ray --store postgresql://…; or --service-dir on a disk of the first node, which it must then get again",
+        )
+
+
+def mounts() -> str:
+    return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+
+
+def service_of(cluster: Cluster) -> dict[str, Any] | None:
+    """What the service says of itself; None: nothing."""
+    from rollyard.core.failure import RollyardError
+
+    async def ask() -> dict[str, Any]:
+        async with connect(cluster.url, cluster.token_file.read_text().strip()) as client:
+            return dict(await client.status())
+
+    try:
+        return run(ask()) if cluster.url else None
+    except (RollyardError, OSError, TimeoutError):
+        return None
+
+
+def job_object(cluster: Cluster, job: Job, service: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "job_id": job.id,
+        "state": job.state,
+        "reason": job.reason,
+        "nodes": list(job.nodes),
+        "url": cluster.url,
+        "token_file": str(cluster.token_file),
+        "data_dir": str(cluster.folder),
+        "service": service,
+    }
+
+
+def poll(has_come: Callable[[], bool], within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while not has_come():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(min(LOOK_S, within_s))
+    return True
+
+
+@contextmanager
+def told() -> Generator[None, None, None]:
+    """What Slurm or a wrong wish came to, as a line for the person."""
+    from rollyard.fleet.slurm import SlurmError
+
+    try:
+        yield
+    except SlurmError as error:
+        raise Trouble(error.what, error.remedy, 2 if error.is_usage else 1) from error

@@ -1,0 +1,97 @@
+"""`rollyard node`: one node of a fleet, in this process, until SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollyard.cli._console import Trouble
+
+
+def node(
+    head: Annotated[
+        str | None, typer.Option("--head", metavar="URL", help="The service that leases; else $ROLLYARD_URL.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Where the node's token is; else $ROLLYARD_TOKEN has it.", dir_okay=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Its name in the fleet; else this machine's.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Its own files: sandboxes, layers, images.")] = None,
+    init_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts being set up here at once.")] = None,
+    run_slots: Annotated[int | None, typer.Option(min=1, help="Agents at work here at once.")] = None,
+    eval_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts being scored here at once.")] = None,
+    ready_slots: Annotated[int | None, typer.Option(min=0, help="Set-up rollouts that may wait here for RUN.")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option(help="console or json.")] = "console",
+) -> None:
+    """Run rollouts that a service leases to this machine: `rollyard serve --fleet nodes` there, this here.
+
+    How rollouts run (runtimes, limits, sizes unless given) is the service's to say. The token is in node-token in the
+    service's data folder. SIGTERM drains: what has not begun goes back, the rest ends first; a second one gives all of
+    it back. With Ray none of this is needed: `rollyard serve --fleet ray` starts nodes by itself.
+    """
+    url = head or os.environ.get("ROLLYARD_URL")
+    if not url:
+        raise Trouble("which head?", "name it with --head http://HOST:PORT", 2)
+    token = _token(token_file)
+    if log_level not in ("debug", "info", "warning", "error") or log_format not in ("console", "json"):
+        raise Trouble("--log-level is debug, info, warning or error, and --log-format console or json", status=2)
+
+    import asyncio
+
+    import uvloop
+
+    from rollyard.fleet.link import NotWanted
+    from rollyard.observe import logs
+    from rollyard.service.node import NodeOptions, run_node
+    from rollyard.service.settings import SettingsError, data_home
+
+    logs.configure(level=log_level.upper(), style=log_format)
+    called = name or socket.gethostname()
+    folder = data_dir or data_home(os.environ).with_name("rollyard-node") / called
+    options = NodeOptions(called, url, token, folder, init_slots, run_slots, eval_slots, ready_slots)
+
+    async def main() -> None:
+        stop, hurry = asyncio.Event(), asyncio.Event()
+
+        def came() -> None:
+            (hurry if stop.is_set() else stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, came)
+        await run_node(options, stop, on_joined=lambda: _say(f"node {called} has joined {url}"), hurry=hurry)
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+    except NotWanted as error:
+        raise Trouble(
+            f"the head will not have this node: {error}", "look at the token, the name and the version"
+        ) from error
+    except SettingsError as error:
+        raise Trouble(str(error)) from error
+
+
+def _token(file: Path | None) -> str:
+    if file is None:
+        if not os.environ.get("ROLLYARD_TOKEN"):
+            raise Trouble("a node needs a token", "--token-file FILE: node-token in the service's data folder", 2)
+        return os.environ["ROLLYARD_TOKEN"]
+    try:
+        found = file.read_text().split()
+    except OSError as error:
+        raise Trouble(f"the token file {file} cannot be read: {error.strerror}") from error
+    if not found:
+        raise Trouble(f"the token file {file} is empty")
+    return found[0]
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,125 @@
+"""`rollyard nodes`: the machines of a fleet, and taking one out of it without losing a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import (
+    AsJson,
+    Token,
+    Trouble,
+    Url,
+    connect,
+    note,
+    number,
+    plain,
+    print_lines,
+    seconds,
+    show,
+    table,
+)
+from rollyard.cli._console import run as go
+
+nodes = typer.Typer(help="The machines of a fleet: list, drain, resume.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="NODE", help="Its name, as `rollyard nodes list` shows it.")]
+
+LOOK_S = 0.5
+
+
+@nodes.command("list", epilog="Example: rollyard nodes list --json")
+def list_nodes(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """List the nodes: state, pools, and when each was last heard of."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with connect(url, token) as client:
+            return await client.nodes()
+
+    found = go(work())
+    if as_json:
+        print_lines(found)
+    elif found:
+        show(nodes_table(found))
+    else:
+        note("no node has joined yet: rollyard node --head URL, or a Ray cluster with nodes")
+
+
+@nodes.command("drain", epilog="Example: rollyard nodes drain gpu-07 && ssh gpu-07 sudo reboot")
+def drain(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NODE", help="Its name, as `rollyard nodes list` has it.")
+    ] = None,
+    all_nodes: Annotated[bool, typer.Option("--all", help="All of them: before the whole fleet is ended.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until they have ended all they had.")] = True,
+    timeout_s: Annotated[float | None, typer.Option(help="Give up waiting after so long; they drain on.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a node take nothing more. What has not begun goes to others; what has, ends there."""
+    if (name is None) is not all_nodes:
+        raise Trouble("which node?", "name one, or say --all", 2)
+
+    async def work() -> list[dict[str, Any]]:
+        async with connect(url, token) as client:
+            names = {node["name"] for node in await client.nodes()} if name is None else {name}
+            found = {one: await client.drain_node(one) for one in sorted(names)}
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while wait and any(node["live"] for node in found.values()):
+                        await asyncio.sleep(LOOK_S)
+                        there = {node["name"]: node for node in await client.nodes()}
+                        found = {one: there.get(one, {**node, "live": 0}) for one, node in found.items()}
+            except TimeoutError:
+                live = sum(node["live"] for node in found.values())
+                raise Trouble(f"{live} rollouts are still at work there; they drain on") from None
+            return list(found.values())
+
+    _tell(go(work()), as_json)
+
+
+@nodes.command("resume", epilog="Example: rollyard nodes resume gpu-07")
+def resume(name: Name, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """Let a drained node take rollouts again. One that was started again takes them anyway."""
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await client.resume_node(name)
+
+    _tell([go(work())], as_json)
+
+
+def nodes_table(found: list[dict[str, Any]]) -> Any:
+    right = ("live", "wants", "ended")
+    made = table(
+        "node", "state", "live", "wants", "init", "ready", "run", "eval", "ended", "heard", "host", right=right
+    )
+    for node in found:
+        state = str(node.get("state"))
+        style = {"up": "green", "drained": "dim"}.get(state, "yellow")
+        pools = node.get("pools") or {}
+        made.add_row(
+            plain(node.get("name")),
+            f"[{style}]{plain(state)}[/]",
+            number(node.get("live")),
+            number(node.get("wants")),
+            *(_pool(pools.get(name) or {}) for name in ("init", "ready", "run", "eval")),
+            number(node.get("ended")),
+            f"{seconds(node.get('heard_s_ago'))} ago",
+            plain(node.get("host")),
+        )
+    return made
+
+
+def _pool(pool: dict[str, Any]) -> str:
+    return f"{number(pool.get('active'))}/{number(pool.get('size'))}"
+
+
+def _tell(found: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_lines(found)
+    else:
+        show(nodes_table(found))

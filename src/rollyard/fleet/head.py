@@ -1,0 +1,259 @@
+"""The head of a fleet: a yard that leases (`leasing.py`), and listens to its nodes.
+
+    the node's reports ─▶ moves, the end of RUN, the end ─▶ store ─▶ whoever waits
+
+Invariants. What a node does not hold any more is not out at it: a join tells. What cannot be stored is the failure of
+its own rollout, and keeps no other from being told. After a restart, what was out is nobody's until its node has
+joined, and is given back if none claims it within `lease_s`. A change of weights waits for every node that could still
+be believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from rollyard.core import Ending, RollyardError, State, check_id
+from rollyard.core.failure import InternalError, InvalidRequest
+from rollyard.fleet.leased import WAY, Leased
+from rollyard.fleet.leasing import LeasingYard
+from rollyard.fleet.nodes import Node
+from rollyard.fleet.wire import (
+    PROTOCOL,
+    Ended,
+    Item,
+    Join,
+    Joined,
+    Key,
+    Moved,
+    Orders,
+    Poll,
+    Report,
+    Reported,
+    Returned,
+    Saved,
+    info_of,
+)
+from rollyard.pipeline.retry import BACKOFFS, Backoff
+from rollyard.store.base import EncodedTrajectory, Stale, StoreUnusable
+from rollyard.store.codec import from_json
+
+log = logging.getLogger("rollyard.fleet")
+
+LOOKS = 10
+"""At the nodes, per lease: so a lost one is noticed a tenth later than it could be."""
+
+
+class HeadYard(LeasingYard):
+    """See the module."""
+
+    async def __aenter__(self) -> HeadYard:
+        self.shop.router.followers = self
+        self.shop.router.on_gates.append(self._gates_moved)
+        await super().__aenter__()
+        for row in self.store.recovered.leased:
+            rollout = await self.store.get(row.id)
+            run = self.run_of(rollout.run)
+            if run is None:  # not possible while it has rollouts
+                continue
+            self.scheduler.adopt(run.id)
+            is_sitting = rollout.state is not State.EVAL and self._needs(rollout)[1]
+            seat = self.shop.router.seats(run.policy).take() if is_sitting else None
+            self._hold(Leased(rollout, run, None, seat, claimant=row.node))
+            self._unclaimed.add(rollout.id)
+        self._loops += [self._own(self._watch), self._own(self._give_back_unclaimed)]
+        return self
+
+    def resize(self, sizes: Mapping[str, int]) -> None:
+        raise InvalidRequest("the pools of a fleet are its nodes': start them with other sizes, or drain them")
+
+    def pools(self) -> dict[str, dict[str, int]]:
+        """All nodes' added up; of this process only what is at work."""
+        pools = super().pools()
+        for name in ("init", "ready", "run", "eval", "live"):
+            own, others = pools[name], [node.standing.pools[name] for node in self.nodes.with_pool(name)]
+            own["size"] = own["active"] + sum(places.size for places in others)
+            own["active"] += sum(places.active for places in others)
+            own["waiting"] += sum(places.waiting for places in others)
+        return pools
+
+    # --- what nodes say -------------------------------------------------------------------------------
+
+    def join(self, join: Join) -> Joined:
+        """Takes a node in. What it holds and still has the lease of stays its own."""
+        if join.protocol != PROTOCOL:
+            raise InvalidRequest(
+                f"node {join.name} speaks protocol {join.protocol} of the fleet and this head {PROTOCOL}: install the"
+                " same version of Rollyard on both"
+            )
+        check_id(join.name, "node")
+        node, was_there = self.nodes.join(join)
+        keeps: list[Key] = []
+        for key in join.holds:
+            leased = self._out.get(key.id)
+            if leased is None or leased.rollout.attempt != key.attempt or leased.is_settling:
+                continue
+            if leased.node is node or (leased.node is None and leased.claimant == node.name):
+                leased.node = node
+                self._unclaimed.discard(key.id)
+                node.out.add(key.id)
+                keeps.append(key)
+                if leased.cancelled is not None:
+                    node.cancel(key, leased.cancelled.detail)
+        if was_there:
+            kept = {key.id for key in keeps}
+            for rollout_id in node.out - kept:
+                if not node.is_sent(rollout_id):
+                    self._own(partial(self._give_back, self._out[rollout_id], "has given it up"))
+        else:
+            node.anew(join.standing)
+            log.info("node joined", extra={"node": node.name, "host": node.host, "holds": len(keeps)})
+        self.nodes.tell()
+        settings = self.nodes.settings
+        return Joined(self.store.epoch, settings.lease_s, settings.hold_s, keeps)
+
+    async def poll(self, poll: Poll, wait_s: float) -> Orders:
+        """What a node is to do, as soon as there is something, or nothing after that time."""
+        node = self._heard(poll.session, poll)
+        until = time.monotonic() + min(wait_s, self.nodes.settings.poll_s)
+        while True:
+            orders = node.orders(self.shop.router.gates())
+            left_s = until - time.monotonic()
+            if orders is not None or left_s <= 0 or node.is_over:
+                return orders or Orders(node.standing.got)
+            try:
+                await asyncio.wait_for(node.news.wait(), left_s)
+            except TimeoutError:
+                continue
+
+    async def report(self, report: Report) -> Reported:
+        """Takes what a node says, durably. Items of one rollout in their order, rollouts side by side."""
+        node = self._heard(report.session, report)
+        by_key: dict[Key, list[Item]] = {}
+        for item in report.items:
+            by_key.setdefault(item.key, []).append(item)
+        taken = await asyncio.gather(*(self._take_word(node, key, items) for key, items in by_key.items()))
+        if report.is_leaving:
+            self.nodes.lose(node, "left")
+        return Reported([key for key, is_taken in zip(by_key, taken, strict=True) if not is_taken])
+
+    def _heard(self, session: str, message: Poll | Report) -> Node:
+        node = self.nodes.of(session, message.standing)
+        for use in message.standing.engines:
+            self.shop.router.used(use.engine, node.name, use.sessions, use.in_flight, use.tokens)
+        return node
+
+    async def _take_word(self, node: Node, key: Key, items: Sequence[Item]) -> bool:
+        """False: it is not this node's any more."""
+        leased = self._out.get(key.id)
+        if leased is None or leased.node is not node or leased.rollout.attempt != key.attempt:
+            return False
+        async with leased.writing:  # what is said again waits until it was written the first time
+            for item in items:
+                if leased.is_settling:
+                    return False
+                try:
+                    match item:
+                        case Moved():
+                            self._advance(leased, item.state)
+                        case Saved():
+                            await self._saved(leased, item)
+                        case Ended():
+                            await self._ended(node, leased, item)
+                        case Returned():
+                            await self._returned(leased, item)
+                except Stale as stale:
+                    self._let_go(leased)
+                    log.info("a node was overtaken", extra={"rollout": key.id, "node": node.name, "reason": str(stale)})
+                    return False
+                except StoreUnusable:
+                    raise  # nothing can be written any more: the service ends with it
+                except Exception as error:
+                    log.exception("what a node says cannot be stored", extra={"rollout": key.id, "node": node.name})
+                    broken = InternalError(f"what this rollout left cannot be stored ({type(error).__name__})")
+                    await self._settle(leased, error if isinstance(error, RollyardError) else broken)
+                    return False
+        return True
+
+    def _advance(self, leased: Leased, state: State) -> None:
+        """Through the states that lie between: each is written, in order, and not waited for."""
+        if state not in WAY or leased.rollout.state not in WAY:
+            return
+        for step in WAY[WAY.index(leased.rollout.state) + 1 : WAY.index(state) + 1]:
+            at = leased.rollout.position
+            to = at.to(step)
+            self.store.move(leased.rollout.id, at, to).add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )
+            leased.at(to)
+        self.publish(leased.rollout)
+
+    async def _saved(self, leased: Leased, item: Saved) -> None:
+        rollout = leased.rollout
+        if rollout.state is State.EVAL:  # said again
+            return
+        self._advance(leased, State.RUN)
+        for blob in item.artifacts:
+            await self.shop.artifacts.receive(blob.name, blob.data, rollout.id, rollout.attempt)
+        at = leased.rollout.position
+        await self.store.save_run(rollout.id, at, EncodedTrajectory(item.data, item.sampled_tokens), info_of(item))
+        leased.at(at.to(State.EVAL))
+        leased.leave_seat()
+        self.wake()
+        self.publish(leased.rollout)
+
+    async def _ended(self, node: Node, leased: Leased, item: Ended) -> None:
+        leased.is_settling = True
+        encoded = EncodedTrajectory(item.data, item.sampled_tokens) if item.data is not None else None
+        ending = from_json(item.ending, Ending)
+        try:
+            rollout = await self.store.end(leased.rollout.id, leased.rollout.position, ending, encoded)
+        except Stale:
+            self._let_go(leased)
+            raise
+        node.ended += 1
+        self._let_go(leased)
+        self.publish(rollout)
+
+    async def _returned(self, leased: Leased, item: Returned) -> None:
+        leased.is_settling = True
+        tries = leased.rollout.attempt - leased.rollout.excused
+        delay_s = 0.0 if item.is_excused else BACKOFFS.get(item.lost.code, Backoff()).delay_s(max(1, tries))
+        try:
+            await self._settling(leased).give_back(item.lost, delay_s=delay_s, is_excused=item.is_excused)
+        finally:
+            self._let_go(leased)
+
+    # --- what is lost ---------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.nodes.settings.lease_s / LOOKS)
+            self.nodes.look()
+
+    async def _give_back_unclaimed(self) -> None:
+        """Nodes that outlived the last head had this long to say what they hold."""
+        if not self._unclaimed:
+            return
+        await asyncio.sleep(self.nodes.settings.lease_s)
+        for rollout_id in list(self._unclaimed):
+            self._unclaimed.discard(rollout_id)
+            self._going_back.add(rollout_id)
+            why = "no node that outlived the last head has claimed it"
+            self._own(partial(self._give_back, self._out[rollout_id], why))
+        self.nodes.tell()
+
+    # --- gates ----------------------------------------------------------------------------------------
+
+    def _gates_moved(self) -> None:
+        for node in self.nodes.by_name.values():
+            node.news.set()
+
+    async def settled(self) -> None:
+        """When every node has applied the gates as they stand now or is gone, those that may still claim included."""
+        number = self.shop.router.gates().number
+        while self._unclaimed or self._going_back or self.nodes.behind(number):
+            await self.nodes.changed()

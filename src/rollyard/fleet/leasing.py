@@ -1,0 +1,293 @@
+"""What leaves the queue of a fleet's head, leased to nodes, and what comes back to it when they are lost.
+
+    queue ─▶ read ─▶ a node is chosen ─▶ leased (durable) ─▶ the node hears of it with its next orders
+
+Rollouts whose agent lives in this process (`session`: a client's own program, which calls our gateway) are run here, as
+a yard does. All others hold their seat at their policy from the lease to the end of RUN.
+
+Invariants. `live` has every rollout that has not ended and is not queued, wherever it is. One that is out has exactly
+one `Leased`; what ends it (the node's word, the node's loss) takes it first (`is_settling`), and the store lets one
+through. Whatever `_lease` took out of the queue is leased, run here, pushed back or told, and counted off its run once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from rollyard.core import LostAttempt, Rollout, RollyardError, Run, State, Summary
+from rollyard.core.failure import Cancelled, NodeLost
+from rollyard.engines.seats import Seat
+from rollyard.fleet.leased import Leased
+from rollyard.fleet.nodes import FleetSettings, Node, Nodes
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import Tracer
+from rollyard.pipeline import PipelineSettings, Workshop, Yard
+from rollyard.pipeline.attempt import Attempt
+from rollyard.pipeline.progress import Progress
+from rollyard.pipeline.settling import Settling
+from rollyard.store.base import QueuedRow, Store
+
+log = logging.getLogger("rollyard.fleet")
+
+LATER_S = 0.2
+"""Until a rollout is looked at again for which there was no place after all."""
+
+MISSED_S = 0.05
+"""Until a rollout is tried again that another transaction had when it was to be leased."""
+
+Taken = tuple[QueuedRow, Seat | None]
+
+
+class LeasingYard(Yard):
+    """See the module."""
+
+    def __init__(
+        self,
+        store: Store,
+        shop: Workshop,
+        settings: PipelineSettings,
+        fleet: FleetSettings,
+        *,
+        metrics: Metrics,
+        tracer: Tracer,
+    ) -> None:
+        super().__init__(store, shop, settings, metrics=metrics, tracer=tracer)
+        self.nodes = Nodes(fleet, on_lost=self._lost, on_room=self.wake)
+        self._out: dict[str, Leased] = {}  # of `live`: those at nodes
+        self._held_back: set[str] = set()  # policies whose seats are taken while nodes want more
+        self._doomed: dict[str, str] = {}  # cancelled while they were being leased
+        self._own_runs: set[str] = set()  # that have had rollouts which only this process can run
+        self._coming_here: set[str] = set()  # that have left the queue for this process's INIT
+        self._choosing = 0  # rollouts that have left the queue, and whose nodes are not chosen yet
+        self._going_back: set[str] = set()  # of lost nodes: until the store has them in the queue, they may be claimed
+        self._unclaimed: set[str] = set()  # of `_out`: since before this process, and not claimed yet
+
+    @property
+    def here(self) -> int:
+        return len(self.live) - len(self._out)
+
+    async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
+        rollout = await super().cancel(rollout_id, detail)
+        if rollout is not None and rollout.state is not State.ENDED and rollout_id in self._taking:
+            self._doomed[rollout_id] = detail
+        return rollout
+
+    def enqueue(self, stored: Sequence[Rollout]) -> None:
+        for rollout in stored:
+            if rollout.state is State.QUEUED and self._needs(rollout)[0]:
+                self._own_runs.add(rollout.run)
+        super().enqueue(stored)
+
+    # --- leasing --------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        taken: list[Taken] = []
+        most = min(self.nodes.wanted - self._choosing, self.nodes.settings.batch)
+        self._held_back.clear()
+        while not self.is_draining and len(taken) < most:
+            row = self.scheduler.pop(time.monotonic(), self._may_go)
+            if row is None:
+                break
+            self._taking[row.id] = row.run
+            run = self.run_of(row.run)
+            taken.append((row, self.shop.router.seats(run.policy).try_acquire() if run is not None else None))
+        while not self.is_draining and self._room_here > 0:
+            row = self.scheduler.pop(time.monotonic(), self._own_runs.__contains__)  # no node is needed for these
+            if row is None:
+                break
+            self._coming_here.add(row.id)
+            self._taking[row.id] = row.run
+            taken.append((row, None))
+        for run in {run.policy: run for run in self._runs.values()}.values():
+            seats = self.shop.router.seats(run.policy)
+            seats.held_back, seats.on_free = int(run.policy in self._held_back), self.wake
+        if taken:
+            self._choosing += len(taken)
+            self._own(partial(self._lease, taken))
+
+    @property
+    def _room_here(self) -> int:
+        """Rollouts that this process itself could take on their way to RUN, as a yard without nodes would."""
+        before_run = self.ready_slots + self.run_pool.free - self.init_pool.active - self.ready + self.unseated
+        return min(self.init_pool.free, self.max_live - self.here, before_run) - len(self._coming_here)
+
+    def _may_go(self, run_id: str) -> bool:
+        """Only what finds a seat is leased: what nodes have, they run. That somebody waits, engines' caps are told."""
+        run = self.run_of(run_id)
+        if run is None or self.shop.router.seats(run.policy).free != 0:
+            return True
+        self._held_back.add(run.policy)
+        return False
+
+    async def _lease(self, taken: Sequence[Taken]) -> None:
+        """Reads them, chooses nodes, writes the leases; only then the nodes hear of them."""
+        left = {row.id: (row, seat) for row, seat in taken}
+        wanted: list[tuple[Rollout, Run, Node]] = []
+        try:
+            try:
+                found = await self.store.get_many(list(left))
+            finally:
+                self._choosing -= len(taken)
+            for rollout in found:
+                row, seat = left[rollout.id]
+                run = self.run_of(rollout.run)
+                is_ours, needs_seat = self._needs(rollout)
+                if (
+                    rollout.state is not State.QUEUED
+                    or rollout.attempt != row.attempt
+                    or run is None
+                    or self.is_draining
+                ):
+                    self._not_taken(rollout)
+                elif is_ours:
+                    if rollout.id in self._coming_here or self._room_here > 0:
+                        self._coming_here.add(rollout.id)
+                        self._close(left.pop(rollout.id)[1])
+                        self._own(partial(self._run_here, rollout, run))
+                    else:
+                        self.scheduler.push(row, time.monotonic() + LATER_S)
+                elif needs_seat and not self._is_seated(left, row, run):
+                    self.scheduler.push(row, time.monotonic() + LATER_S)
+                elif (node := self.nodes.place(rollout)) is None:
+                    self.scheduler.push(row, time.monotonic() + LATER_S)  # who wanted it has gone meanwhile
+                else:
+                    if not needs_seat:
+                        self._close(seat)
+                    wanted.append((rollout, run, node))
+            got = set(await self.store.lease([(it.id, it.attempt, node.name) for it, _, node in wanted]))
+            for rollout, run, node in wanted:
+                if rollout.id in got:
+                    _, seat = left.pop(rollout.id)
+                    self._taking.pop(rollout.id, None)
+                    self._send(Leased(rollout, run, node, seat))
+            missed = [rollout.id for rollout, _, _ in wanted if rollout.id not in got]
+            for rollout in await self.store.get_many(missed) if missed else ():
+                if rollout.state is State.QUEUED:  # another transaction had it just then
+                    self.scheduler.push(left[rollout.id][0], time.monotonic() + MISSED_S)
+                else:
+                    self._not_taken(rollout)
+        finally:
+            for _, _, node in wanted:
+                node.promised -= 1
+            for row, seat in left.values():
+                self._close(seat)
+                self._coming_here.discard(row.id)
+                self._taking.pop(row.id, None)
+                self._doomed.pop(row.id, None)
+                self.scheduler.done(row.run)
+            if left:
+                self._idle.set()
+                if self.nodes.wanted:
+                    self.wake()
+
+    def _is_seated(self, left: dict[str, Taken], row: QueuedRow, run: Run) -> bool:
+        """One that came out of the queue without a seat gets it now, if there is one."""
+        if left[row.id][1] is None:
+            left[row.id] = (row, self.shop.router.seats(run.policy).try_acquire())
+        return left[row.id][1] is not None
+
+    def _needs(self, rollout: Rollout) -> tuple[bool, bool]:
+        """Whether only this process can run it, and whether it needs a seat. One whose agent is not here any more is
+        run here: its attempt says what is missing."""
+        try:
+            return self.shop.is_head_only(rollout.task), self.shop.needs_model(rollout.task)
+        except Exception as error:  # a plugin's loading may raise anything
+            log.warning("a rollout's agent is not here", extra={"rollout": rollout.id, "error": str(error)})
+            return True, False
+
+    def _not_taken(self, rollout: Rollout) -> None:
+        if rollout.state is State.ENDED:
+            self.publish(rollout)  # cancelled on the way from the queue
+
+    def _send(self, leased: Leased) -> None:
+        queued, node = leased.rollout, leased.node
+        leased.at(queued.position.to(State.INIT))
+        self._hold(leased)
+        assert node is not None
+        if node.is_over:
+            self._own(partial(self._take_back, leased))
+        else:
+            node.lease(queued, leased.run)
+        self.publish(leased.rollout)
+
+    async def _run_here(self, rollout: Rollout, run: Run) -> None:
+        self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
+        try:
+            await self.init_pool.acquire((-rollout.priority, rollout.seq))
+        except BaseException:
+            self.seated(run.policy)
+            self.scheduler.done(run.id)
+            raise
+        finally:
+            self._taking.pop(rollout.id, None)
+            self._coming_here.discard(rollout.id)
+        await self._live(Attempt(self, rollout, run))
+
+    # --- what is out ----------------------------------------------------------------------------------
+
+    def _hold(self, leased: Leased) -> None:
+        self.live[leased.rollout.id] = leased
+        self._out[leased.rollout.id] = leased
+        if (detail := self._doomed.pop(leased.rollout.id, None)) is not None:
+            leased.stop(Cancelled(detail))
+
+    def _let_go(self, leased: Leased) -> None:
+        rollout_id = leased.rollout.id
+        if self._out.get(rollout_id) is not leased:
+            return
+        del self._out[rollout_id], self.live[rollout_id]
+        self._unclaimed.discard(rollout_id)
+        if rollout_id in self._going_back:
+            self._going_back.discard(rollout_id)
+            self.nodes.tell()
+        if leased.node is not None:
+            leased.node.out.discard(rollout_id)
+        leased.leave_seat()
+        self.scheduler.done(leased.run.id)
+        self._idle.set()
+        self.wake()
+
+    @staticmethod
+    def _close(seat: Seat | None) -> None:
+        if seat is not None:
+            seat.close()
+
+    # --- what is lost ---------------------------------------------------------------------------------
+
+    def _lost(self, node: Node, why: str) -> None:
+        self.shop.router.left(node.name)
+        log.warning("node is gone", extra={"node": node.name, "why": why, "rollouts": len(node.out)})
+        for rollout_id in node.out:
+            leased = self._out.get(rollout_id)
+            if leased is not None and leased.node is node and not leased.is_settling:
+                self._going_back.add(rollout_id)
+                self._own(partial(self._give_back, leased, why))
+
+    async def _give_back(self, leased: Leased, why: str) -> None:
+        async with leased.writing:
+            if not leased.is_settling:
+                name = leased.node.name if leased.node is not None else ""
+                await self._settle(leased, leased.cancelled or NodeLost(f"node {name} {why}" if name else why))
+
+    async def _take_back(self, leased: Leased) -> None:
+        """From a node that never heard of it: nobody's failure."""
+        leased.is_settling = True
+        lost = LostAttempt(leased.rollout.attempt, NodeLost.code, "its node left before it heard of it", leased.state)
+        try:
+            await self._settling(leased).give_back(lost, delay_s=0.0, is_excused=True)
+        finally:
+            self._let_go(leased)
+
+    async def _settle(self, leased: Leased, error: RollyardError) -> None:
+        leased.is_settling = True
+        try:
+            await self._settling(leased).settle(error.failure(leased.state))
+        finally:
+            self._let_go(leased)
+
+    def _settling(self, leased: Leased) -> Settling:
+        name = leased.node.name if leased.node is not None else ""
+        return Settling(self, Progress(leased.rollout, leased.run, Summary(node=name)))

@@ -1,0 +1,234 @@
+"""The store as a node's yard sees it: what it writes goes to the head, in order, and is kept until the head has it.
+
+It has as much of the door of `store.base.Store` as a yard uses that gets its rollouts by leases: nobody submits, lists
+or cancels here. What RUN left stays at the node for EVAL; a copy goes to the head at once, so that it goes once.
+
+Invariants. What is put into the outbox leaves it in that order, each once the head has answered for it. `end` and
+`requeue` are done when the head has committed them, or raise `Stale`: then the attempt is somebody else's, or nobody's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, Rollout, Run, State, Trajectory
+from rollyard.core.failure import Cancelled, NotFound
+from rollyard.fleet.wire import Blob, Ended, Item, Key, Moved, Returned, Saved
+from rollyard.pipeline.artifacts import ArtifactFolder
+from rollyard.store.base import QueuedRow, Recovered, Retention, Stale
+from rollyard.store.codec import encode_trajectory, to_json
+
+MOST_ARTIFACT_BYTES = 32 << 20
+"""Of one rollout's artifacts that go to the head. What is larger is judged here, and cannot be scored again later."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """Something to tell the head, and who waits for the answer."""
+
+    item: Item
+    size_bytes: int
+    done: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class Holding:
+    """A rollout that is out here."""
+
+    rollout: Rollout
+    saved: Trajectory | None = None  # what the head was told of RUN
+
+    @property
+    def key(self) -> Key:
+        return Key(self.rollout.id, self.rollout.attempt)
+
+
+class Ledger:
+    """See the module. `on_news` is called when there is something to tell."""
+
+    epoch = 0
+    recovered = Recovered()
+    broken: str | None = None
+
+    def __init__(self, artifacts: ArtifactFolder, on_news: Callable[[], None] = lambda: None) -> None:
+        self._artifacts = artifacts
+        self._on_news = on_news
+        self._held: dict[str, Holding] = {}
+        self._outbox: deque[Entry] = deque()
+        self._is_closed = False
+        self._left: set[str] = set()  # went away without an end: their artifacts may still be here
+
+    # --- for the node ---------------------------------------------------------------------------------
+
+    def accept(self, rollout: Rollout) -> bool:
+        """Takes a lease; False if it is here already (orders may come twice)."""
+        held = self._held.get(rollout.id)
+        if held is not None and held.rollout.attempt >= rollout.attempt:
+            return False
+        self._held[rollout.id] = Holding(rollout)
+        return True
+
+    @property
+    def holds(self) -> list[Key]:
+        return [holding.key for holding in self._held.values()]
+
+    def has(self, key: Key) -> bool:
+        held = self._held.get(key.id)
+        return held is not None and held.key == key
+
+    def next(self, most: int, most_bytes: int) -> list[Entry]:
+        """The oldest of what is to be told, at least one if there is any. It stays until `told` or `drop`."""
+        taken: list[Entry] = []
+        size_bytes = 0
+        for entry in self._outbox:
+            size_bytes += entry.size_bytes
+            if taken and (len(taken) >= most or size_bytes > most_bytes):
+                break
+            taken.append(entry)
+        return taken
+
+    def told(self, entries: Sequence[Entry], refused: Iterable[Key]) -> None:
+        """The head has all of these; what it refused is not ours."""
+        stale = set(refused)
+        for entry in entries:
+            if self._outbox and self._outbox[0] is entry:
+                self._outbox.popleft()
+            if entry.item.key in stale:
+                _fail(
+                    entry, Stale(f"{entry.item.key.id}, attempt {entry.item.key.attempt}, is not at this node any more")
+                )
+            elif not entry.done.done():
+                entry.done.set_result(None)
+            if isinstance(entry.item, (Ended, Returned)) or entry.item.key in stale:
+                self._forget(entry.item.key)
+
+    def drop(self, key: Key) -> None:
+        """It was given back to others: nothing of it is told any more."""
+        error = Stale(f"{key.id}, attempt {key.attempt}, was given to another node")
+        for entry in [entry for entry in self._outbox if entry.item.key == key]:
+            self._outbox.remove(entry)
+            _fail(entry, error)
+        self._forget(key)
+
+    def close(self) -> None:
+        """Nobody tells the head any more: whoever waits for its answer, now or later, gets `Stale`."""
+        self._is_closed = True
+        for entry in self._outbox:
+            _fail(entry, Stale("this node has left its head"))
+        self._outbox.clear()
+
+    def cancelled(self, key: Key, detail: str) -> None:
+        """One that had not begun here was cancelled."""
+        ending = Ending(Outcome.CANCELLED, failure=Cancelled(detail).failure(State.QUEUED))
+        self._put(Ended(key, to_json(ending), None, 0))
+
+    def give_back(self, key: Key) -> None:
+        """One that has not begun here goes back to the queue."""
+        self._put(Returned(key, LostAttempt(key.attempt, "drained", "the node was drained", State.QUEUED), True))
+
+    def _forget(self, key: Key) -> None:
+        if self.has(key):
+            del self._held[key.id]
+            self._left.add(key.id)
+
+    def __len__(self) -> int:
+        return len(self._outbox)
+
+    # --- for the yard ---------------------------------------------------------------------------------
+
+    async def list_runs(self) -> Sequence[Run]:
+        return ()
+
+    async def queued(self) -> Sequence[QueuedRow]:
+        return ()
+
+    async def sweep(self, _: Retention) -> Sequence[str]:
+        gone = [rollout_id for rollout_id in self._left if rollout_id not in self._held]
+        self._left.difference_update(gone)
+        return gone
+
+    async def get(self, rollout_id: str) -> Rollout:
+        if rollout_id not in self._held:
+            raise NotFound(f"rollout {rollout_id!r} is not at this node")
+        return self._held[rollout_id].rollout
+
+    def move(self, rollout_id: str, at: Position, to: Position) -> asyncio.Future[None]:
+        holding = self._locate(rollout_id, at)
+        holding.rollout = replace(holding.rollout, position=to)
+        if to.state is State.INIT:  # so it is at the head since the lease
+            return _done()
+        return self._put(Moved(holding.key, to.state))
+
+    def requeue(
+        self, rollout_id: str, at: Position, lost: LostAttempt, *, is_excused: bool = False
+    ) -> asyncio.Future[None]:
+        return self._put(Returned(self._locate(rollout_id, at).key, lost, is_excused))
+
+    async def save_run(self, rollout_id: str, at: Position, trajectory: Trajectory, info: Mapping[str, Json]) -> None:
+        holding = self._locate(rollout_id, at)
+        blobs = await self._blobs(trajectory, rollout_id, at.attempt)
+        holding = self._locate(rollout_id, at)
+        data = bytes(encode_trajectory(trajectory))
+        holding.saved = trajectory
+        holding.rollout = replace(holding.rollout, position=at.to(State.EVAL))
+        size_bytes = len(data) + sum(len(blob.data) for blob in blobs)
+        self._put(Saved(holding.key, data, trajectory.sampled_tokens, to_json(info), blobs), size_bytes)
+
+    def excuse_eval(self, rollout_id: str, at: Position) -> asyncio.Future[None]:
+        """Its EVAL was stopped: only here is what it needs, so it is run again, elsewhere."""
+        lost = LostAttempt(at.attempt, "drained", "the node was stopped", at.state)
+        return self.requeue(rollout_id, at, lost, is_excused=True)
+
+    async def saved_run(self, _: str) -> None:
+        return None
+
+    async def end(self, rollout_id: str, at: Position, ending: Ending, trajectory: Trajectory | None = None) -> Rollout:
+        holding = self._locate(rollout_id, at)
+        data, tokens = None, 0
+        if trajectory is not None and trajectory is not holding.saved:
+            data, tokens = bytes(encode_trajectory(trajectory)), trajectory.sampled_tokens
+        await self._put(Ended(holding.key, to_json(ending), data, tokens), len(data or b""))
+        await self._artifacts.delete(rollout_id)
+        self._left.discard(rollout_id)
+        return replace(holding.rollout, position=at.to(State.ENDED), ending=ending)
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _locate(self, rollout_id: str, at: Position) -> Holding:
+        holding = self._held.get(rollout_id)
+        if holding is None or holding.rollout.position != at:
+            raise Stale(f"rollout {rollout_id}, attempt {at.attempt}, is not at this node any more")
+        return holding
+
+    def _put(self, item: Item, size_bytes: int = 0) -> asyncio.Future[None]:
+        entry = Entry(item, size_bytes + 200, asyncio.get_running_loop().create_future())
+        entry.done.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # few are awaited
+        if self._is_closed:
+            _fail(entry, Stale("this node has left its head"))
+        else:
+            self._outbox.append(entry)
+            self._on_news()
+        return entry.done
+
+    async def _blobs(self, trajectory: Trajectory, rollout_id: str, attempt: int) -> list[Blob]:
+        if sum(artifact.bytes for artifact in trajectory.artifacts) > MOST_ARTIFACT_BYTES:
+            return []
+        paths = [await self._artifacts.load(artifact, rollout_id, attempt) for artifact in trajectory.artifacts]
+        return [
+            Blob(artifact.name, await asyncio.to_thread(path.read_bytes))
+            for artifact, path in zip(trajectory.artifacts, paths, strict=True)
+        ]
+
+
+def _done() -> asyncio.Future[None]:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.set_result(None)
+    return future
+
+
+def _fail(entry: Entry, error: Exception) -> None:
+    if not entry.done.done():
+        entry.done.set_exception(error)

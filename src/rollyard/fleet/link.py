@@ -1,0 +1,108 @@
+"""A node's calls to its head: HTTP, one at a time per loop, and what it means when one fails.
+
+Three things can go wrong, and each has its own answer. `HeadAway`: nobody answers, or somebody in between does; it may
+come back, here or elsewhere. `NodeUnknown`: the head has forgotten us (it was restarted, or took us for lost): join.
+`NotWanted`: it will never have us as we are (the token, the name, the protocol): end, and say why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from rollyard.core.failure import InvalidRequest, NodeReplaced, NodeUnknown
+from rollyard.fleet.wire import MEDIA_TYPE, Join, Joined, Orders, Poll, Report, Reported, decode, encode
+
+T = TypeVar("T")
+
+CONNECT_S = 10.0
+ANSWER_S = 60.0
+"""For an answer, until the head has said how long its leases are; a poll gets as much longer as it asked to be held."""
+
+LEAST_ANSWER_S = 5.0
+
+Head = Callable[[], tuple[str, str]]
+"""Where the head is now, and the token for it."""
+
+
+class HeadAway(Exception):
+    """It does not answer now."""
+
+
+class NotWanted(Exception):
+    """It will not have this node; the message says why."""
+
+
+class Replaced(NotWanted):
+    """Another has this node's name."""
+
+
+class Link:
+    """See the module."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._http: aiohttp.ClientSession | None = None
+        self._is_known = False  # a head has answered us
+        self.answer_s = ANSWER_S  # then shorter than a lease: a connection to a machine that is gone says nothing
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def join(self, join: Join) -> Joined:
+        return await self._call("join", join, Joined, self.answer_s)
+
+    async def poll(self, poll: Poll, wait_s: float) -> Orders:
+        return await self._call(f"poll?wait_s={wait_s:g}", poll, Orders, wait_s + self.answer_s)
+
+    async def report(self, report: Report) -> Reported:
+        return await self._call("report", report, Reported, self.answer_s)
+
+    async def _call(self, path: str, message: msgspec.Struct, kind: type[T], within_s: float) -> T:
+        assert self._http is not None
+        url, token = self._head()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": MEDIA_TYPE}
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self._http.post(f"{url.rstrip('/')}/v1/fleet/{path}", data=encode(message), headers=headers) as reply,
+            ):
+                body = await reply.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise HeadAway(f"{url}: {type(error).__name__}: {error}") from error
+        if reply.status == 200 and reply.content_type == MEDIA_TYPE:
+            self._is_known = True
+            try:
+                return decode(body, kind)
+            except InvalidRequest as error:
+                raise NotWanted(f"{url} does not speak our protocol: {error.detail}") from error
+        if self._is_known and reply.status in (401, 403, 404):  # another head, which will tell us its token, or is none
+            raise HeadAway(f"{url} answers {reply.status}, and had let this node in before")
+        raise _refusal(url, reply.status, body)
+
+
+def _refusal(url: str, status: int, body: bytes) -> Exception:
+    try:
+        problem = msgspec.json.decode(body, type=dict[str, object])
+    except msgspec.DecodeError:
+        return HeadAway(f"{url} answers {status}, and not as a head")
+    code, detail = problem.get("code"), str(problem.get("detail", ""))
+    if code == NodeUnknown.code:
+        return NodeUnknown(detail)
+    if code == NodeReplaced.code:
+        return Replaced(f"{url}: {detail}")
+    if status in (400, 401, 403, 404, 413, 422):
+        return NotWanted(f"{url} answers {status}: {detail}")
+    return HeadAway(f"{url} answers {status}: {detail}")

@@ -1,0 +1,315 @@
+"""A node: joins its head, runs what it is leased in a yard of its own, and hands over how it ended.
+
+Two loops talk to the head: one polls for orders, one reports. Either may find that the head is away, or has forgotten
+us; then the first one joins again, saying what is held here, and whatever the head does not leave us is ended.
+
+Invariants. Nothing that ended is lost while this process lives and finds a head within `hold_s`; after that everything
+held here is ended, sandboxes proven gone, since others have it by then. A node that is told to drain takes no more,
+ends what it has, and says so. Closing it gives back what has not begun RUN, waits for the rest as long as the yard
+drains, hands over, and leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import cast
+
+from rollyard import __version__
+from rollyard.core import Rollout
+from rollyard.core.failure import Cancelled, NodeUnknown
+from rollyard.engines.following import FollowingRouter
+from rollyard.engines.gates import Gates
+from rollyard.fleet.ledger import Ledger
+from rollyard.fleet.link import LEAST_ANSWER_S, HeadAway, Link
+from rollyard.fleet.wire import (
+    PROTOCOL,
+    Join,
+    Key,
+    Orders,
+    Places,
+    Poll,
+    Report,
+    Standing,
+    Use,
+    rollout_of,
+    run_of,
+)
+from rollyard.pipeline import Yard
+from rollyard.store.base import Stale, Store
+
+log = logging.getLogger("rollyard.fleet")
+
+MOST_ITEMS = 512
+MOST_BYTES = 16 << 20
+"""In one report; one that is larger by itself goes alone."""
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
+
+PREFETCH = 1.0
+"""Rollouts that wait here for INIT, per slot of INIT: by the time a slot is free, the next one has come."""
+
+
+def as_store(ledger: Ledger) -> Store:
+    """A yard that gets its rollouts by leases uses no more of the door than a ledger has."""
+    return cast(Store, ledger)
+
+
+class Node:
+    """See the module. `main` runs until `stop` is set, or the head will not have us (`NotWanted`)."""
+
+    def __init__(self, name: str, link: Link, yard: Yard, ledger: Ledger, router: FollowingRouter) -> None:
+        self.name = name
+        self._link = link
+        self._yard = yard
+        self._ledger = ledger
+        self._router = router
+        self._session = secrets.token_hex(8)
+        self._got = 0
+        self._gates = -1
+        self._joins = 0
+        self._is_drained = False
+        self._news = asyncio.Event()  # something to report
+        self._told = asyncio.Event()  # the head has answered a report
+        self._is_joined = asyncio.Event()
+        self._lease_s, self._hold_s = 30.0, 600.0
+        self._heard_at = time.monotonic()
+        self._errands: set[asyncio.Task[None]] = set()
+        self._broke: asyncio.Future[None] | None = None  # one of those ended with an error
+        self._said_want = 0
+        self.on_joined: Callable[[], None] = lambda: None
+
+    def news(self) -> None:
+        self._news.set()
+
+    async def main(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
+        """Until `stop` is set, or a loop ends with an error: `NotWanted`, or what should not happen. `hurry` ends the
+        drain that follows a stop."""
+        loops = [asyncio.create_task(work) for work in (self._poll(), self._report(), self._hold())]
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            self._broke = asyncio.get_running_loop().create_future()
+            await asyncio.wait({stopping, self._broke, *loops}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                await self._leave(hurry or asyncio.Event())
+        finally:
+            for task in (stopping, *loops, *self._errands):
+                task.cancel()
+            ended = await asyncio.gather(*loops, return_exceptions=True)
+            self._ledger.close()  # nobody hands over any more: what the yard still ends is the head's to give back
+        if self._broke.done():
+            self._broke.result()
+        for error in ended:
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
+
+    async def _leave(self, hurry: asyncio.Event) -> None:
+        """Ends what it has, as far as there is time, hands it over, and gives back the rest."""
+        self._drain(True)
+        waits = [asyncio.create_task(self._yard.drain()), asyncio.create_task(hurry.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._yard.stop_now()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(1.0, self._yard.settings.drain_s)):
+                while self._ledger.holds:
+                    self._told.clear()
+                    await self._told.wait()
+        with suppress(HeadAway, NodeUnknown):
+            await self._link.report(Report(self._session, self._standing(), [], is_leaving=True))
+
+    # --- the loops ------------------------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                if not self._is_joined.is_set():
+                    await self._join()
+                orders = await self._link.poll(Poll(self._session, self._standing()), self._lease_s / 3)
+                self._heard()
+                self._obey(orders)
+                retry_s = FIRST_RETRY_S
+            except NodeUnknown:
+                self._is_joined.clear()
+            except HeadAway as away:
+                log.info("the head is away", extra={"node": self.name, "why": str(away)})
+                await asyncio.sleep(retry_s)
+                retry_s = self._longer(retry_s)
+
+    async def _join(self) -> None:
+        holds = self._ledger.holds
+        self._gates = -1  # another head counts from its own beginning
+        self._joins += 1
+        joined = await self._link.join(
+            Join(PROTOCOL, __version__, self.name, self._session, socket.gethostname(), holds, self._standing())
+        )
+        self._heard()
+        self._lease_s, self._hold_s = joined.lease_s, joined.hold_s
+        self._link.answer_s = max(LEAST_ANSWER_S, self._lease_s / 2)
+        keeps = set(joined.keeps)
+        for key in holds:
+            if key not in keeps:
+                self._end(key, "it was given to another node while this one was away")
+        self._is_joined.set()
+        self.news()
+        self.on_joined()
+        log.info("joined", extra={"node": self.name, "epoch": joined.epoch, "holds": len(keeps)})
+
+    async def _report(self) -> None:
+        """What happened, as soon as something did; and how it stands, when places became free."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            await self._news.wait()
+            await self._is_joined.wait()
+            self._news.clear()
+            joins = self._joins
+            try:
+                while True:
+                    entries = self._ledger.next(MOST_ITEMS, MOST_BYTES)
+                    items = [entry.item for entry in entries]
+                    reported = await self._link.report(Report(self._session, self._standing(), items))
+                    self._heard()
+                    self._ledger.told(entries, reported.refused)
+                    self._told.set()
+                    for key in reported.refused:
+                        self._end(key, "the head says that it is not this node's any more")
+                    retry_s = FIRST_RETRY_S
+                    if not len(self._ledger):
+                        break
+            except NodeUnknown:
+                if joins == self._joins:  # else it has joined since
+                    self._is_joined.clear()
+                self._news.set()
+            except HeadAway:
+                self._news.set()
+                await asyncio.sleep(retry_s)
+                retry_s = self._longer(retry_s)
+
+    def _longer(self, retry_s: float) -> float:
+        """Never so long that a head that came back would have given away by then what is held here."""
+        return min(2 * retry_s, LAST_RETRY_S, max(FIRST_RETRY_S, self._lease_s / 5))
+
+    async def _hold(self) -> None:
+        """Ends everything when no head was found for too long."""
+        while True:
+            await asyncio.sleep(min(1.0, self._hold_s / 10))
+            away_s = time.monotonic() - self._heard_at
+            if away_s > self._hold_s and self._ledger.holds:
+                log.error("no head was found: everything here is ended", extra={"node": self.name, "away_s": away_s})
+                for key in self._ledger.holds:
+                    self._end(key, f"no head was found for {away_s:.0f} s")
+                self._is_joined.clear()  # a head that only stood still believes that all of it is here: join, and tell
+
+    # --- orders ---------------------------------------------------------------------------------------
+
+    def _obey(self, orders: Orders) -> None:
+        self._got = orders.number
+        if orders.is_drained is not None and orders.is_drained is not self._is_drained:
+            self._drain(orders.is_drained)
+        for run in orders.runs:
+            self._yard.know(run_of(run))
+        for rollout in [rollout for lease in orders.leases if self._ledger.accept(rollout := rollout_of(lease))]:
+            if rollout.id in self._yard.live:
+                self._run(self._begin_later(rollout))
+            else:
+                self._yard.enqueue([rollout])
+        if self._is_drained and orders.leases:  # they were on their way when it was drained
+            self._drain(True)
+        for cancel in orders.cancels:
+            self._cancel(cancel.key, cancel.detail)
+        if orders.gates is not None:
+            self._run(self._follow(orders.gates, self._joins))
+
+    def _run(self, errand: Coroutine[object, object, None]) -> None:
+        """Beside the loops. If it breaks, so does the node: gates that were not applied must not pass for applied."""
+        task = asyncio.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._ran)
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
+        self._errands.discard(task)
+        if not task.cancelled() and (error := task.exception()) and self._broke is not None and not self._broke.done():
+            self._broke.set_exception(error)
+
+    async def _begin_later(self, rollout: Rollout) -> None:
+        """An earlier attempt of it, which was taken from us, still cleans up here: this one begins after that."""
+        while rollout.id in self._yard.live:
+            await self._yard.changed()
+        key = Key(rollout.id, rollout.attempt)
+        if self._ledger.has(key) and self._is_drained:
+            self._ledger.give_back(key)
+        elif self._ledger.has(key):
+            self._yard.enqueue([rollout])
+
+    async def _follow(self, gates: Gates, joins: int) -> None:
+        await self._router.follow(gates)
+        if joins == self._joins and gates.number > self._gates:
+            self._gates = gates.number
+            self.news()
+
+    def _drain(self, is_drained: bool) -> None:
+        """Takes nothing more; what has not begun goes back. Or goes on."""
+        self._is_drained = is_drained
+        for key in self._ledger.holds if is_drained else ():
+            if self._yard.scheduler.remove(key.id):
+                self._ledger.give_back(key)
+        self.news()
+
+    def _cancel(self, key: Key, detail: str) -> None:
+        if not self._ledger.has(key):
+            return
+        attempt = self._yard.live.get(key.id)
+        if attempt is not None and attempt.rollout.attempt == key.attempt:
+            attempt.stop(Cancelled(detail))
+        elif self._yard.scheduler.remove(key.id):  # it has not begun: its end is the head's to write, ours to ask for
+            self._ledger.cancelled(key, detail)
+        else:
+            asyncio.get_running_loop().call_later(0.05, self._cancel, key, detail)  # it is just beginning
+
+    def _end(self, key: Key, why: str) -> None:
+        """It is not ours any more, or nobody's: whatever is at work for it ends, and nothing of it is told."""
+        attempt = self._yard.live.get(key.id)
+        if attempt is not None and attempt.rollout.attempt == key.attempt:
+            attempt.stop(Stale(why))
+        elif self._ledger.has(key):
+            self._yard.scheduler.remove(key.id)
+        self._ledger.drop(key)
+
+    # --- how it stands --------------------------------------------------------------------------------
+
+    def _heard(self) -> None:
+        self._heard_at = time.monotonic()
+
+    def _standing(self) -> Standing:
+        yard = self._yard
+        pools = {name: Places(pool["size"], pool["active"], pool["waiting"]) for name, pool in yard.pools().items()}
+        uses = [
+            Use(status.spec.id, status.stats.sessions, status.stats.in_flight, status.stats.tokens)
+            for status in self._router.list()
+        ]
+        self._said_want = self._want()
+        return Standing(self._got, self._said_want, self._gates, self._is_drained, pools, uses)
+
+    def room(self) -> None:
+        """A place may have become free: the head hears of it now, and not with the next poll."""
+        if self._want() > self._said_want:
+            self.news()
+
+    def _want(self) -> int:
+        """Places on the way to RUN that nobody has, and some to wait for INIT, less what waits here already."""
+        yard = self._yard
+        if self._is_drained or yard.is_draining:
+            return 0
+        before_run = yard.ready_slots + yard.run_pool.free - yard.init_pool.active - yard.ready
+        room = min(yard.places_free, before_run)
+        ahead = max(1, int(PREFETCH * yard.init_pool.size))
+        return max(0, min(room, yard.init_pool.free + ahead) - len(yard.scheduler))

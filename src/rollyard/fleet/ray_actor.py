@@ -1,0 +1,230 @@
+"""A node as Ray runs it: an actor, which is a process on one Ray node, with the node's event loop in its own thread.
+
+The actor begins nothing by itself. It waits until a head speaks to it (`meet`), because what it was made with may be
+old: Ray restarts an actor with its first arguments, and the head that gave those may be gone. Each head has an id; the
+newest one is obeyed, and a head that was superseded is told so.
+
+Invariants. One node in one actor. A node that ends without having been asked to takes its process along, so that Ray
+starts a new one, at most one in RESTART_EVERY_S. This module never imports Ray: it is a plain class until a driver
+makes an actor of it (`ray_driver.py`).
+
+What Ray does to an actor's process that a node must undo (tried with 2.60): its threads have SIGINT blocked, which
+every program that they start inherits; its oom_score_adj is 1000, so the kernel would take the node, which holds
+hundreds of rollouts, before any sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import uvloop
+
+from rollyard.core import Json
+from rollyard.observe import logs
+
+log = logging.getLogger("rollyard.fleet")
+
+RESTART_EVERY_S = 10.0
+"""A node that cannot live (a package is missing, the token is wrong) costs one start of a process in this time."""
+
+RUN_PER_CPU, INIT_PER_CPU, EVAL_PER_CPU = 32, 2, 4
+"""RUN waits for engines most of the time; INIT and EVAL compute."""
+
+RUN_BYTES = 256 << 20
+"""Of memory for a rollout in RUN, sandbox and all, where nobody says otherwise."""
+
+SLOTS = ("init_slots", "run_slots", "eval_slots", "ready_slots")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head as an actor knows it. `id` names one start of it."""
+
+    id: str
+    url: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """How an actor stands, as it tells its head."""
+
+    pid: int
+    is_running: bool
+    error: str
+    is_ours: bool  # whether the head that asks is the one that is obeyed
+
+
+def sizes(
+    settings: Mapping[str, Json], environ: Mapping[str, str], *, cpus: float, memory_bytes: float
+) -> dict[str, int]:
+    """A node's slots: as its machine's environment says (ROLLYARD_RUN_SLOTS …), else as the head's settings do, else by
+    what the Ray node offers."""
+    by_memory = max(1, int(memory_bytes // RUN_BYTES)) if memory_bytes else sys.maxsize
+    init = max(1, int(INIT_PER_CPU * cpus))
+    found: dict[str, int] = {
+        "init_slots": init,
+        "run_slots": min(max(1, int(RUN_PER_CPU * cpus)), by_memory),
+        "eval_slots": max(1, int(EVAL_PER_CPU * cpus)),
+        "ready_slots": init,
+    }
+    for name in SLOTS:
+        variable = f"ROLLYARD_{name.upper()}"
+        said = environ.get(variable) or settings.get(name)
+        if said is None:
+            continue
+        least = 0 if name == "ready_slots" else 1
+        try:
+            found[name] = int(str(said))
+        except ValueError:
+            raise ValueError(f"{variable} is a number, not {said!r}") from None
+        if found[name] < least:
+            raise ValueError(f"{variable} is at least {least}, not {said}")
+    return found
+
+
+def claim_folder(base: Path) -> tuple[Path, IO[bytes]]:
+    """A folder that no other node of this machine uses, and the lock on it, which lives as long as the file is open.
+
+    Ray's ids change with every start of Ray; these folders do not, so what a node has fetched is there again."""
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    host = socket.gethostname()  # a home on a network file system is every machine's
+    for number in range(1000):
+        lock = (base / f"{host}-{number}.lock").open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        folder = base / f"{host}-{number}"
+        folder.mkdir(exist_ok=True, mode=0o700)
+        return folder, lock
+    raise OSError(f"all folders below {base} are taken")
+
+
+def node_home(settings: Mapping[str, Json], environ: Mapping[str, str]) -> Path:
+    """Below which the nodes of a machine have their folders."""
+    said = environ.get("ROLLYARD_DATA_DIR") or settings.get("data_dir")
+    if said:
+        return Path(str(said)).expanduser() / "nodes"
+    share = environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(share).expanduser() / "rollyard" / "nodes"
+
+
+class NodeActor:
+    """See the module. Its methods are called by Ray, several at a time, in threads of Ray's."""
+
+    def __init__(self, name: str, entry: str, settings: Mapping[str, Json], cpus: float, memory_bytes: float) -> None:
+        self._name = name
+        self._entry = entry
+        self._settings = settings
+        self._cpus = cpus
+        self._memory_bytes = memory_bytes
+        self._lock = threading.Lock()
+        self._head: Head | None = None
+        self._past: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._stop: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._is_stopping = False
+        self._error = ""
+
+    def meet(self, head_id: str, url: str, token: str) -> NodeState:
+        """A head says where it is, and hears how this node stands."""
+        with self._lock:
+            is_ours = head_id not in self._past
+            if is_ours:
+                if self._head is not None and self._head.id != head_id:
+                    self._past.add(self._head.id)
+                self._head = Head(head_id, url, token)
+                if self._thread is None and not self._is_stopping:
+                    self._thread = threading.Thread(target=self._live, name="rollyard-node", daemon=True)
+                    self._thread.start()
+            is_running = self._stop is not None and not self._error
+            return NodeState(os.getpid(), is_running, self._error, is_ours)
+
+    def stop(self, bound_s: float) -> bool:
+        """Asks the node to end what it has, and waits for it. Whether it did."""
+        with self._lock:
+            self._is_stopping = True
+            thread, told = self._thread, self._stop
+        if told is not None:
+            loop, stop = told
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(stop.set)
+        if thread is not None:
+            thread.join(bound_s)
+        return thread is None or not thread.is_alive()
+
+    def _live(self) -> None:
+        began_s = time.monotonic()
+        try:
+            _be_an_ordinary_process()
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._run())
+            error = "the node ended by itself"
+        except BaseException as caught:
+            log.exception("node crashed", extra={"node": self._name})
+            error = _told(caught)
+        with self._lock:
+            self._stop = None
+            if self._is_stopping:
+                return
+            self._error = error
+        # The head sees the error meanwhile.
+        time.sleep(max(0.0, began_s + RESTART_EVERY_S - time.monotonic()))
+        os._exit(1)  # sys.exit would only end this thread, and Ray does not restart an actor that exits in good order
+
+    async def _run(self) -> None:
+        module_name, _, function = self._entry.partition(":")
+        module: Any = importlib.import_module(module_name)
+        slots = sizes(self._settings, os.environ, cpus=self._cpus, memory_bytes=self._memory_bytes)
+        others = {name: value for name, value in self._settings.items() if name not in (*SLOTS, "data_dir")}
+        folder, lock = claim_folder(node_home(self._settings, os.environ))
+        with lock:
+            url, token = self._where()
+            options = module.NodeOptions(
+                name=self._name, head_url=url, token=token, data_dir=folder, head=self._where, **slots, **others
+            )
+            stop = asyncio.Event()
+            with self._lock:
+                self._stop = (asyncio.get_running_loop(), stop)
+                if self._is_stopping:
+                    stop.set()
+            await getattr(module, function)(options, stop)
+
+    def _where(self) -> tuple[str, str]:
+        """The newest head's URL and token."""
+        with self._lock:
+            assert self._head is not None  # the thread was started by its first word
+            return self._head.url, self._head.token
+
+
+def _told(error: BaseException) -> str:
+    """In one line. A task group's error says nothing: what it holds does."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _be_an_ordinary_process() -> None:
+    """Undoes what Ray did to this process and thread; see the module."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        Path("/proc/self/oom_score_adj").write_text("0")
+    except OSError as error:
+        log.warning("this node stays the kernel's first choice when memory runs out", extra={"error": str(error)})
+    level = os.environ.get("ROLLYARD_LOG_LEVEL", "info").upper()
+    logs.configure(level=level, style="json")  # into the worker's file in Ray's session folder

@@ -1,0 +1,271 @@
+"""The Ray driver: a child process of the head that keeps one node on every machine of a Ray cluster.
+
+A process of its own, because Ray ends the process that it is connected from when its GCS (the head of the *Ray*
+cluster) has not been reachable for 60 s. That must not be the service. Ray also takes SIGTERM for itself, prints on
+stdout, and blocks in most of its calls; here, all of that harms nobody. The head tells the child what it wants in the
+first line on its standard input, and hears how the nodes stand in a line every LOOK_EVERY_S.
+
+Facts about Ray that this stands on (tried with 2.60):
+- A driver needs a Ray node on its own machine. RAY_AUTH_MODE=token, with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, must
+  be in the environment of `ray start` on every machine and of the driver, before `import ray`. An address given by hand
+  never turns it on by itself. Without the token, or with another, `ray start` and a driver are refused, after 20 s of
+  trying. A driver with a token on a cluster that has none connects, and its actors never start.
+- An actor that is detached and named outlives its driver; the next driver with the same namespace gets it by its name.
+- An actor bound to a Ray node by a hard affinity is restarted there, and fails as unschedulable when that node is gone,
+  which Ray notices after some 10 s when the node was killed.
+- A new cluster of `ray.init(_node_ip_address="127.0.0.1")` listens on 127.0.0.1 only, and ends with its driver, however
+  that one ends (a reaper of Ray's).
+- Workers inherit the environment of their raylet, not of the driver.
+- When the GCS has been gone for 60 s, all raylets end, and the nodes on them.
+- One more Ray node costs 1 s, and 190 MiB: 105 for Ray's two agents, 10 for the raylet, 75 for an actor without a yard.
+
+Invariants. At most one unanswered question to an actor. The parent is gone: this process ends at once, the actors stay.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rollyard.fleet.ray_actor import NodeActor, NodeState
+from rollyard.fleet.ray_words import Brief, Order, RayNode, Report
+
+LOOK_EVERY_S = 2.0
+ASK_S = 1.0
+"""How long one look waits for actors to answer; who is slower is heard at a later one."""
+
+SILENT_S = 15.0
+"""An actor that has not answered for so long does not count as alive. A start takes 1 to 2 s."""
+
+MAKE_EVERY_S = 10.0
+"""An actor that cannot be made (rollyard is not installed there) is tried again after this."""
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Of a cluster that we start: nothing of ours goes through it, and Ray takes no less than 75 MB."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """An actor, as this driver knows it."""
+
+    name: str
+    host: str
+    actor: Any = None
+    question: Any = None  # the one that is not answered yet
+    heard_at_s: float = field(default_factory=time.monotonic)
+    made_at_s: float = float("-inf")
+    is_running: bool = False
+    error: str = ""
+
+
+class Driver:
+    """See the module. All of it blocks; it has this process for itself."""
+
+    def __init__(self, brief: Brief) -> None:
+        self._brief = brief
+        self._kept: dict[str, _Kept] = {}
+        self._is_superseded = False
+
+    def connect(self) -> None:
+        import ray
+
+        common: dict[str, Any] = {
+            "namespace": self._brief.namespace,
+            "log_to_driver": False,
+            "configure_logging": False,
+        }
+        if self._brief.address is None:
+            ray.init(
+                "local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
+        else:
+            ray.init(self._brief.address, **common)
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def look(self) -> Report:
+        """Makes what is missing, asks everybody, and says how they stand."""
+        import ray
+
+        if self._is_superseded:
+            return self._superseded()
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        for ray_id in self._kept.keys() - alive.keys():
+            del self._kept[ray_id]  # Ray ends its actor: nothing else may run it
+        for ray_id, node in alive.items():
+            host = str(node["NodeManagerHostname"])
+            kept = self._kept.setdefault(ray_id, _Kept(name=f"{host}-{ray_id[:8]}", host=host))
+            resources: Mapping[str, float] = node["Resources"]
+            if not resources.get("CPU"):
+                kept.error = "this Ray node offers no CPU: it gets no rollouts"
+            elif kept.actor is None and time.monotonic() - kept.made_at_s >= MAKE_EVERY_S:
+                self._make(ray_id, kept, resources)
+        self._ask()
+        if self._is_superseded:
+            return self._superseded()
+        return Report("look", tuple(self._node(ray_id, kept) for ray_id, kept in self._kept.items()))
+
+    def stop_nodes(self, bound_s: float) -> Report:
+        """Asks all nodes to end what they have, then ends their actors for good. Says who did not do so in time."""
+        import ray
+        from ray.exceptions import RayError
+
+        kept = [one for one in self._kept.values() if one.actor is not None]
+        answers = [one.actor.stop.remote(bound_s) for one in kept]
+        ready: list[Any] = []
+        if answers:
+            ready, _ = ray.wait(answers, num_returns=len(answers), timeout=bound_s)
+        late: list[str] = []
+        for one, answer in zip(kept, answers, strict=True):
+            try:
+                has_ended = answer in ready and ray.get(answer)
+            except RayError:
+                has_ended = True  # its process is gone
+            if not has_ended:
+                late.append(one.name)
+            ray.kill(one.actor, no_restart=True)
+        self._kept.clear()
+        return Report("stopped", error=f"ended by force: {', '.join(late)}" if late else "")
+
+    def _make(self, ray_id: str, kept: _Kept, resources: Mapping[str, float]) -> None:
+        import ray
+        from ray.exceptions import RayError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        kept.made_at_s = kept.heard_at_s = time.monotonic()
+        options = {
+            "name": f"node-{ray_id}",
+            "lifetime": "detached",
+            "get_if_exists": True,  # one of an earlier head goes on with all that it has
+            "max_restarts": -1,
+            "max_concurrency": 4,  # a node that is being stopped still answers
+            "num_cpus": 0,  # the machine's CPUs are for sandboxes, which Ray does not count
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(ray_id, soft=False),
+        }
+        brief = self._brief
+        try:
+            actor = ray.remote(NodeActor).options(**options)
+            kept.actor = actor.remote(
+                kept.name, brief.entry, dict(brief.settings), resources["CPU"], resources.get("memory", 0.0)
+            )
+        except (RayError, ValueError) as error:
+            kept.error = _first_line(error)
+
+    def _ask(self) -> None:
+        import ray
+        from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
+
+        brief = self._brief
+        for kept in self._kept.values():
+            if kept.actor is not None and kept.question is None:
+                kept.question = kept.actor.meet.remote(brief.head_id, brief.head_url, brief.token)
+        open_ = [kept for kept in self._kept.values() if kept.question is not None]
+        if not open_:
+            return
+        ready, _ = ray.wait([kept.question for kept in open_], num_returns=len(open_), timeout=ASK_S)
+        answered = set(ready)
+        for kept in open_:
+            if kept.question not in answered:
+                continue
+            question, kept.question = kept.question, None
+            try:
+                state: NodeState = ray.get(question)
+            except (ActorDiedError, ActorUnschedulableError) as error:
+                kept.actor, kept.is_running, kept.error = None, False, _first_line(error)
+            except RayError as error:  # it is being restarted
+                kept.is_running, kept.error = False, _first_line(error)
+            else:
+                kept.heard_at_s = time.monotonic()
+                kept.is_running, kept.error = state.is_running, state.error
+                self._is_superseded |= not state.is_ours
+
+    def _node(self, ray_id: str, kept: _Kept) -> RayNode:
+        silent_s = time.monotonic() - kept.heard_at_s
+        is_silent = kept.actor is not None and silent_s > SILENT_S
+        error = kept.error or (f"it has not answered for {silent_s:.0f} s" if is_silent else "")
+        return RayNode(kept.name, ray_id, kept.host, kept.is_running and not is_silent, error)
+
+    def _superseded(self) -> Report:
+        self._kept.clear()  # they are not ours to stop, either
+        return Report("superseded", error="another head has taken over the nodes of this Ray cluster")
+
+
+def main() -> None:
+    # Ray's children inherit standard input and would keep the line open after our death.
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    stream = connection.makefile("wb")
+
+    def tell(report: Report) -> None:
+        stream.write(msgspec.json.encode(report) + b"\n")
+        stream.flush()
+
+    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+
+    def listen(lines: Any) -> None:
+        for line in lines:
+            orders.put(msgspec.json.decode(line, type=Order))
+        os._exit(0)  # the head is gone, and whatever Ray blocks in just now may take a minute
+
+    reader = connection.makefile("rb")
+    driver = Driver(msgspec.json.decode(reader.readline(), type=Brief))
+    threading.Thread(target=listen, args=(reader,), daemon=True).start()
+    try:
+        driver.connect()
+    except Exception as error:
+        tell(Report("failed", error=_why(error)))
+        return
+    while True:
+        tell(driver.look())
+        try:
+            order = orders.get(timeout=LOOK_EVERY_S)
+        except queue.Empty:
+            continue
+        if order.what == "stop_nodes":
+            tell(driver.stop_nodes(order.bound_s))
+            order = orders.get()  # no look any more: it would start them again
+        if order.what == "close":
+            driver.close()
+            return
+
+
+def _why(error: BaseException) -> str:
+    """A failed connection in one line; whether it was the token is at the end of a long chain."""
+    from ray.exceptions import AuthenticationError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, AuthenticationError) or "AuthenticationError" in str(cause):
+            return (
+                "Ray refused this process's token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH "
+                "as they were when the cluster was started"
+            )
+        cause = cause.__cause__
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    """Ray's errors are pages long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = lines[0] if lines else type(error).__name__
+    last = lines[-1] if len(lines) > 1 else ""
+    return (f"{told} … {last}" if last else told)[:500]
+
+
+if __name__ == "__main__":
+    main()

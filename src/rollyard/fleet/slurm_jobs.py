@@ -1,0 +1,191 @@
+"""Talking to Slurm by its own commands, and the folder that a job of ours is known by.
+
+The folder holds `cluster.json` (which job), `job.sh`, `job.log`, `token` and, while the service answers, `url`. Slurm's
+commands are the one interface that every site has; their output is asked for in fixed formats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.fleet.slurm import JobSpec, SlurmError, script
+
+COMMAND_S = 60.0
+"""For one of Slurm's commands: a busy controller takes its time."""
+
+ENDED = frozenset(
+    {
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+        *("REVOKED", "TIMEOUT", "GONE"),
+    }
+)
+WAITING = frozenset(
+    {
+        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+        "SUSPENDED",
+    }
+)
+HOPELESS = frozenset(
+    {
+        *("BadConstraints", "PartitionDown", "PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit"),
+        *("InvalidAccount", "InvalidQOS", "AccountNotAllowed", "QOSNotAllowed", "QOSMaxWallDurationPerJobLimit"),
+        *("AssocMaxWallDurationPerJobLimit", "JobHeldAdmin", "JobHeldUser", "JobLaunchFailure"),
+    }
+)
+"""Reasons of a waiting job that time alone does not mend."""
+
+LOG_LINES = 5
+"""Of a failed job's log, in what is said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job, as Slurm tells of it. `state` is GONE when Slurm has forgotten it."""
+
+    id: str
+    state: str
+    reason: str = ""
+    nodes: tuple[str, ...] = ()
+    ran_for: str = ""
+    begins_at: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.is_waiting and self.reason.strip("()") in HOPELESS
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A job's folder. What is in it is ours; who deletes it gives up the service's data, too."""
+
+    folder: Path
+
+    @property
+    def token_file(self) -> Path:
+        return self.folder / "token"
+
+    @property
+    def url(self) -> str:
+        """Where the service answers; empty if it does not."""
+        try:
+            return (self.folder / "url").read_text().strip()
+        except OSError:
+            return ""
+
+    @property
+    def job_id(self) -> str:
+        """Empty: nothing was ever submitted from here."""
+        try:
+            return str(json.loads((self.folder / "cluster.json").read_text())["job_id"])
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SlurmError(f"{self.folder / 'cluster.json'} cannot be read: {error}", "delete it") from error
+
+    def log_end(self) -> str:
+        try:
+            lines = (self.folder / "job.log").read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-LOG_LINES:])
+
+    def submit(self, spec: JobSpec, store_url: str = "") -> str:
+        """Writes the files and calls sbatch. Returns the job's number."""
+        require_slurm()
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in ("url", "down"):
+            (self.folder / name).unlink(missing_ok=True)
+        for name in ("token", "ray-token"):
+            if not (self.folder / name).exists():
+                _write(self.folder / name, secrets.token_urlsafe(32) + "\n")
+        if store_url:
+            _write(self.folder / "store-url", store_url + "\n")
+        else:
+            (self.folder / "store-url").unlink(missing_ok=True)
+        _write(self.folder / "job.sh", script(spec))
+        # --parsable: "NUMBER" or "NUMBER;CLUSTER"
+        told = _slurm("sbatch", "--parsable", str(self.folder / "job.sh")).strip()
+        job_id = told.splitlines()[-1].partition(";")[0] if told else ""
+        if not job_id.isdigit():
+            raise SlurmError(f"sbatch answered {told!r}, which is no job's number", "see squeue --me")
+        _write(self.folder / "cluster.json", json.dumps({"job_id": job_id, "nodes": spec.nodes}) + "\n")
+        return job_id
+
+    def drain(self, job: Job) -> None:
+        """Tells the job's script to drain and not to come back; a job that does not run is cancelled."""
+        _write(self.folder / "down", "")
+        if job.state in ("RUNNING", "STOPPED"):
+            _slurm("scancel", "--signal=USR1", "--batch", job.id)
+        elif not job.is_over and job.state != "COMPLETING":
+            cancel(job.id)
+
+
+def require_slurm() -> None:
+    if shutil.which("sbatch") is None:
+        raise SlurmError("this machine has no Slurm: sbatch is not in PATH", "run this on a login node of the cluster")
+
+
+def look(job_id: str) -> Job:
+    """How the job stands. Slurm forgets an ended one after minutes; its accounting, where there is one, does not."""
+    require_slurm()
+    form = "--format=%T|%r|%N|%M|%S"
+    told = _slurm("squeue", "--noheader", "--states=all", f"--jobs={job_id}", form, may_miss="Invalid job id").strip()
+    if not told:
+        return Job(job_id, _accounted(job_id))
+    state, reason, names, ran_for, begins_at = told.splitlines()[-1].split("|")
+    nodes = _slurm("scontrol", "show", "hostnames", names).split() if names else ()
+    return Job(job_id, state, "" if reason == "None" else reason, tuple(nodes), ran_for, begins_at)
+
+
+def cancel(job_id: str) -> None:
+    """Idempotent."""
+    _slurm("scancel", job_id, may_miss="Invalid job id")
+
+
+def _accounted(job_id: str) -> str:
+    try:
+        told = _slurm("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
+    except SlurmError:  # most small clusters have no accounting
+        return "GONE"
+    return told.split()[0].rstrip("+") if told.split() else "GONE"
+
+
+def _slurm(*argv: str, may_miss: str = "") -> str:
+    """stdout of one of Slurm's commands; nothing, if what it complains of is `may_miss`."""
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise SlurmError(f"{argv[0]} is not in PATH, though sbatch is", "look at this machine's Slurm") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{argv[0]} did not answer within {COMMAND_S:.0f} s", "try again: is slurmctld up?") from error
+    if done.returncode == 0:
+        return done.stdout
+    if may_miss and may_miss in done.stderr:
+        return ""
+    said = " ".join(line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines())
+    raise SlurmError(f"{argv[0]}: {said or f'it ended with {done.returncode}'}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, for the user alone."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(text)
+    draft.replace(path)

@@ -1,0 +1,139 @@
+"""A node of the fleet, put together: the workshop of this machine, a yard over a ledger, and the link to the head.
+
+It needs to know only where the head is: how rollouts run is the head's to say (`node_settings.py`). The data folder is
+its own, and is swept when it starts, as a service's is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rollyard.agents.install import AgentShelf
+from rollyard.agents.registry import Agents
+from rollyard.engines.following import FollowingRouter
+from rollyard.engines.router import RouterSettings
+from rollyard.envs.registry import Environments
+from rollyard.fleet.ledger import Ledger
+from rollyard.fleet.link import Head, HeadAway, Link, NotWanted
+from rollyard.fleet.node import FIRST_RETRY_S, LAST_RETRY_S, Node, as_store
+from rollyard.fleet.yard import NodeYard
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import NoTracer, open_tracer
+from rollyard.pipeline import ArtifactFolder, Renderers
+from rollyard.service.build import (
+    AGENTS,
+    all_environments,
+    open_data_dir,
+    open_shop,
+    pipeline_settings,
+    raise_descriptor_limit,
+    vet,
+)
+from rollyard.service.node_settings import node_settings
+
+log = logging.getLogger("rollyard.fleet")
+
+ASK_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What a node knows by itself. Sizes that are None are the head's. `head` is asked for URL and token before every
+    call: a head that was started again may be elsewhere."""
+
+    name: str
+    head_url: str
+    token: str
+    data_dir: Path
+    init_slots: int | None = None
+    run_slots: int | None = None
+    eval_slots: int | None = None
+    ready_slots: int | None = None
+    head: Head | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        named = {name: getattr(self, name) for name in ("init_slots", "run_slots", "eval_slots", "ready_slots")}
+        return {name: size for name, size in named.items() if size is not None}
+
+
+async def run_node(
+    options: NodeOptions,
+    stop: asyncio.Event,
+    *,
+    environments: Environments | None = None,
+    agents: Agents | None = None,
+    on_joined: Callable[[], None] = lambda: None,
+    hurry: asyncio.Event | None = None,
+) -> None:
+    """Runs until `stop` is set, and drains then, unless `hurry` is. `NotWanted` if the head will not have it,
+    `SettingsError` for what cannot be here."""
+    raise_descriptor_limit()
+    head = options.head or (lambda: (options.head_url, options.token))
+    taken_over = await _ask_settings(head, stop)
+    if taken_over is None:
+        return
+    settings = node_settings(taken_over, options.data_dir, options.sizes)
+    open_data_dir(settings.data_dir)
+    _scrub()
+    async with AsyncExitStack() as stack:
+        environments = await stack.enter_async_context(environments or all_environments(settings))
+        agents = agents or Agents(shelf=AgentShelf(settings.data_dir / AGENTS))
+        tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
+        stack.push_async_callback(tracer.close)
+        renderers = Renderers()
+        router = await stack.enter_async_context(
+            FollowingRouter(
+                RouterSettings(engine_wait_s=settings.engine_wait_s, watch_s=settings.health_s),
+                vet=lambda engine: vet(engine, renderers),
+            )
+        )
+        shop, _ = await stack.enter_async_context(open_shop(settings, router, environments, agents, renderers))
+        ledger = Ledger(ArtifactFolder(settings.data_dir / "artifacts"), on_news=lambda: node.news())
+        sizes = replace(pipeline_settings(settings), node=options.name)
+        yard = NodeYard(as_store(ledger), shop, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
+        link = await stack.enter_async_context(Link(head))
+        node = Node(options.name, link, yard, ledger, router)
+        node.on_joined = on_joined
+        await stack.enter_async_context(yard)
+        await node.main(stop, hurry)
+
+
+async def _ask_settings(head: Head, stop: asyncio.Event) -> dict[str, Any] | None:
+    """Until the head answers; None if we are stopped first."""
+    retry_s = FIRST_RETRY_S
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_S)) as http:
+        while not stop.is_set():
+            url, token = head()
+            try:
+                async with http.get(
+                    f"{url.rstrip('/')}/v1/fleet/settings", headers={"Authorization": f"Bearer {token}"}
+                ) as reply:
+                    if reply.status == 200:
+                        return await reply.json()
+                    detail = (await reply.text())[:500]
+                if reply.status in (400, 401, 403, 404):
+                    raise NotWanted(f"{url} answers {reply.status}: {detail}")
+                raise HeadAway(f"{url} answers {reply.status}")
+            except (aiohttp.ClientError, TimeoutError, OSError, HeadAway) as error:
+                log.info("the head is away", extra={"why": str(error)})
+            try:
+                await asyncio.wait_for(stop.wait(), retry_s)
+            except TimeoutError:
+                retry_s = min(2 * retry_s, LAST_RETRY_S)
+    return None
+
+
+def _scrub() -> None:
+    """What a batch system tells its jobs must not reach sandboxes: a leaked variable can tear down the job."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_"))]:
+        del os.environ[name]

@@ -1,0 +1,50 @@
+"""What a node takes over from its head: everything that decides how a rollout runs, nothing of who may call.
+
+A node has its own data folder, name and sizes; the rest is the head's, so that a rollout is the same wherever it runs.
+What the head keeps below its own data folder (images, agent programs) a node looks for below its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr, ValidationError
+
+from rollyard.core import Json
+from rollyard.service.settings import Settings, SettingsError
+
+TAKEN_OVER = (
+    *("runtimes", "runtime", "images", "oci_command", "oci_image", "layer_bytes"),
+    *("sandbox_memory_bytes", "sandbox_processes", "sandbox_disk_bytes", "sandbox_open_files", "sandbox_cpus"),
+    *("sandbox_uids", "engine_wait_s", "health_s", "mcp_servers", "gym_servers"),
+    *("init_slots", "run_slots", "eval_slots", "ready_slots", "max_live"),
+    *("max_attempts", "eval_attempts", "drain_s", "log_level", "log_format", "otlp_endpoint"),
+)
+
+
+def for_nodes(settings: Settings) -> dict[str, Json]:
+    """As JSON, secrets and all."""
+    return {name: _plain(getattr(settings, name)) for name in TAKEN_OVER}
+
+
+def node_settings(taken_over: Mapping[str, Any], data_dir: Path, own: Mapping[str, Any]) -> Settings:
+    """A node's settings: the head's, with its own sizes over them. `SettingsError`."""
+    known = {name: value for name, value in taken_over.items() if name in TAKEN_OVER}
+    try:
+        return Settings.model_validate({**known, **own, "data_dir": data_dir})
+    except ValidationError as error:
+        raise SettingsError(f"what the head sends cannot be used here: {error.error_count()} errors") from error
+
+
+def _plain(value: Any) -> Json:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if hasattr(value, "model_fields"):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,108 @@
+"""/v1/fleet: what nodes say to their head, in msgpack (`fleet.wire`); and /v1/nodes: how they stand, for people."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard.core import Json
+from rollyard.core.failure import Draining, InvalidRequest
+from rollyard.fleet.nodes import Node
+from rollyard.fleet.wire import MEDIA_TYPE, Join, Poll, Report, decode, encode
+from rollyard.service.auth import require_admin, require_node
+from rollyard.service.bounds import while_wanted
+from rollyard.service.house import house_of
+from rollyard.service.node_settings import for_nodes
+from rollyard.service.records import reply
+
+router = APIRouter(prefix="/v1", tags=["nodes"])
+
+
+@router.get("/fleet/settings", include_in_schema=False)
+async def settings(request: Request) -> Response:
+    """What a node takes over from its head before it joins. With secrets: only for nodes."""
+    require_node(request)
+    house = house_of(request)
+    _ = house.head
+    return reply(for_nodes(house.settings))
+
+
+@router.post("/fleet/join", include_in_schema=False)
+async def join(request: Request) -> Response:
+    """A node comes, or comes back, and says what it holds."""
+    require_node(request)
+    return _packed(encode(house_of(request).head.join(decode(await request.body(), Join))))
+
+
+@router.post("/fleet/poll", include_in_schema=False)
+async def poll(request: Request, wait_s: float = 0.0) -> Response:
+    """What a node is to do, as soon as there is something."""
+    require_node(request)
+    house = house_of(request)
+    if not 0 <= wait_s <= 3600:
+        raise InvalidRequest("wait_s: 0 to 3600 seconds")
+    message = decode(await request.body(), Poll)
+    orders = await while_wanted(request, house.head.poll(message, wait_s), house.closing)
+    if orders is None:
+        raise Draining("the head is closing: it may be back soon, here or elsewhere")
+    return _packed(encode(orders))
+
+
+@router.post("/fleet/report", include_in_schema=False)
+async def report(request: Request) -> Response:
+    """What happened at a node. Answered when it is durable."""
+    require_node(request)
+    head = house_of(request).head
+    return _packed(encode(await head.report(decode(await request.body(), Report))))
+
+
+@router.get("/nodes")
+async def list_nodes(request: Request) -> Response:
+    """All nodes that are there."""
+    return reply({"nodes": [node_object(node) for node in house_of(request).head.nodes.by_name.values()]})
+
+
+@router.post("/nodes/{name}/drain")
+async def drain(request: Request, name: str) -> Response:
+    """It takes nothing more; what it has, it ends. It is empty when `live` is 0."""
+    return _asked(request, name, is_drained=True)
+
+
+@router.post("/nodes/{name}/resume")
+async def resume(request: Request, name: str) -> Response:
+    """It takes rollouts again."""
+    return _asked(request, name, is_drained=False)
+
+
+def _asked(request: Request, name: str, *, is_drained: bool) -> Response:
+    require_admin(request)
+    nodes = house_of(request).head.nodes
+    node = nodes.named(name)
+    node.drain(is_drained)
+    return reply(node_object(node))
+
+
+def node_object(node: Node) -> dict[str, Json]:
+    standing = node.standing
+    return {
+        "name": node.name,
+        "host": node.host,
+        "version": node.version,
+        "joined_at": node.joined_at,
+        "heard_s_ago": node.heard_s_ago,
+        "state": "draining" if node.is_drained and node.out else "drained" if node.is_drained else "up",
+        "live": len(node.out) + node.promised,
+        "ended": node.ended,
+        "wants": node.room.want,
+        "gates": standing.gates,
+        "pools": {
+            name: {"size": places.size, "active": places.active, "waiting": places.waiting}
+            for name, places in standing.pools.items()
+        },
+        "engines": {use.engine: {"sessions": use.sessions, "in_flight": use.in_flight} for use in standing.engines},
+    }
+
+
+def _packed(body: bytes) -> Response:
+    return Response(body, media_type=MEDIA_TYPE)

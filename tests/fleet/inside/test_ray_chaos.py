@@ -1,0 +1,72 @@
+"""The fleet on Ray, broken on purpose: its nodes' processes and its head are killed while rollouts run."""
+
+import json
+import os
+import signal
+import sqlite3
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rollyard.cli.rig import engine_process
+from tests.fleet.chaos import SCRIPT, Fleet, Head, at_rest, break_it, judge, submit_all
+from tests.fleet.inside.ray_parts import Cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+COUNT = 96
+DEEDS = ("kill_node", "kill_head", "kill_node")
+
+
+@dataclass
+class RayFleet(Fleet):
+    """Ray has the nodes' processes, and starts those again that are killed."""
+
+    there: set[str] = field(default_factory=set[str])
+
+    @property
+    def names(self) -> set[str]:
+        return self.there
+
+    async def all_joined(self, count: int) -> None:
+        def is_so(there: dict[str, object]) -> bool:
+            self.there = set(there)
+            return len(there) == count
+
+        await self.until(is_so, f"{count} nodes are there")
+
+    async def kill_node(self) -> None:
+        os.kill(min(actors()), signal.SIGKILL)
+
+
+def actors() -> list[int]:
+    """Processes of this PID namespace that are nodes of ours."""
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::NodeActor"):
+                found.append(int(folder.name))
+    return found
+
+
+async def test_rollouts_outlive_rays_nodes_and_their_head(tmp_path: Path, cluster: Cluster) -> None:
+    cluster.do("add")
+    (tmp_path / "script.json").write_text(json.dumps(SCRIPT))
+    async with engine_process(tmp_path, 0.2) as (_, engine_url):
+        head = Head(tmp_path, engine_url, 5.0, fleet="ray", ray_address=cluster.address)
+        fleet = RayFleet(tmp_path, head)
+        try:
+            await head.start()
+            await fleet.all_joined(2)
+            ids = await submit_all(fleet, COUNT)
+            records = await break_it(fleet, COUNT, DEEDS, 120)
+            print(f"{judge(records, ids)}; {fleet.did}")
+            await at_rest(fleet, engine_url)
+            assert await head.stop() == 0
+        finally:
+            fleet.close()
+    with closing(sqlite3.connect(head.data_dir / "rollyard.db")) as store:
+        rows = "SELECT COUNT(*), COUNT(DISTINCT ended_seq), COUNT(node), MIN(state), MAX(state) FROM rollouts"
+        assert store.execute(rows).fetchone() == (COUNT, COUNT, 0, "ended", "ended")

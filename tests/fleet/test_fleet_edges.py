@@ -1,0 +1,67 @@
+"""What a head must not trip over: numbers of any size, a run made again, an agent that is not there any more."""
+
+import asyncio
+from pathlib import Path
+
+from rollyard.testing.script import Reply
+from tests.fleet.fleet_site import loop_node, open_head
+from tests.service.site import engine_table, finish, scripted, task
+
+
+async def test_a_run_that_is_made_again_runs_as_it_is_now(tmp_path: Path) -> None:
+    async with (
+        scripted(finish()) as old,
+        scripted(finish()) as new,
+        open_head(
+            tmp_path, engines=[engine_table(old, id="old", policy="p1"), engine_table(new, id="new", policy="p2")]
+        ) as site,
+        loop_node(site, tmp_path, "n1"),
+    ):
+        for policy, rollout_id, engine in (("p1", "r1", "old"), ("p2", "r2", "new")):
+            assert (await site.post("/v1/runs", {"id": "again", "policy": policy})).status == 201
+            body = {"id": rollout_id, "run": "again", "task": task()}
+            assert (await site.post("/v1/rollouts", body)).status == 202
+            assert (await site.ended(rollout_id))["summary"]["engine"] == engine
+            assert (await site.delete("/v1/runs/again")).status == 204
+
+
+async def test_a_queued_rollout_whose_agent_is_gone_ends_alone(tmp_path: Path) -> None:
+    async with scripted(Reply(finish())) as engine, open_head(tmp_path, engines=[engine_table(engine)]) as site:
+        await site.submit("r1", "r2")
+        shop = site.served.house.shop
+        found = shop.agents.get
+
+        def lost(name: str) -> object:
+            if asyncio.current_task() is not None and name == "native" and not gone.is_set():
+                gone.set()
+                raise RuntimeError("its plugin was uninstalled")
+            return found(name)
+
+        gone = asyncio.Event()
+        shop.agents.get = lost  # type: ignore[method-assign,assignment]
+        async with loop_node(site, tmp_path, "n1"):
+            for one in ("r1", "r2"):
+                assert (await site.ended(one))["state"] == "ended"
+        assert gone.is_set() and (await site.get("/healthz")).status == 200
+
+
+async def test_sessions_run_at_the_head_with_or_without_nodes_and_within_its_slots(tmp_path: Path) -> None:
+    async with (
+        scripted("one") as engine,
+        open_head(tmp_path, engines=[engine_table(engine)], init_slots=2, run_slots=2, ready_slots=0) as site,
+    ):
+        opened = await asyncio.gather(
+            *(site.post("/v1/sessions?wait_s=1", {"id": f"s{number}"}) for number in range(6))
+        )
+        is_open = [answer.body.get("is_open") for answer in opened]
+        assert is_open.count(True) >= 1, [answer.body for answer in opened]
+        status = (await site.get("/v1/status")).body
+        assert status["states"]["run"] <= 2 and status["states"]["queued"] >= 1, status["states"]
+        await site.submit("r1")
+        async with loop_node(site, tmp_path, "n1"):
+            assert (await site.ended("r1"))["summary"]["node"] == "n1"
+        for number in range(6):
+            await site.delete(f"/v1/sessions/s{number}")
+        async with asyncio.timeout(30):
+            while (await site.get("/v1/status")).body["states"]["ended"] < 7:
+                await asyncio.sleep(0.05)

@@ -1,0 +1,71 @@
+"""What changes under a fleet while it works: nodes upgraded one after another, a head that comes back elsewhere."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollyard.testing.script import Reply
+from rollyard.testing.store_postgres import PgServer, find_postgres
+from tests.fleet.fleet_site import loop_node, nodes_of, open_head, until
+from tests.fleet.test_fleet import all_ended
+from tests.service.site import engine_table, finish, scripted
+
+
+async def test_nodes_are_restarted_one_after_another_and_no_attempt_counts_as_lost(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=0.2)) as engine,
+        open_head(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        nodes = {name: loop_node(site, tmp_path, name) for name in ("n1", "n2")}
+        for node in nodes.values():
+            await node.__aenter__()
+        try:
+            await site.submit(*(f"r{number}" for number in range(60)))
+            for name in nodes:
+                assert (await site.post(f"/v1/nodes/{name}/drain")).status == 200
+                async with asyncio.timeout(30):
+                    while (await nodes_of(site))[name]["live"]:
+                        await asyncio.sleep(0.02)
+                await nodes[name].__aexit__(None, None, None)  # it leaves: this is where it would be upgraded
+                nodes[name] = loop_node(site, tmp_path, name)
+                await nodes[name].__aenter__()
+            records = await all_ended(site, 60)
+            assert len({record["id"] for record in records}) == 60
+            assert {record["reward"] for record in records} == {1.0}
+            assert {lost["code"] for record in records for lost in record["lost"]} <= {"drained"}
+            assert {record["summary"]["node"] for record in records} == {"n1", "n2"}
+        finally:
+            for node in nodes.values():
+                await node.__aexit__(None, None, None)
+
+
+@pytest.mark.slow
+async def test_a_head_on_another_machine_goes_on_with_the_same_database_and_nodes(tmp_path: Path) -> None:
+    """Another data folder is another machine: nothing but the database and the nodes is left of the first head."""
+    if find_postgres() is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    with PgServer() as server:
+        await _change_machines(tmp_path, server.url)
+
+
+async def _change_machines(tmp_path: Path, url: str) -> None:
+    async with scripted(Reply(finish(), latency_s=1.0)) as engine:
+        table = engine_table(engine)
+        async with open_head(tmp_path / "a", engines=[table], store=url, node_lease_s=20) as site:
+            node = loop_node(site, tmp_path, "n1")
+            running = await node.__aenter__()
+            await site.submit(*(f"r{number}" for number in range(8)))
+            async with asyncio.timeout(20):
+                while (await site.get("/v1/status")).body["states"]["run"] < 3:
+                    await asyncio.sleep(0.02)
+        try:
+            async with open_head(tmp_path / "b", engines=[table], store=url, node_lease_s=20) as site:
+                running.goes_to(site)
+                records = await all_ended(site, 8)
+                assert {record["reward"] for record in records} == {1.0}
+                assert {record["attempt"] for record in records} == {1}, "nobody had to begin again"
+                running.stop.set()
+                await until(site)
+        finally:
+            await node.__aexit__(None, None, None)

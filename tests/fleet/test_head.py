@@ -1,0 +1,168 @@
+"""A head and a node that the test speaks for, word by word: what is said twice, too late, wrongly or not at all."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rollyard.core import State
+from rollyard.fleet.head import HeadYard
+from rollyard.fleet.wire import (
+    PROTOCOL,
+    Ended,
+    Join,
+    Joined,
+    Key,
+    Moved,
+    Orders,
+    Poll,
+    Report,
+    Saved,
+    Standing,
+    rollout_of,
+)
+from rollyard.store.codec import encode_trajectory, to_json
+from rollyard.testing.store_conformance import completed, trajectory
+from tests.fleet.fleet_site import loop_node, open_head
+from tests.service.site import Site, engine_table, scripted
+
+INFO = {"is_reevaluable": False, "summary": {}, "timings": {}, "failure": None}
+
+
+def saved(key: Key) -> Saved:
+    kept = trajectory(key.id, key.attempt)
+    return Saved(key, bytes(encode_trajectory(kept)), kept.sampled_tokens, to_json(INFO), [])
+
+
+def ended(key: Key, reward: float = 0.5) -> Ended:
+    return Ended(key, to_json(completed(reward)), None, 0)
+
+
+class Hand:
+    """A node that says what it is told to."""
+
+    def __init__(self, head: HeadYard, name: str = "hand") -> None:
+        self._head = head
+        self._name = name
+        self.got = 0
+
+    def join(self, *holds: Key, want: int = 8) -> Joined:
+        standing = Standing(got=self.got, want=want)
+        return self._head.join(Join(PROTOCOL, "0", self._name, self._name, "host", list(holds), standing))
+
+    async def poll(self, want: int = 8) -> Orders:
+        return await self._head.poll(Poll(self._name, Standing(got=self.got, want=want)), 5.0)
+
+    async def leased(self, count: int) -> list[Key]:
+        """Polls until it has got so many."""
+        keys: list[Key] = []
+        async with asyncio.timeout(20):
+            while len(keys) < count:
+                orders = await self.poll(count - len(keys))
+                self.got = orders.number
+                keys += [Key(one.id, one.attempt) for one in map(rollout_of, orders.leases)]
+        return keys
+
+    async def says(self, *items: Any, want: int = 0) -> list[Key]:
+        """What the head refuses of it."""
+        report = Report(self._name, Standing(got=self.got, want=want), list(items))
+        return (await self._head.report(report)).refused
+
+
+@asynccontextmanager
+async def opened(folder: Path, **values: Any) -> AsyncGenerator[tuple[Site, Hand], None]:
+    """The hand has joined. Nobody else runs anything, and nothing is lost by time."""
+    async with (
+        scripted() as engine,
+        open_head(folder, engines=[engine_table(engine)], node_lease_s=600, **values) as site,
+    ):
+        hand = Hand(site.served.house.head)
+        hand.join()
+        yield site, hand
+
+
+async def test_what_a_node_has_given_up_is_run_elsewhere(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (site, hand):
+        await site.submit("r1", "r2")
+        first, second = await hand.leased(2)
+        assert hand.join(first, want=0).keeps == [first]
+        async with loop_node(site, tmp_path, "n2"):
+            record = await site.ended(second.id)
+            assert record["attempt"] == 2 and [lost["code"] for lost in record["lost"]] == ["node_lost"], record
+            assert record["summary"]["node"] == "n2" and record["reward"] == 1.0
+        assert await hand.says(ended(first)) == []
+        assert (await site.ended(first.id))["attempt"] == 1, "what it kept is its own"
+
+
+async def test_what_is_on_its_way_at_a_join_is_sent_again(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (site, hand):
+        await site.submit("r1")
+        async with asyncio.timeout(20):
+            while not (missed := await hand.poll()).leases:
+                hand.got = missed.number
+        hand.join()
+        again = await hand.poll()
+        assert again.number > missed.number and again.leases == missed.leases and again.runs == missed.runs
+        (key,) = [Key(one.id, one.attempt) for one in map(rollout_of, again.leases)]
+        assert key.attempt == 1
+        hand.got = again.number
+        assert await hand.says(ended(key)) == []
+        assert (await site.ended("r1"))["reward"] == 0.5
+
+
+async def test_what_is_said_twice_at_once_counts_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (site, hand):
+        await site.submit("r1")
+        (key,) = await hand.leased(1)
+        both = await asyncio.gather(*(hand.says(Moved(key, State.RUN), saved(key)) for _ in range(2)))
+        assert both == [[], []], "the second time it is known already, and still this node's"
+        ends = await asyncio.gather(hand.says(ended(key, 0.25)), hand.says(ended(key, 0.75)))
+        assert ends == [[], [key]]
+        record = await site.ended("r1")
+        assert record["reward"] == 0.25 and record["attempt"] == 1
+        (trace,) = (await site.get("/v1/rollouts/r1/traces")).body["traces"]
+        assert sum(trace["mask"]) == 3
+
+
+async def test_a_node_that_is_lost_in_the_middle_of_its_word_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (site, hand):
+        await site.submit("r1")
+        (key,) = await hand.leased(1)
+        word = asyncio.create_task(hand.says(Moved(key, State.RUN), saved(key)))
+        await asyncio.sleep(0)
+        nodes = site.served.house.head.nodes
+        nodes.lose(nodes.named("hand"), "went away")
+        await word
+        async with loop_node(site, tmp_path, "n2"):
+            record = await site.ended("r1")
+            assert record["attempt"] == 2 and record["summary"]["node"] == "n2", record
+
+
+async def test_what_cannot_be_stored_is_its_own_rollouts_failure(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_attempts=1) as (site, hand):
+        await site.submit("r1", "r2", "r3")
+        keys = {key.id: key for key in await hand.leased(3)}
+        broken_end = Ended(keys["r1"], "no JSON", None, 0)
+        broken_run = Saved(keys["r2"], b"", 0, "no JSON", [])
+        refused = await hand.says(broken_end, broken_run, ended(keys["r3"]))
+        assert set(refused) == {keys["r1"], keys["r2"]}
+        assert (await site.ended("r3"))["reward"] == 0.5
+        for name in ("r1", "r2"):
+            record = await site.ended(name)
+            assert record["outcome"] == "failed" and record["reward"] is None, record
+            assert (record["failure"]["code"], record["failure"]["blame"]) == ("internal_error", "infra")
+        assert site.served.house.head.here == 0 and not site.served.house.head.live
+
+
+async def test_nobody_speaks_for_another(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (site, hand):
+        other = Hand(site.served.house.head, "other")
+        other.join(want=0)
+        await site.submit("r1")
+        (key,) = await hand.leased(1)
+        assert await other.says(ended(key, 0.1)) == [key]
+        assert other.join(key, want=0).keeps == []
+        assert await hand.says(Ended(Key(key.id, 2), to_json(completed(0.2)), None, 0)) == [Key(key.id, 2)]
+        assert await hand.says(ended(key, 0.3)) == []
+        assert (await site.ended("r1"))["reward"] == 0.3

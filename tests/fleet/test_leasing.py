@@ -1,0 +1,39 @@
+"""How a head fills its nodes: in batches, and taking no more out of the queue than there is room for."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollyard.core import Rollout
+from rollyard.fleet.head import HeadYard
+from tests.fleet.fleet_site import loop_node, open_head
+from tests.service.site import engine_table, finish, scripted
+
+
+async def test_what_nobody_has_room_for_stays_in_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While rollouts are read for places that nodes want, every word of a node makes the head look again."""
+    async with scripted(finish()) as engine:
+        async with open_head(tmp_path, engines=[engine_table(engine)]) as site, loop_node(site, tmp_path, "n1"):
+            yard = site.served.house.yard
+            assert isinstance(yard, HeadYard)
+            get_many, read, most = yard.store.get_many, list[str](), 0
+
+            async def looked_at_meanwhile(ids: Sequence[str]) -> Sequence[Rollout]:
+                nonlocal most
+                for _ in range(5):
+                    yard.nodes.tell()
+                    await asyncio.sleep(0)
+                    most = max(most, len(yard._taking))
+                read.extend(ids)
+                return await get_many(ids)
+
+            monkeypatch.setattr(yard.store, "get_many", looked_at_meanwhile)
+            ids = [f"r{number}" for number in range(24)]
+            await site.submit(*ids)
+            for one in ids:
+                assert (await site.ended(one))["attempt"] == 1
+            assert sorted(read) == sorted(ids), "each was read once, when its turn had come"
+            assert most < len(ids)
+        await engine.idle()

@@ -1,0 +1,123 @@
+"""A node in trouble: it gets back what it still cleans up, finds its head again, or never, and tells of its room."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollyard.agents.base import AgentContext
+from rollyard.agents.known import NoopAgent
+from rollyard.agents.registry import Agents
+from rollyard.core import Message
+from rollyard.service.node import run_node
+from rollyard.testing.script import Reply
+from tests.fleet.fleet_site import NOWHERE, LoopNode, NodeOptions, loop_node, node_token, nodes_of, open_head, until
+from tests.service.site import Site, engine_table, finish, scripted, task
+
+
+class SlowToLeave(NoopAgent):
+    """Its first attempt stays until it is stopped, and then does not go before it may."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self.may_go = asyncio.Event()
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        if not self.began.is_set():
+            self.began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.stopped.set()
+                await self.may_go.wait()
+        return await super().run(context, messages)
+
+
+@asynccontextmanager
+async def node_with(site: Site, folder: Path, agent: NoopAgent) -> AsyncGenerator[LoopNode, None]:
+    node = LoopNode("n1", NodeOptions("n1", "", "", folder / "n1"))
+    node.goes_to(site)
+    options = NodeOptions("n1", site.url, node_token(site), folder / "n1", head=node.head)
+    running = asyncio.create_task(
+        run_node(options, node.stop, agents=Agents({"noop": agent}), on_joined=node.joined.set)
+    )
+    try:
+        async with asyncio.timeout(30):
+            await node.joined.wait()
+        yield node
+    finally:
+        node.stop.set()
+        async with asyncio.timeout(40):
+            await running
+
+
+async def test_a_rollout_that_comes_back_to_where_it_is_still_cleaned_up_is_run_after_that(tmp_path: Path) -> None:
+    agent = SlowToLeave()
+    async with open_head(tmp_path, node_lease_s=1) as site, node_with(site, tmp_path, agent) as node:
+        try:
+            await site.submit("r1", task=task(agent={"name": "noop"}))
+            async with asyncio.timeout(20):
+                await agent.began.wait()
+                node.is_cut = True
+                await until(site)
+                node.is_cut = False
+                await agent.stopped.wait()
+                while (await site.get("/v1/rollouts/r1")).body["state"] == "queued":  # the only node gets it again
+                    await asyncio.sleep(0.02)
+        finally:
+            agent.may_go.set()
+        record = await site.ended("r1")
+        assert record["attempt"] == 2 and record["summary"]["node"] == "n1", record
+        assert (await nodes_of(site))["n1"]["live"] == 0
+
+
+async def test_a_node_that_gave_up_tells_the_head_that_never_missed_it(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=600.0)) as engine,
+        open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=600, node_hold_s=1) as site,
+        loop_node(site, tmp_path, "n1") as node,
+    ):
+        nodes = site.served.house.head.nodes
+        nodes.settings = replace(nodes.settings, poll_s=0.2)  # one that is held already is not cut
+        await site.submit("r1")
+        async with asyncio.timeout(20):
+            await engine.busy()
+            node.is_cut = True
+            await engine.idle()
+        engine.script = lambda _: finish()
+        node.is_cut = False
+        record = await site.ended("r1")
+        assert record["attempt"] == 2 and [lost["code"] for lost in record["lost"]] == ["node_lost"], record
+
+
+async def test_a_node_whose_head_never_comes_back_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=600.0)) as engine,
+        open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=600, drain_s=0.5) as site,
+    ):
+        async with loop_node(site, tmp_path, "n1") as node:
+            await site.submit("r1")
+            async with asyncio.timeout(20):
+                await engine.busy()
+            node.url = NOWHERE
+        await engine.idle()
+
+
+async def test_a_place_is_offered_when_it_is_free_and_not_with_the_next_poll(tmp_path: Path) -> None:
+    judged = tmp_path / "judged"
+    waits = {"instruction": "go", "checks": [f"until [ -e {judged} ]; do sleep 0.05; done"]}
+    sizes: dict[str, Any] = {"init_slots": 1, "run_slots": 1, "ready_slots": 0, "eval_slots": 2}
+    async with scripted() as engine, open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=3600) as site:
+        nodes = site.served.house.head.nodes
+        nodes.settings = replace(nodes.settings, poll_s=3600)
+        async with loop_node(site, tmp_path, "n1", **sizes):
+            await site.submit("r1", "r2", task={**task(), "data": waits})
+            async with asyncio.timeout(20):
+                while (await site.get("/v1/status")).body["states"]["eval"] < 2:
+                    await asyncio.sleep(0.02)
+            judged.touch()
+            for name in ("r1", "r2"):
+                assert (await site.ended(name))["reward"] == 1.0

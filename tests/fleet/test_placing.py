@@ -1,0 +1,89 @@
+"""Which node gets a rollout: the emptiest, unless another has what it needs and is not much fuller."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.core import Rollout, SandboxOptions, Task
+from rollyard.fleet.placing import REMEMBERED, SETUP_WORTH, Needs, Room, place
+
+NEEDS = Needs("setup", "image")
+
+
+def room(places: int, want: int, *needs: Needs) -> Room:
+    made = Room(places, want)
+    for one in needs:
+        made.remember(one)
+    return made
+
+
+def test_the_emptiest_goes_first() -> None:
+    full, half, empty = room(8, 1), room(8, 4), room(8, 8)
+    assert place(NEEDS, [full, half, empty]) is empty
+    assert place(NEEDS, [room(100, 40), room(10, 5)]) is not None
+    small, large = room(10, 5), room(100, 40)
+    assert place(NEEDS, [large, small]) is small, "by the share of its places, not by their number"
+
+
+def test_nobody_who_wants_none_gets_one() -> None:
+    assert place(NEEDS, []) is None
+    assert place(NEEDS, [room(8, 0, NEEDS)]) is None
+    wants = room(8, 1)
+    assert place(NEEDS, [room(8, 0, NEEDS), wants]) is wants
+
+
+def test_a_set_up_is_worth_some_fullness_and_no_more() -> None:
+    places = 100
+    worth = int(SETUP_WORTH * places)
+    empty = room(places, 50)
+    known = room(places, 50 - worth + 1, Needs("setup", None))
+    assert place(Needs("setup", None), [empty, known]) is known
+    known.want = 50 - worth - 1
+    assert place(Needs("setup", None), [empty, known]) is empty
+
+
+def test_an_image_is_worth_less_than_a_set_up() -> None:
+    same_image, same_setup = room(10, 5, Needs("other", "image")), room(10, 5, Needs("setup", None))
+    assert place(NEEDS, [same_image, same_setup]) is same_setup
+    assert place(NEEDS, [same_image, room(10, 5)]) is same_image
+    assert place(NEEDS, [same_image, room(10, 7)]) is not same_image
+
+
+def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
+    known = room(8, 8)
+    for number in range(REMEMBERED):
+        known.remember(Needs(str(number), f"image {number}"))
+    known.remember(Needs("0", "image 0"))  # used again
+    known.remember(Needs("new", "new image"))
+    assert len(known.setups) == len(known.images) == REMEMBERED
+    assert "0" in known.setups and "1" not in known.setups
+    assert "image 0" in known.images and "image 1" not in known.images
+
+
+def test_rollouts_of_one_task_need_the_same() -> None:
+    task = Task("shell", {"setup": ["make"]})
+    assert Needs.of(Rollout("a", "run", task)) == Needs.of(Rollout("b", "other", task))
+    for other in (
+        Task("math", {"setup": ["make"]}),
+        Task("shell", {"setup": ["make all"]}),
+        Task("shell", {"setup": ["make"]}, sandbox=SandboxOptions(image="debian")),
+    ):
+        assert Needs.of(Rollout("a", "run", other)).setup != Needs.of(Rollout("a", "run", task)).setup
+    assert Needs.of(Rollout("a", "run", Task("shell", sandbox=SandboxOptions(image="debian")))).image == "debian"
+
+
+@given(wants=st.lists(st.integers(0, 6), min_size=1, max_size=5), tasks=st.lists(st.sampled_from("abc"), max_size=40))
+def test_nobody_gets_more_than_it_wants_and_nothing_waits_while_somebody_does(
+    wants: list[int], tasks: list[str]
+) -> None:
+    rooms = [Room(8, want) for want in wants]
+    placed = 0
+    for task in tasks:
+        needs = Needs(task, None)
+        chosen = place(needs, rooms)
+        if chosen is None:
+            break
+        chosen.want -= 1
+        chosen.remember(needs)
+        placed += 1
+    assert min(one.want for one in rooms) >= 0
+    assert placed == min(len(tasks), sum(wants))

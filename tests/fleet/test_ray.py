@@ -1,0 +1,105 @@
+"""Nodes on Ray: the rules here, and everything that needs a cluster in a place with only a loopback of its own."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollyard.fleet.ray_actor import claim_folder, node_home, sizes
+from rollyard.fleet.ray_host import RayHost, RayUnavailable, driver_environment
+from tests.fleet import netns
+
+INSIDE = Path(__file__).parent / "inside"
+FILE = INSIDE / "test_ray_host.py"
+LIMIT_S = 110.0
+GIB = 1 << 30
+
+
+def names_in(file: Path) -> list[str]:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        node.name
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, functions) and node.name.startswith("test_")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("test", names_in(FILE))
+def test_on_a_real_cluster(test: str, tmp_path: Path):
+    netns.run_test_inside(f"{FILE}::{test}", tmp_path, limit_s=LIMIT_S)
+
+
+def test_nothing_of_the_service_imports_ray():
+    code = """
+import sys
+import rollyard.service, rollyard.service.server, rollyard.cli.app, rollyard.fleet.ray_host, rollyard.fleet.ray_actor
+assert "ray" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+
+
+async def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RayUnavailable, match=r"pip install 'rollyard\[ray\]'"):
+        async with RayHost(None, "http://127.0.0.1:1", "token"):
+            pass
+
+
+def test_a_ray_clients_url_is_refused():
+    with pytest.raises(RayUnavailable, match="HOST:PORT"):
+        RayHost("ray://127.0.0.1:10001", "http://127.0.0.1:1", "token")
+
+
+def test_slots_follow_cpus_and_memory():
+    assert sizes({}, {}, cpus=4, memory_bytes=64 * GIB) == {
+        "init_slots": 8,
+        "run_slots": 128,
+        "eval_slots": 16,
+        "ready_slots": 8,
+    }
+    assert sizes({}, {}, cpus=4, memory_bytes=4 * GIB)["run_slots"] == 16
+    assert sizes({}, {}, cpus=0.25, memory_bytes=0)["init_slots"] == 1
+
+
+def test_the_machine_says_its_slots_before_the_head_does():
+    settings = {"run_slots": 10, "eval_slots": 3, "ready_slots": 0}
+    found = sizes(settings, {"ROLLYARD_RUN_SLOTS": "20"}, cpus=1, memory_bytes=GIB)
+    assert (found["run_slots"], found["eval_slots"], found["ready_slots"]) == (20, 3, 0)
+
+
+@pytest.mark.parametrize("said", ["many", "0", "-1", "1.5"])
+def test_slots_that_cannot_be_are_named(said: str):
+    with pytest.raises(ValueError, match="ROLLYARD_RUN_SLOTS"):
+        sizes({}, {"ROLLYARD_RUN_SLOTS": said}, cpus=1, memory_bytes=GIB)
+
+
+def test_nodes_of_one_machine_have_folders_of_their_own_which_are_used_again(tmp_path: Path):
+    home = node_home({"data_dir": str(tmp_path)}, {})
+    assert home == tmp_path / "nodes"
+    assert node_home({"data_dir": "elsewhere"}, {"ROLLYARD_DATA_DIR": str(tmp_path)}) == home
+    first, lock = claim_folder(home)
+    with lock:
+        second, other_lock = claim_folder(home)
+        with other_lock:
+            assert second != first
+    again, lock = claim_folder(home)
+    with lock:
+        assert again == first
+
+
+def test_a_cluster_of_our_own_wants_a_token_whatever_the_environment_says():
+    found = driver_environment(None, {"RAY_AUTH_MODE": "disabled"})
+    assert found["RAY_AUTH_MODE"] == "token" and len(found["RAY_AUTH_TOKEN"]) == 64
+    assert driver_environment(None, {"RAY_AUTH_TOKEN": "mine"})["RAY_AUTH_TOKEN"] == "mine"
+    assert "RAY_AUTH_TOKEN" not in driver_environment(None, {"RAY_AUTH_TOKEN_PATH": "file"})
+
+
+def test_elsewhere_a_token_that_is_set_is_used_and_none_is_made_up():
+    assert driver_environment("head:6379", {"RAY_AUTH_TOKEN": "theirs"})["RAY_AUTH_MODE"] == "token"
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & driver_environment("head:6379", {}).keys()

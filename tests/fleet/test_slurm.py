@@ -1,0 +1,172 @@
+"""`rollyard slurm` against a real Slurm: a job is submitted, serves rollouts, is preempted, goes on, and ends.
+
+Every rollout runs `env` in its sandbox and is right only if nothing of the job is in there.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fleet.slurm_cluster import NODES, SlurmCluster, slurm_cluster, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+RUNTIME = "apptainer" if shutil.which("apptainer") else "bubblewrap"
+"""Of the jobs: the default of `slurm up`, where it is installed."""
+CHECK = "test -s env.txt && ! grep -E '^(SLURM|SBATCH|SRUN|PMI)' env.txt"
+
+
+def call(name: str, **arguments: str) -> str:
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+SCRIPT = {"rules": [], "default": [call("shell", command="sleep 0.5; env > env.txt"), call("finish")]}
+TASK = {"environment": "shell", "data": {"instruction": "look around", "checks": [CHECK]}}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Generator[SlurmCluster, None, None]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        (cluster.folder / "script.json").write_text(json.dumps(SCRIPT))
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm: SlurmCluster) -> Generator[None, None, None]:
+    yield
+    slurm.end_all()
+
+
+def small(slurm: SlurmCluster, name: str, *more: object) -> tuple[object, ...]:
+    """`up` with few slots, sandboxes that this machine has, and the scripted engine on each node."""
+    engine = (
+        f"cd {ROOT} && exec {sys.executable} -m tests.fleet.slurm_engine {{host}} {{port}} {slurm.folder}/script.json"
+    )
+    slots = ("--init-slots", 2, "--run-slots", 4, "--eval-slots", 2, "--ready-slots", 2, "--drain-s", 20)
+    places = ("--data-dir", slurm.folder / name, "--scratch", slurm.scratch)
+    return ("slurm", "up", *slots, *places, "--runtime", RUNTIME, "--engine-command", engine, *more)
+
+
+def submit(slurm: SlurmCluster, at: dict[str, Any], count: int, prefix: str, *more: object) -> list[dict[str, Any]]:
+    tasks = slurm.folder / f"{prefix}.jsonl"
+    tasks.write_text("".join(json.dumps(TASK) + "\n" for _ in range(count)))
+    token = Path(at["token_file"]).read_text().strip()
+    done = slurm.rollyard(
+        *("submit", tasks, "--id-prefix", prefix, "--json", "--url", at["url"], "--token", token, *more)
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def log(slurm: SlurmCluster, name: str) -> str:
+    return (slurm.folder / name / "job.log").read_text()
+
+
+def test_a_preempted_service_goes_on_where_it_was(slurm: SlurmCluster):
+    up = slurm.object(*small(slurm, "yard", "--partition", "low"))
+    assert up["state"] == "RUNNING" and up["url"].startswith(f"http://{NODES[up['nodes'][0]]}:")
+
+    again = slurm.rollyard("slurm", "up", "--data-dir", slurm.folder / "yard")
+    assert again.returncode == 1 and f"job {up['job_id']} of" in again.stderr and "is there already" in again.stderr
+
+    records = submit(slurm, up, 4, "before")
+    assert [record["reward"] for record in records] == [1.0] * 4
+
+    submit(slurm, up, 30, "across", "--no-wait")
+    both = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 3")
+    assert both.returncode == 0, both.stderr
+    wait_for(lambda: "started 1 times before" in log(slurm, "yard"), "the job to come again", 90)
+    wait_for(lambda: slurm.object("slurm", "status", "--data-dir", slurm.folder / "yard")["service"], "the service")
+    back = slurm.object("slurm", "status", "--data-dir", slurm.folder / "yard")
+    assert back["job_id"] == up["job_id"]
+    assert back["service"]["epoch"] == 2
+
+    records = submit(slurm, back, 30, "across")
+    assert [record["reward"] for record in records] == [1.0] * 30
+
+    shown = slurm.rollyard("slurm", "status", "--data-dir", slurm.folder / "yard").stdout
+    assert "RUNNING" in shown and back["url"] in shown
+
+    down = slurm.object("slurm", "down", "--data-dir", slurm.folder / "yard")
+    assert (down["state"], down["url"]) == ("COMPLETED", "")
+    first, second = log(slurm, "yard").split("started 1 times before")
+    assert "Slurm ends the job" in first and "the service ended with 0" in first
+    assert second.index("draining") < second.index("the service ended with 0") and "queued again" not in second
+    assert slurm.object("slurm", "down", "--data-dir", slurm.folder / "yard")["state"] == "COMPLETED"
+
+
+def test_a_service_whose_time_is_up_drains_and_comes_again(slurm: SlurmCluster):
+    up = slurm.object(*small(slurm, "timed"))
+    submit(slurm, up, 12, "timed", "--no-wait")
+    slurm.run("scancel", "--signal=USR1", "--batch", up["job_id"])  # as Slurm does so long before the end
+    wait_for(lambda: "started 1 times before" in log(slurm, "timed"), "the job to come again", 120)
+    said = log(slurm, "timed")
+    assert said.index("draining") < said.index("the service ended with 0") < said.index("the job is queued again")
+    wait_for(lambda: slurm.object("slurm", "status", "--data-dir", slurm.folder / "timed")["service"], "the service")
+    back = slurm.object("slurm", "status", "--data-dir", slurm.folder / "timed")
+    records = submit(slurm, back, 12, "timed")
+    assert [record["reward"] for record in records] == [1.0] * 12
+
+    submit(slurm, back, 12, "again", "--no-wait")
+    assert slurm.object("slurm", "down", "--data-dir", slurm.folder / "timed")["state"] == "COMPLETED"
+    next_up = slurm.object(*small(slurm, "timed"))
+    assert next_up["job_id"] != up["job_id"] and next_up["token_file"] == up["token_file"]
+    records = submit(slurm, next_up, 12, "again")
+    assert [record["reward"] for record in records] == [1.0] * 12
+
+
+def test_a_job_that_is_ended_before_it_began_is_ended(slurm: SlurmCluster):
+    folder = ("--data-dir", slurm.folder / "early")
+    up = slurm.object(*small(slurm, "early", "--wait-s", 0))
+    begun = slurm.folder / "early" / "job.log"
+    wait_for(lambda: begun.exists() and "started 0 times before" in begun.read_text(), "the job to begin")
+    down = slurm.object("slurm", "down", *folder)
+    assert (down["job_id"], down["state"], down["url"]) == (up["job_id"], "COMPLETED", "")
+
+
+def test_several_nodes_are_a_fleet_on_ray_and_go_on_after_a_requeue(slurm: SlurmCluster):
+    folder = ("--data-dir", slurm.folder / "fleet")
+    up = slurm.object(*small(slurm, "fleet", "--nodes", 2))
+    assert up["nodes"] == list(NODES)
+    wait_for(lambda: len(slurm.object("slurm", "status", *folder)["service"]["nodes"]) == 2, "both nodes to join")
+    records = submit(slurm, up, 24, "before")
+    assert [record["reward"] for record in records] == [1.0] * 24
+
+    submit(slurm, up, 40, "across", "--no-wait")
+    slurm.run("scontrol", "requeue", up["job_id"])
+    wait_for(lambda: "started 1 times before" in log(slurm, "fleet"), "the job to come again", 90)
+    wait_for(lambda: slurm.object("slurm", "status", *folder)["service"], "the service")
+    back = slurm.object("slurm", "status", *folder)
+    records = submit(slurm, back, 40, "across")
+    assert [record["reward"] for record in records] == [1.0] * 40
+
+    assert slurm.object("slurm", "down", *folder)["state"] == "COMPLETED"
+    wait_for(lambda: slurm.run("pgrep", "-f", "raylet|gcs_server").returncode, "Ray to end")
+    assert not Path(f"{slurm.scratch}-{up['job_id']}").exists()
+
+
+def test_a_job_that_does_not_come_to_run_says_why(slurm: SlurmCluster):
+    def up(name: str, *more: object) -> str:
+        done = slurm.rollyard("slurm", "up", "--data-dir", slurm.folder / name, *more)
+        assert (done.returncode, done.stdout) == (1, ""), done
+        return done.stderr.splitlines()[-1]
+
+    assert "sbatch: " in (said := up("nowhere", "--partition", "nowhere")) and "invalid partition" in said
+    assert "(PartitionTimeLimit)" in up("long", "--partition", "short", "--time", "10:00")
+    said = up("broken", "--setup", "echo the module is not there; exit 3")
+    assert "is FAILED; its log ends: the module is not there" in said and "job.log" in said
+
+    slurm.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 300")
+    said = up("queued", "--wait-s", 4)
+    assert "is PENDING (" in said and "it stays" in said
+    down = slurm.object("slurm", "down", "--data-dir", slurm.folder / "queued")
+    assert down["state"] == "CANCELLED"
+
+    never = slurm.rollyard("slurm", "down", "--data-dir", slurm.folder / "never")
+    assert never.returncode == 1 and "no job was ever submitted" in never.stderr

@@ -1,0 +1,220 @@
+"""The batch script of `rollyard slurm`, and what is said where there is no Slurm. Nothing is submitted here."""
+
+import os
+import re
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rollyard.cli import _slurm_job
+from rollyard.fleet.slurm import JobSpec, SlurmError, script
+from rollyard.fleet.slurm_jobs import Cluster
+from tests.cli.conftest import Cli, cli
+
+__all__ = ["cli"]
+
+VLLM = "vllm serve 'my model' --host {host} --port {port} --seed $SEED"
+
+
+def spec(**fields: object) -> JobSpec:
+    places = {"folder": Path("/shared/yard"), "python": Path("/venv/bin/python"), "service_dir": Path("/disk/yard")}
+    return JobSpec(**{**places, **fields})  # type: ignore[arg-type]
+
+
+def lines_of(text: str) -> list[str]:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)  # it is a script
+    return text.splitlines()
+
+
+def test_what_is_asked_of_slurm_stands_before_the_first_command():
+    lines = lines_of(
+        script(
+            spec(
+                nodes=4,
+                uses_ray=True,
+                partition="cpu",
+                account="lab",
+                qos="high",
+                time="24:00:00",
+                gres="gpu:8",
+                mem="64G",
+                cpus=16,
+                drain_s=30.0,
+                extra=("#SBATCH --constraint=nvme",),
+            )
+        )
+    )
+    head = lines[: next(i for i, line in enumerate(lines) if line and not line.startswith("#"))]
+    asked = {line.removeprefix("#SBATCH ") for line in head if line.startswith("#SBATCH ")}
+    assert lines[0] == "#!/bin/bash"
+    assert asked == {
+        *("--job-name=rollyard", "--nodes=4", "--ntasks-per-node=1", "--partition=cpu", "--account=lab", "--qos=high"),
+        *("--time=24:00:00", "--gres=gpu:8", "--mem=64G", "--cpus-per-task=16", "--output=/shared/yard/job.log"),
+        *("--open-mode=append", "--requeue", "--no-kill", "--signal=B:USR1@90", "--constraint=nvme"),
+    }
+
+
+def test_without_cpus_whole_nodes_are_taken_with_all_their_memory():
+    lines = lines_of(script(spec()))
+    assert "#SBATCH --exclusive" in lines and "#SBATCH --mem=0" in lines
+
+
+def test_one_node_needs_no_ray_and_several_do():
+    assert "USES_RAY=0 REQUEUES=1" in lines_of(script(spec()))
+    assert "USES_RAY=1 REQUEUES=0" in lines_of(script(spec(nodes=2, uses_ray=True, is_requeued=False)))
+    with pytest.raises(SlurmError, match="several nodes need Ray"):
+        spec(nodes=2)
+
+
+def test_an_engines_command_is_the_shells_as_it_was_typed():
+    lines = lines_of(script(spec(engine_command=VLLM, nodes=3, uses_ray=True, engine_nodes=2)))
+    assert """  vllm serve 'my model' --host "$ENGINE_HOST" --port "$ENGINE_PORT" --seed $SEED""" in lines
+    assert "ENGINE_NODES=2  # engines in this job, on so many of its nodes" in lines
+    with pytest.raises(SlurmError, match="where its port goes"):
+        spec(engine_command="vllm serve m")
+
+
+def test_words_with_blanks_stay_words():
+    lines = lines_of(script(spec(engines=("http://a:1", "http://b c"), settings={"images": "/a b,/c"})))
+    assert "ENGINES=(http://a:1 'http://b c')" in lines
+    assert "export ROLLYARD_IMAGES='/a b,/c'" in lines
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"folder": Path("/shared/my yard")}, "cannot stand in a batch script"),
+        ({"scratch": "/a/very/long/path/to/scratch"}, "at most 24"),
+        ({"extra": ("--constraint=x",)}, "no line for Slurm"),
+        ({"extra": ("#SBATCH -x\nrm -r /",)}, "no line for Slurm"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_is_submitted(fields: dict[str, object], why: str):
+    with pytest.raises(SlurmError, match=why):
+        spec(**fields)
+
+
+def function(name: str) -> str:
+    """One of the script's functions, to be called by a test."""
+    body = script(spec())
+    begin = body.index(f"\n{name}() {{")
+    return body[begin : body.index("\n}\n", begin) + 3]
+
+
+def test_a_scratch_folder_that_another_made_is_not_used(tmp_path: Path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    call = f'say() {{ echo "$@"; }}; SLURMD_NODENAME=n1{function("make_scratch")}make_scratch && echo made'
+
+    def told(name: str) -> str:
+        environ = {"PATH": "/usr/bin:/bin", "SCRATCH": str(tmp_path / name)}
+        return subprocess.run(["bash", "-c", call], env=environ, capture_output=True, text=True, check=False).stdout
+
+    assert told("new") == told("new") == "made\n"
+    assert told("link") == f"{tmp_path}/link on n1 is not ours\n"
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "theirs", 65534, 65534)
+        assert told("theirs") == f"{tmp_path}/theirs on n1 is not ours\n"
+
+
+def test_the_job_variables_are_gone_from_what_the_script_starts():
+    environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n", "PMIX_RANK": "0", "PMI_FD": "3"}
+    more = {"SBATCH_ACCOUNT": "a", "SRUN_DEBUG": "3", "ROLLYARD_RUN_SLOTS": "4"}
+    done = subprocess.run(
+        ["bash", "-uc", function("bare") + "bare env"],
+        env={**environ, **more},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    left = {line.partition("=")[0] for line in done.stdout.splitlines()}
+    assert left - {"PWD", "SHLVL", "_"} == {"PATH", "ROLLYARD_RUN_SLOTS"}
+
+
+def test_secrets_are_files_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho '17;yard'\n")
+    sbatch.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    cluster = Cluster(tmp_path / "yard")
+    store = "postgresql://me:pa55w0rd@db/yard"
+    assert cluster.submit(spec(folder=tmp_path / "yard"), store) == "17" == cluster.job_id
+    files = {path.name: path for path in cluster.folder.iterdir()}
+    assert set(files) == {"token", "ray-token", "store-url", "job.sh", "cluster.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
+    token, ray_token = (files[name].read_text().strip() for name in ("token", "ray-token"))
+    assert token != ray_token and len(token) > 40
+    for secret in (token, ray_token, "pa55w0rd"):
+        assert secret not in files["job.sh"].read_text()
+    cluster.submit(spec(folder=tmp_path / "yard"))
+    assert files["token"].read_text().strip() == token, "who has it keeps it"
+    assert not files["store-url"].exists()
+
+
+async def test_a_dry_run_prints_the_script_and_does_nothing(cli: Cli, tmp_path: Path):
+    said = await cli(
+        *("slurm", "up", "--dry-run", "--nodes", 2, "--run-slots", 64, "--runtime", "bubblewrap"),
+        *("--data-dir", tmp_path / "yard", "--setup", "module load x", "--engine", "http://gpu1:8000"),
+    )
+    assert (said.status, said.err) == (0, "")
+    lines = lines_of(said.out)
+    assert {"export ROLLYARD_RUN_SLOTS=64", "export ROLLYARD_RUNTIME=bubblewrap", "  module load x"} <= set(lines)
+    assert f"FOLDER={tmp_path}/yard  # tokens, logs and the service's address; every node sees it" in lines
+    assert "ENGINES=(http://gpu1:8000)" in lines
+    assert not (tmp_path / "yard").exists()
+
+
+@pytest.mark.parametrize("command", ["up", "status", "down"])
+async def test_without_slurm_it_says_so(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = await cli("slurm", command)
+    assert (said.status, said.out) == (1, "")
+    assert said.err.startswith("rollyard: this machine has no Slurm: sbatch is not in PATH — ")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--kind", "vllm"], "say something of engines"),
+        (["--engine-command", "vllm serve m"], "where its port goes"),
+        (["--nodes", "2", "--no-ray"], "several nodes need Ray"),
+    ],
+)
+async def test_wrong_usage_is_told(cli: Cli, argv: list[str], says: str):
+    said = await cli("slurm", "up", "--dry-run", *argv)
+    assert (said.status, said.out) == (2, "") and says in said.err
+
+
+@pytest.mark.parametrize(
+    ("fields", "store", "why"),
+    [
+        ({}, "", "sandboxes cannot be"),
+        ({}, "postgresql://db/yard", "sandboxes cannot be"),
+        ({"uses_ray": True}, "", "its SQLite file cannot be"),
+        ({"uses_ray": True}, "postgresql://db/yard", ""),
+    ],
+)
+def test_a_shared_folder_holds_what_it_can_hold(
+    fields: dict[str, object], store: str, why: str, monkeypatch: pytest.MonkeyPatch
+):
+    mounts = "1 1 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /disk rw - lustre a rw\n"
+    monkeypatch.setattr(_slurm_job, "mounts", lambda: mounts)
+    asked = spec(service_dir=Path("/disk/yard"), **fields)
+    if not why:
+        _slurm_job.check_disk(asked, store)
+        return
+    with pytest.raises(_slurm_job.Trouble, match=why):
+        _slurm_job.check_disk(asked, store)
+
+
+async def test_the_commands_of_the_page_are_commands(cli: Cli):
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md").read_text()
+    found = re.findall(r"^rollyard slurm up .*$|(?<=\$\()rollyard slurm up [^)]*", page, re.MULTILINE)
+    assert len(found) == 3
+    for line in found:
+        said = await cli(*shlex.split(line)[1:], "--dry-run")
+        assert said.status == 0 and lines_of(said.out)
