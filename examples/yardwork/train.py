@@ -69,6 +69,7 @@ def options() -> argparse.Namespace:
     add("--group-size", type=int, default=8)
     add("--minibatches", type=int, default=2, help="optimizer steps for each batch")
     add("--lr", type=float, default=3e-4)
+    add("--rise", type=int, default=5, help="steps over which it rises: Adam's first ones go as far for noise")
     add("--cap", type=float, default=2.0, help="of importance weights")
     add("--max-staleness", type=int, default=1, help="0: sampling and learning take turns")
     add("--tool-latency-s", type=float, default=0.0, help="each tool call takes so much longer (to measure)")
@@ -297,7 +298,8 @@ class Training:
         random.Random(f"{self.args.seed}/{step}").shuffle(rows)
         size = -(-len(rows) // self.args.minibatches)
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        norms, logprobs = zip(*(self.learner.learn(part, self.args.lr) for part in parts), strict=True)
+        lr = self.args.lr * min(1.0, step / self.args.rise)
+        norms, logprobs = zip(*(self.learner.learn(part, lr) for part in parts), strict=True)
         records = [rollout.record for group in batch.groups for rollout in group.rollouts]
         timings = [record.timings or {} for record in records]
         return {

@@ -128,8 +128,8 @@ async def test_who_comes_back_goes_on_after_the_acknowledged_batch(yard: Yard):
         assert (undone["batch"], undone["acked"]) == (1, 1)
         again, rest = await draw.batch(want=2), await draw.batch(want=2)
         assert (again.number, rest.number) == (2, 3)
-        undone_ids = ids(second) + ids(third)  # all complete now: the oldest come first, whichever was complete first then
-        assert sorted(ids(again) + ids(rest)) == sorted(undone_ids), "nothing of it is newer than version 0"
+        # all are complete now: the oldest come first, whichever was complete first then
+        assert sorted(ids(again) + ids(rest)) == sorted(ids(second) + ids(third)), "none is newer than version 0"
 
 
 async def test_tasks_are_pushed_as_one_goes(client: AsyncClient):

@@ -78,7 +78,7 @@ class Job:
         return len(self.tokens) - len(self.request.prompt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see `model.Piece`
 class Step:
     """One new token of a sequence."""
 
@@ -229,6 +229,8 @@ class Batcher:
         kv = job.kv
         assert kv is not None
         todo = len(job.tokens) - kv.length
+        if todo == 1 and kv.length < kv.capacity:  # nearly always
+            return Piece(job.tokens[-1:], kv, True)
         count = 1 if todo == 1 else min(todo, budget)
         if count <= 0:
             return None

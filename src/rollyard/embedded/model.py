@@ -37,7 +37,7 @@ class Unsupported(Exception):
     """A model, a folder or weights that cannot be used; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like all that is made for each token: that costs as much as the rest of a step
 class Piece:
     """The next tokens of a sequence, behind those in its cache."""
 
@@ -82,7 +82,8 @@ class Model:
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """The logits after the last token of each piece that wants them. Their caches have the tokens afterwards."""
         for piece in pieces:
-            piece.kv.reserve(piece.kv.length + len(piece.tokens))
+            if (size := piece.kv.length + len(piece.tokens)) > piece.kv.capacity:
+                piece.kv.reserve(size)
         logits = self._ragged(pieces) if self._batches is None else self._batches.forward(pieces)
         for piece in pieces:
             piece.kv.advance(len(piece.tokens))

@@ -37,6 +37,7 @@ LEAST_ROWS = 8  # and a batch of single tokens has no fewer rows
 Pair = tuple[Tensor, Tensor]
 Kernel = Callable[[Tensor, Pair, Pair, Tensor, Tensor, float, int | None], Tensor]
 PROMPT_SIZES = (16, 64, 256, 512, 1024, 4096, 16384, 65536)  # of pieces with more than one token
+MERGED_TOKENS = 1024  # a batch of prompts of several sizes has no more, with padding
 ROUNDED = frozenset({"cuda"})  # where batches have rounded sizes
 
 
@@ -48,16 +49,22 @@ class LayerShape:
 
 
 class Pool:
-    """Each layer's keys and values: (blocks × heads, tokens of a block, size)."""
+    """Each layer's keys and values: (blocks × heads, tokens of a block, size). Layers that are alike lie in one tensor:
+    a cache is copied by two things that the GPU is told, not by two for each layer."""
 
     def __init__(self, shapes: Mapping[int, LayerShape], blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        def room(heads: int, size: int) -> Tensor:
-            return torch.zeros((blocks * heads, BLOCK_TOKENS, size), dtype=dtype, device=device)
-
-        self.layers = {
-            layer: (room(shape.kv_heads, shape.key_size), room(shape.kv_heads, shape.value_size))
-            for layer, shape in shapes.items()
-        }
+        self.layers: dict[int, Pair] = {}
+        self._stacks: list[Tensor] = []
+        alike: dict[LayerShape, list[int]] = defaultdict(list)
+        for layer, shape in shapes.items():
+            alike[shape].append(layer)
+        for shape, layers in alike.items():
+            keys, values = (
+                torch.zeros((len(layers), blocks * shape.kv_heads, BLOCK_TOKENS, size), dtype=dtype, device=device)
+                for size in (shape.key_size, shape.value_size)
+            )
+            self._stacks += [keys, values]
+            self.layers |= {layer: (keys[n], values[n]) for n, layer in enumerate(layers)}
         self._blocks = blocks
         self._free = list(range(blocks - 1, 0, -1))
 
@@ -73,30 +80,25 @@ class Pool:
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         if not source:
             return
-        for pair in self.layers.values():
-            for one in pair:
-                blocks = one.view(self._blocks, -1, BLOCK_TOKENS, one.shape[-1])
-                blocks[list(target)] = blocks[list(source)]
+        begin, end = torch.tensor([source, target], device=self._stacks[0].device)
+        for stack in self._stacks:
+            blocks = stack.view(stack.shape[0], self._blocks, -1)
+            blocks.index_copy_(1, end, blocks.index_select(1, begin))
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Zeros everywhere: after weights that gave no numbers."""
-        for pair in self.layers.values():
-            for one in pair:
-                one.zero_()
+        for stack in self._stacks:
+            stack.zero_()
 
 
 class PagedKv:
     """One sequence's cache: the blocks that it owns, in order."""
 
     def __init__(self, pool: Pool) -> None:
-        self.length = 0
-        self.blocks: list[int] = []
+        self.length = self.capacity = 0
+        self.blocks = np.empty(0, dtype=np.int32)
         self._pool = pool
-
-    @property
-    def capacity(self) -> int:
-        return len(self.blocks) * BLOCK_TOKENS
 
     def capacity_for(self, tokens: int) -> int:
         return max(self.capacity, -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
@@ -104,7 +106,8 @@ class PagedKv:
     def reserve(self, tokens: int) -> None:
         missing = (self.capacity_for(tokens) - self.capacity) // BLOCK_TOKENS
         if missing:
-            self.blocks += self._pool.take(missing)
+            self.blocks = np.append(self.blocks, np.array(self._pool.take(missing), dtype=np.int32))
+            self.capacity = len(self.blocks) * BLOCK_TOKENS
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
@@ -114,7 +117,8 @@ class PagedKv:
 
     def free(self) -> None:
         """Its blocks go back, once."""
-        blocks, self.blocks, self.length = self.blocks, [], 0
+        blocks, self.blocks = self.blocks.tolist(), self.blocks[:0]
+        self.length = self.capacity = 0
         self._pool.give(blocks)
 
     def copy(self, length: int, room: int) -> PagedKv:
@@ -122,7 +126,7 @@ class PagedKv:
         made = PagedKv(self._pool)
         made.reserve(max(length, room))
         used = -(-length // BLOCK_TOKENS)
-        self._pool.copy(self.blocks[:used], made.blocks[:used])
+        self._pool.copy(self.blocks[:used].tolist(), made.blocks[:used].tolist())
         made.length = length
         return made
 
@@ -218,9 +222,7 @@ class Batches:
             return self._forward(pieces)
 
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:
-        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, piece in enumerate(pieces):
-            groups[self._kind_of(piece)].append(index)
+        groups = self._groups(pieces)
         places: list[int] = []
         found: list[Tensor] = []
         for (tokens, _), members in groups.items():
@@ -236,6 +238,18 @@ class Batches:
         whole = torch.cat(found) if len(found) > 1 else found[0]
         order = sorted(range(len(places)), key=places.__getitem__)
         return whole if order == list(range(len(places))) else whole[order]
+
+    def _groups(self, pieces: Sequence[Piece]) -> dict[tuple[int, int], list[int]]:
+        """Which pieces go into one batch. A few prompts that are not alike do, too: padding costs less than a batch."""
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, piece in enumerate(pieces):
+            groups[self._kind_of(piece)].append(index)
+        prompts = [kind for kind in groups if kind[0] > 1]
+        if self._is_rounded and len(prompts) > 1:
+            widest, rows = max(prompts)[0], sum(len(groups[kind]) for kind in prompts)
+            if widest * _power(rows, 1) <= MERGED_TOKENS:
+                groups[widest, -1] = [index for kind in prompts for index in groups.pop(kind)]
+        return groups
 
     def _kind_of(self, piece: Piece) -> tuple[int, int]:
         """Pieces of one kind go into one batch: its tokens, and where that matters how long the sequences are. Our
@@ -320,10 +334,14 @@ def _packed(pieces: Sequence[Piece], rows: int, tokens: int, blocks: int) -> np.
     """One row each: ids, places (−1 is padding), table of blocks. All that is sent to the device, in one go."""
     packed = np.zeros((rows, 2 * tokens + blocks), dtype=np.int32)
     packed[:, tokens : 2 * tokens] = -1
+    if tokens == 1:
+        packed[: len(pieces), 0] = [piece.tokens[0] for piece in pieces]
+        packed[: len(pieces), 1] = [piece.kv.length for piece in pieces]
     for row, piece in enumerate(pieces):
-        new, start = len(piece.tokens), piece.kv.length
-        packed[row, tokens - new : tokens] = piece.tokens
-        packed[row, 2 * tokens - new : 2 * tokens] = range(start, start + new)
+        if tokens > 1:
+            new, start = len(piece.tokens), piece.kv.length
+            packed[row, tokens - new : tokens] = piece.tokens
+            packed[row, 2 * tokens - new : 2 * tokens] = range(start, start + new)
         used = piece.kv.blocks[:blocks]
         packed[row, 2 * tokens : 2 * tokens + len(used)] = used
     return packed

@@ -25,7 +25,7 @@ GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
 BLOCK = 256  # tokens of the vocabulary whose mass is summed before any of them is looked at
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see `model.Piece`
 class Draw:
     """How one token is sampled."""
 
@@ -37,7 +37,7 @@ class Draw:
     top: int = 0  # so many of the likeliest tokens are told as well
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Drawn:
     token: int
     logprob: float

@@ -8,6 +8,7 @@ A step that fails (out of memory, say) fails the sequences that were running, an
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -19,6 +20,8 @@ from rollyard.embedded.batching import Batcher, Job, Step
 
 log = logging.getLogger("rollyard.embedded")
 T = TypeVar("T")
+
+SWITCH_S = 0.0005  # Python's 5 ms, which the event loop may take before a step goes on, are as long as a step on a GPU
 
 Tell = Callable[[Sequence[Step]], None]
 TellFailed = Callable[[Sequence[Job], str], None]
@@ -41,6 +44,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="rollyard-engine", daemon=True)
 
     def start(self) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread.start()
 
     def stop(self) -> None:
