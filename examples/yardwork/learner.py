@@ -29,7 +29,7 @@ class Learner:
         self.busy_s = 0.0
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.lora.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        return torch.optim.AdamW(self.lora.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
 
     def learn(self, rows: Sequence[dict[str, np.ndarray]], lr: float) -> tuple[float, list[torch.Tensor]]:
         """One step of the optimizer. A row has `ids` and `mask`, and for RL `old` logprobs and an `advantage`. Returns
@@ -45,8 +45,9 @@ class Learner:
                 device = logprobs.device
                 old = torch.tensor(np.concatenate([r["old"][1:][r["mask"][1:] == 1] for r in part]), device=device)
                 gain = torch.tensor([r["advantage"] for r in part], device=device).repeat_interleave(counts)
-                weight = (logprobs.detach() - old).exp().clamp(max=self.args.cap)
-                loss = -(weight * gain * logprobs).sum() / tokens
+                ratio, (low, high) = (logprobs.detach() - old).exp(), self.args.clip
+                is_near = torch.where(gain > 0, ratio < 1 + high, ratio > 1 - low)
+                loss = -(is_near * ratio.clamp(max=self.args.cap) * gain * logprobs).sum() / tokens
             else:
                 loss = -logprobs.sum() / tokens
             loss.backward()

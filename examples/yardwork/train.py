@@ -6,8 +6,9 @@
 1. Warm start. The agent `demonstrate` leaves token-exact traces of the tasks' own solutions. A LoRA adapter is trained
    on them until pass@1 on a validation part of the held-out split has stopped rising; the best epoch stays.
 2. RL. A draw hands out groups whose rewards differ (DAPO's dynamic sampling), advantages are GRPO's, the loss is a mean
-   over tokens, and each token's weight is its importance ratio, cut off at `--cap`. While a batch is learned from, the
-   next one is being sampled by the weights before (`--max-staleness 1`); 0 takes turns instead.
+   over tokens, each token's weight is its importance ratio, cut off at `--cap`, and a token that has come as far as
+   `--clip` is left alone. While a batch is learned from, `--rounds` times, the next one is being sampled by the weights
+   before (`--max-staleness 1`); 0 takes turns instead.
 
 Everything is in `--out`. Cut it anywhere, run it again, and it goes on from the last checkpoint: what is random depends
 on the seed and the step alone, and the draw is told which batches the checkpoint knows. `--minutes 8` cuts it.
@@ -67,10 +68,12 @@ def options() -> argparse.Namespace:
     add("--steps", type=int, default=60, help="of RL: batches, and versions of the weights")
     add("--want", type=int, default=32, help="groups in a batch")
     add("--group-size", type=int, default=8)
-    add("--minibatches", type=int, default=2, help="optimizer steps for each batch")
+    add("--minibatches", type=int, default=2, help="optimizer steps for each round of a batch")
+    add("--rounds", type=int, default=2, help="how often a batch is learned from: sampling is what takes the time")
     add("--lr", type=float, default=3e-4)
     add("--rise", type=int, default=5, help="steps over which it rises: Adam's first ones go as far for noise")
     add("--cap", type=float, default=2.0, help="of importance weights")
+    add("--clip", type=float, nargs=2, default=(0.2, 0.28), help="a token's ratio is driven no further down, or up")
     add("--max-staleness", type=int, default=1, help="0: sampling and learning take turns")
     add("--tool-latency-s", type=float, default=0.0, help="each tool call takes so much longer (to measure)")
     add("--keep", default="spread", help="which groups are handed out: spread, or all")
@@ -295,9 +298,9 @@ class Training:
             }
             for n, size in enumerate(sizes)
         ]
-        random.Random(f"{self.args.seed}/{step}").shuffle(rows)
-        size = -(-len(rows) // self.args.minibatches)
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        chance, size = random.Random(f"{self.args.seed}/{step}"), -(-len(rows) // self.args.minibatches)
+        orders = [chance.sample(rows, len(rows)) for _ in range(self.args.rounds)]
+        parts = [order[start : start + size] for order in orders for start in range(0, len(rows), size)]
         lr = self.args.lr * min(1.0, step / self.args.rise)
         norms, logprobs = zip(*(self.learner.learn(part, lr) for part in parts), strict=True)
         records = [rollout.record for group in batch.groups for rollout in group.rollouts]

@@ -17,6 +17,7 @@ from log import Log, by_lag
 from tests.embedded.inside.parts import prompt_of, tiny
 
 CAP = 1.5
+LOW, HIGH = 0.6, 9.0
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learner(model: Path, micro_tokens: int = 4096) -> Learner:
-    fields = {"model": str(model), "rank": 4, "device": "cpu", "seed": 1, "bf16": False, "cap": CAP}
-    return Learner(Namespace(**fields, micro_tokens=micro_tokens))
+    fields = {"model": str(model), "rank": 4, "device": "cpu", "seed": 1, "bf16": False}
+    return Learner(Namespace(**fields, cap=CAP, clip=(LOW, HIGH), micro_tokens=micro_tokens))
 
 
 def rows(salt: int = 0) -> list[dict[str, Any]]:
@@ -57,8 +58,10 @@ def expected_norm(model: Path, batch: list[dict[str, Any]]) -> float:
         logprobs = mine.lora.logits(mine.lora.hidden(ids))[0].log_softmax(-1)
         for at in np.flatnonzero(row["mask"]):
             one = logprobs[at - 1, int(row["ids"][at])]
-            weight = min(float((one.detach() - float(row["old"][at])).exp()), CAP) if "old" in row else 1.0
-            total = total - weight * float(row.get("advantage", 1.0)) * one
+            ratio = float((one.detach() - float(row["old"][at])).exp()) if "old" in row else 1.0
+            gain = float(row.get("advantage", 1.0))
+            if (ratio > 1 - LOW) if gain < 0 else (ratio < 1 + HIGH):  # else it has come far enough
+                total = total - min(ratio, CAP) * gain * one
     (total / sum(int(row["mask"].sum()) for row in batch)).backward()
     return float(torch.stack([m.grad.norm() for m in mine.lora.parameters() if m.grad is not None]).norm())
 
@@ -78,12 +81,16 @@ def test_the_weights_of_some_tokens_are_cut_off_and_of_others_are_not(model: Pat
     batch = rows()
     new = torch.cat(learner(model).learn(batch, 0.0)[1]).numpy()
     ratios = np.exp(new - np.concatenate([row["old"][row["mask"] == 1] for row in batch]))
+    gains = np.repeat([row["advantage"] for row in batch], 5)
     assert (ratios > CAP).any() and (ratios < CAP).any()
+    for is_far in (ratios[gains > 0] > 1 + HIGH, ratios[gains < 0] < 1 - LOW):
+        assert is_far.any() and not is_far.all()
 
 
 def test_what_is_rewarded_becomes_likelier_and_the_rest_less(model: Path):
-    mine = learner(model)
-    batch = [{**row, "old": row["old"] * 0 - 20.0} for row in rows()]  # all weights are the cap
+    mine, batch = learner(model), rows()
+    for row, now in zip(batch, mine.learn(batch, 0.0)[1], strict=True):
+        row["old"][row["mask"] == 1] = now.numpy()
     told = [mine.learn(batch, 1e-3)[1] for _ in range(20)]
     for row, old, new in zip(batch, told[0], told[-1], strict=True):
         assert np.sign(float((new - old).sum())) == np.sign(row["advantage"])
