@@ -1,0 +1,110 @@
+"""Kept caches: whatever is kept, taken and forgotten, the one that is found agrees with as much as any does."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.embedded.prefixes import GRAIN, Prefixes, common_prefix
+
+
+@dataclass(eq=False)
+class Cache:
+    length: int
+    is_free: bool = False
+
+    @property
+    def capacity(self) -> int:
+        return 2 * self.length
+
+    def free(self) -> None:
+        assert not self.is_free
+        self.is_free = True
+
+
+def kept(prefixes: Prefixes, tokens: list[int], salt: str = "", session: str = "") -> Cache:
+    made: Any = Cache(len(tokens))
+    prefixes.keep(tokens, made, salt, session)
+    return made
+
+
+def found(prefixes: Prefixes, tokens: list[int], salt: str = "", session: str = "") -> tuple[Any, int] | None:
+    one = prefixes.find(tokens, salt, session)
+    return None if one is None else (one[0].kv, one[1])
+
+
+def test_the_sessions_own_is_found_however_short_and_anothers_from_a_grain_on():
+    prefixes = Prefixes()
+    own = kept(prefixes, [1, 2, 3], session="a")
+    assert found(prefixes, [1, 2, 3, 4], session="a") == (own, 3)
+    assert found(prefixes, [1, 2, 3, 4], session="b") is None
+    other = kept(prefixes, list(range(GRAIN + 3)), session="c")
+    assert found(prefixes, [*range(GRAIN + 1), 99], session="b") == (other, GRAIN + 1)
+    assert found(prefixes, [*range(GRAIN - 1), 99], session="b") is None
+    assert found(prefixes, list(range(GRAIN)), salt="s", session="c") is None, "never under another salt"
+
+
+def test_another_sessions_that_agrees_with_more_comes_before_half_of_ones_own():
+    prefixes = Prefixes()
+    kept(prefixes, [*range(20), 7, 7, 7], session="a")
+    other = kept(prefixes, list(range(40)), session="b")
+    assert found(prefixes, list(range(50)), session="a") == (other, 40)
+
+
+def test_what_a_session_went_beyond_is_freed():
+    prefixes = Prefixes()
+    first = kept(prefixes, [1, 2], session="a")
+    fork = kept(prefixes, [1, 3], session="a")
+    second = kept(prefixes, [1, 2, 3], session="a")
+    assert first.is_free and not fork.is_free and len(prefixes) == 2
+    assert prefixes.capacity_tokens == fork.capacity + second.capacity
+
+
+def test_the_least_recently_used_is_forgotten_first_and_one_may_be_spared():
+    prefixes = Prefixes()
+    caches = [kept(prefixes, [n] * GRAIN, session=str(n)) for n in range(3)]
+    oldest = prefixes.find([0] * GRAIN, "", "")
+    assert oldest is not None
+    prefixes.touch(oldest[0])
+    assert prefixes.forget_oldest() and caches[1].is_free
+    assert prefixes.forget_oldest(spared=prefixes.find([2] * GRAIN, "", "")[0])  # pyright: ignore[reportOptionalSubscript]
+    assert caches[0].is_free and not caches[2].is_free
+    prefixes.clear()
+    assert caches[2].is_free and not prefixes.forget_oldest() and prefixes.capacity_tokens == 0
+
+
+@given(st.integers(0, 10_000))
+def test_it_finds_as_much_as_looking_through_all_of_them(seed: int):
+    chance = random.Random(seed)
+
+    def history(length: int) -> list[int]:
+        """Few beginnings, so that many share one."""
+        start = [chance.randrange(3)] * chance.randrange(1, 3 * GRAIN)
+        return (start + [chance.randrange(2) for _ in range(length)])[:length]
+
+    prefixes, alive = Prefixes(), list[tuple[list[int], str, str, Cache]]()
+    for _ in range(chance.randrange(1, 40)):
+        tokens, salt, session = history(chance.randrange(1, 90)), chance.choice(["", "s"]), chance.choice("abc")
+        alive.append((tokens, salt, session, kept(prefixes, tokens, salt, session)))
+        if chance.random() < 0.2:
+            prefixes.forget_oldest()
+        alive = [one for one in alive if not one[3].is_free]
+    assert len(prefixes) == len(alive) and prefixes.capacity_tokens == sum(one[3].capacity for one in alive)
+    wanted, salt, session = history(80), chance.choice(["", "s"]), chance.choice("abc")
+    shares = [(_shared(tokens, wanted), who) for tokens, its, who, _ in alive if its == salt]
+    best = max((shared for shared, who in shares if who == session or shared >= GRAIN), default=0)
+    one = prefixes.find(wanted, salt, session)
+    assert (one is None) == (best == 0)
+    if one is not None:
+        is_whole = one[0].session == session and one[1] == len(one[0].tokens)
+        assert one[1] == _shared(one[0].tokens, wanted) and one[0].salt == salt
+        assert is_whole or one[1] // GRAIN == best // GRAIN or one[1] == best
+
+
+def _shared(one: Any, other: Any) -> int:
+    return common_prefix(array("i", one), array("i", other))
