@@ -125,12 +125,17 @@ def test_sockets_that_no_network_namespace_holds_are_refused():
     assert found["1"] > 0 and found["2"] > 0 and found["16"] > 0
 
 
-@pytest.mark.skipif(COLUMN != 0, reason="only x86-64 has other doors for system calls")
 def test_other_architectures_have_no_door():
-    """getpid by x32's number, and by i386's interrupt 0x80 (where the kernel has that: else it is a crash)."""
+    """getpid by x32's number, and by i386's interrupt 0x80 (where the kernel has that: else it is a crash). An ARM has
+    neither: there it is only that no such number is a call."""
     body = """
     found["x32"] = call(0x40000000 + 39)
     found["x32 mount"] = call(0x40000000 + 165, 1, 1, 1, 1, 1)
+    """
+    if COLUMN != 0:
+        assert all(result < 0 for result in run(body).values())
+        return
+    body += """
     import mmap
     code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     code.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20; int 0x80; ret
@@ -194,7 +199,8 @@ def test_ordinary_programs_do_not_notice(name: str, tmp_path: Path):
 
 
 def test_the_numbers_are_those_of_the_kernels_headers():
-    """Both machines' tables, from the headers that a C compiler brings: a wrong number would refuse another call."""
+    """From the headers that a C compiler brings: a wrong number would refuse another call. Every machine has ARM's, an
+    x86-64 its own as well."""
     headers = {0: "x86_64-linux-gnu/asm/unistd_64.h", 1: "asm-generic/unistd.h"}
     listed = _seccomp.REFUSED | _seccomp.UNSEEN_MEMORY
     listed |= {"clone3": _seccomp.CLONE3, "clone": _seccomp.CLONE, "unshare": _seccomp.UNSHARE}
@@ -210,7 +216,7 @@ def test_the_numbers_are_those_of_the_kernels_headers():
             looked_at += name in known
     if not looked_at:
         pytest.skip("the kernel's headers are not installed")
-    assert looked_at > 70
+    assert looked_at > 35 * sum((Path("/usr/include") / header).exists() for header in headers.values())
 
 
 def test_a_machine_without_a_table_is_refused_by_name():
