@@ -63,7 +63,7 @@ def test_it_shows_rewards_and_one_trajectory_with_its_logprobs(tiny: Path, tmp_p
     assert re.search(r"[0-3] of 3 solved \(\d+%\): \d+ turns?, \d+ tokens sampled in .* tokens/s", said)
     assert "One trajectory: " in said and " user │ " in said and "turn 1 tokens" in said
     tokens = said.partition("turn 1 tokens")[2].partition("What to type next")[0]
-    assert len(re.findall(r"\S\(-\d+\.\d\d\)", tokens)) >= 5  # each sampled token, with its logprob
+    assert len(re.findall(r"\S\(-?\d+\.\d\d\)", tokens)) >= 5  # each sampled token, with its logprob
     for command in ("rollyard serve --engine URL", "rollyard eval", "make train-demo"):
         assert command in said.partition("What to type next")[2]
 

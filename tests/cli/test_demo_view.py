@@ -50,13 +50,13 @@ async def test_the_best_rollout_is_shown_turn_by_turn_with_what_its_tools_said()
     head, *turns = re.split(r"^turn \d+ tokens \d+ to \d+$", said.partition("One trajectory")[2], flags=re.MULTILINE)
     assert make(tasks[0]["data"]).instruction in " ".join(head.split()) and len(turns) == 4
     for turn in turns:
-        assert re.search(r"<tool_call>\(-\d+\.\d\d\)", turn), turn
+        assert re.search(r"<tool_call>\(-?\d+\.\d\d\)", turn), turn
     long_output = [line for line in turns[0].splitlines() if line.startswith("   shell │ ")]
     assert long_output[0].endswith("│ 1") and long_output[-1].endswith("│ …") and len(long_output) == 7
-    texts = [re.sub(r"\(-\d+\.\d\d\)\s+", "", turn) for turn in turns]
+    texts = [re.sub(r"\(-?\d+\.\d\d\)\s+", "", turn) for turn in turns]
     assert '"seq·1·50"' in texts[0] and '"finish"' in texts[3]
     sampled = int(re.findall(r"given, (\d+) sampled in 4 turns", head)[0])
-    assert len(re.findall(r"\(-\d+\.\d\d\)", "".join(turns))) == sampled == counted(played.records[0])
+    assert len(re.findall(r"\(-?\d+\.\d\d\)", "".join(turns))) == sampled == counted(played.records[0])
 
 
 @pytest.mark.timeout(120)

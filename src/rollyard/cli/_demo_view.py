@@ -175,7 +175,8 @@ def _tokens(trace: Trace, places: range, tokenizer: Any) -> Text:
         logprob = float(trace.logprobs[place])
         colour = next(colour for least, colour in COLOURS if logprob >= least)
         text.append(_visible(said), colour)
-        text.append(f"({min(logprob, -0.0):.2f})", "dim")  # joined to its token, wherever a line breaks
+        shown = logprob if logprob <= -0.005 else 0.0  # not −0.00
+        text.append(f"({shown:.2f})", "dim")  # joined to its token, wherever a line breaks
         text.append(" ")
     return text
 
