@@ -27,6 +27,9 @@ class Learner:
         self.lora = Lora(base, args.rank, 2.0 * args.rank)
         self.optimizer = self.new_optimizer()
         self.busy_s = 0.0
+        self.has_bf16 = args.bf16 and can_bf16(args.device)
+        if args.bf16 and not self.has_bf16:
+            print("this CPU has no arithmetic for bfloat16: float32 is faster, and taken", flush=True)
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.lora.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
@@ -80,7 +83,7 @@ class Learner:
             ids[place, : len(row["ids"])], mask[place, : len(row["ids"])] = row["ids"], row["mask"]
         device = torch.device(self.args.device)
         given, chosen = torch.tensor(ids, device=device), torch.tensor(mask[:, 1:] == 1, device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.has_bf16):
             logits = self.lora.logits(self.lora.hidden(given)[:, :-1][chosen])
         return -cross_entropy(logits, given[:, 1:][chosen], reduction="none"), chosen.sum(1)
 
@@ -110,6 +113,11 @@ class Learner:
             self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=self.args.device))
             self.busy_s = state["busy_s"]
         return state
+
+
+def can_bf16(device: str) -> bool:
+    """A CPU without it computes it all the same, tens of times slower."""
+    return not device.startswith("cpu") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_saved(folder: Path) -> bool:

@@ -52,7 +52,7 @@ def options() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="checkpoints and metrics; the same again goes on from there")
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
+    add("--bf16", action="store_true", help="compute in bfloat16, if the device can; weights stay float32")
     add("--levels", default="1-2", help="of the tasks, in training and in testing")
     add("--families", default="all")
     add("--start", type=Path, help="an adapter to begin RL with, instead of a warm start")

@@ -27,8 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def learner(model: Path, micro_tokens: int = 4096) -> Learner:
-    fields = {"model": str(model), "rank": 4, "device": "cpu", "seed": 1, "bf16": False}
+def learner(model: Path, micro_tokens: int = 4096, *, bf16: bool = False) -> Learner:
+    fields = {"model": str(model), "rank": 4, "device": "cpu", "seed": 1, "bf16": bf16}
     return Learner(Namespace(**fields, cap=CAP, clip=(LOW, HIGH), micro_tokens=micro_tokens))
 
 
@@ -94,6 +94,15 @@ def test_what_is_rewarded_becomes_likelier_and_the_rest_less(model: Path):
     told = [mine.learn(batch, 1e-3)[1] for _ in range(20)]
     for row, old, new in zip(batch, told[0], told[-1], strict=True):
         assert np.sign(float((new - old).sum())) == np.sign(row["advantage"])
+
+
+def test_bfloat16_is_left_where_the_device_would_only_pretend(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("learner.can_bf16", lambda device: False)
+    exact, found = (learner(model, bf16=bf16).learn(demonstrated(), 1e-3)[0] for bf16 in (False, True))
+    assert found == exact
+    assert "float32 is faster" in capsys.readouterr().out
 
 
 def test_cut_and_loaded_it_goes_on_as_if_it_had_not_been_cut(model: Path, tmp_path: Path):
