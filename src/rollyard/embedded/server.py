@@ -23,7 +23,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import orjson
 from aiohttp import web
@@ -43,9 +43,6 @@ from rollyard.embedded.requests import (
     read_params,
 )
 from rollyard.embedded.texts import Texts
-
-if TYPE_CHECKING:
-    pass
 
 MAX_BODY_BYTES = 64 << 20
 DONE = b"data: [DONE]\n\n"

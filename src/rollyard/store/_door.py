@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar, overload
@@ -68,7 +69,7 @@ ROOM = 4096
 _log = logging.getLogger("rollyard.store")
 
 
-class SqlStore:
+class SqlStore(ABC):
     """See the module. A subclass opens it, reads, and closes what it opened; `async with` closes it."""
 
     def __init__(self, writer: WriteQueue, epoch: int, recovered: Recovered) -> None:
@@ -105,9 +106,9 @@ class SqlStore:
             self._closing = asyncio.create_task(self._close(), name="rollyard-store-close")
         await asyncio.shield(self._closing)
 
+    @abstractmethod
     async def _close(self) -> None:
         """Runs once."""
-        raise NotImplementedError
 
     @property
     def epoch(self) -> int:
@@ -375,10 +376,10 @@ class SqlStore:
         future.add_done_callback(partial(_log_failure, rollout_id))
         return future
 
+    @abstractmethod
     async def _read(self, query: Callable[[Connection], T]) -> T:
         """On a connection of its own. Where the database cannot answer, the store is broken (callers end on
         `StoreUnusable`), and `StoreUnusable` is raised; what is the query's own doing is raised as it is."""
-        raise NotImplementedError
 
     def _unreadable(self, error: Exception) -> StoreUnusable:
         """Breaks the store, and says why."""

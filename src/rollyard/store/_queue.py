@@ -23,6 +23,7 @@ import asyncio
 import logging
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
@@ -80,7 +81,7 @@ class Fenced(Exception):
         self.as_error = as_error
 
 
-class WriteQueue:
+class WriteQueue(ABC):
     """See the module. A subclass says how a batch is committed, how a failed one is undone, and how it all ends."""
 
     def __init__(self, on_commit: Callable[[float, int], None]) -> None:
@@ -93,17 +94,17 @@ class WriteQueue:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._task = asyncio.create_task(self._main(), name="rollyard-store-writer")
 
+    @abstractmethod
     async def transact(self, batch: list[Queued]) -> list[Told]:
         """Commits a batch; what its futures are to get. Raises what concerns all of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def undo(self) -> None:
         """Rolls a failed transaction back, if the database can still be told so."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def end(self) -> None:
         """Closes the connection, after the last batch."""
-        raise NotImplementedError
 
     @property
     def broken(self) -> str | None:
