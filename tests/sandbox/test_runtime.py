@@ -50,14 +50,14 @@ def left_below(root: Path) -> list[str]:
     return [entry.name for entry in root.glob("sbx_*")]
 
 
-def in_session(leader: int) -> list[int]:
-    """Live processes of that session: the launcher makes one, and all that it starts stays in it."""
-    found: list[int] = []
+def in_session(leader: int) -> list[str]:
+    """Live processes of that session (the launcher's, and all that it starts stays in it), and what they wait in."""
+    found: list[str] = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(int(entry.name))
+                found.append(f"{entry.name} {fields[0]} in {(entry / 'wchan').read_text()}")
     return found
 
 
@@ -592,7 +592,7 @@ async def test_kill_9_in_the_middle_of_starts_leaves_nothing(tmp_path: Path, rou
             leader = int(await asyncio.to_thread(server.stdout.readline))
         server.kill()
         server.wait()
-    await eventually(lambda: not in_session(leader), "nothing is left of the starts")
+    await eventually(lambda: not in_session(leader), "nothing is left of the starts", lambda: in_session(leader))
     async with BubblewrapRuntime(root=tmp_path):
         assert not left_below(tmp_path)
 

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from rollyard.sandbox.base import WORKDIR, Runtime, Sandbox, SandboxSpec
 
 SECONDS = 20.0
 """Bounds whatever should take a moment."""
+LOOKS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,15 @@ def alive(mark: str) -> list[int]:
     return found
 
 
-async def eventually(happened: Callable[[], bool], what: str) -> None:
-    """For ends that nobody announces: looks until it is so, within SECONDS."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(SECONDS):
-            while not happened():
-                await asyncio.sleep(0.01)
-    assert happened(), what
+async def eventually(happened: Callable[[], bool], what: str, left: Callable[[], object] | None = None) -> None:
+    """For ends that nobody announces: looks until it is so, for SECONDS and LOOKS times: a machine that stood still
+    meanwhile has had no time to end anything. `left` tells what is still there, for whoever reads of the failure."""
+    until, looks = time.monotonic() + SECONDS, 0
+    while not happened():
+        looks += 1
+        if looks >= LOOKS and time.monotonic() >= until:
+            raise AssertionError(f"{what}: {left()}" if left is not None else what)
+        await asyncio.sleep(0.01)
 
 
 # --- exec ---------------------------------------------------------------------------------------------
