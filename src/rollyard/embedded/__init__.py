@@ -1,12 +1,14 @@
 """The embedded engine: a causal language model served in this process, by the part of vLLM's API that Rollyard uses.
 
 It is for laptops, tests, small models and trainers that sample and train on the same device, and correct before fast. A
-cluster wants vLLM or SGLang. What speaks to it is `rollyard.engines.VllmEngine`,
-unchanged, and it passes the same conformance suite.
+cluster wants vLLM or SGLang. What speaks to it is `rollyard.engines.VllmEngine`, unchanged, and it passes the same
+conformance suite.
 
     model.py      a transformers model, run over sequences of different lengths at once, sharing a trainer's weights
     attention.py  the keys and values of each sequence, and attention over them, as a CPU wants it
     paged.py      the same in blocks of one pool, in padded batches, as a GPU wants it
+    graphs.py     what a GPU is told, recorded and played again
+    bursts.py     several tokens for each sequence before anybody looks at one
     kernels.py    a single token's attention over those blocks, as one Triton kernel
     adapters.py   LoRA adapters, added to the weights
     sampling.py   temperature, top_k, top_p, seeds, and the exact logprobs of what was sampled from

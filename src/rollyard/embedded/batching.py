@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from rollyard.embedded.attention import Kv
     from rollyard.embedded.model import Model, Piece
     from rollyard.embedded.paged import PagedKv
-    from rollyard.embedded.sampling import Drawn
+    from rollyard.embedded.sampling import Draw, Drawn
 
 Finish = Literal["stop", "length"]
+
+MOST_BURST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Settings:
     cache_bytes: int = 2 << 30  # for keys and values, running and kept
     max_calls: int = 4096  # running and waiting; one more is answered with 503
     gather_steps: int | None = None  # see `_is_begun`; None: 3 on a GPU, else 0
+    burst: int | None = None  # see `_burst_size`, and `bursts.py`; None: 8 on a GPU, else 1
     cache: Literal["auto", "ragged", "paged"] = "auto"  # paged on a GPU (`paged.py`), else ragged (`attention.py`)
 
 
@@ -62,6 +65,11 @@ class Request:
     session: str = ""
     priority: int = 0  # the lower the earlier
 
+    @property
+    def is_plain(self) -> bool:
+        """Sampled out of all tokens, and no other is told."""
+        return self.top_k <= 0 and self.top_p >= 1.0 and self.top == 0
+
 
 class Job:
     """A sequence at work: its request, and its tokens so far."""
@@ -76,6 +84,13 @@ class Job:
     @property
     def sampled(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    def draw(self) -> Draw:
+        """How its next token is sampled."""
+        from rollyard.embedded.sampling import Draw
+
+        r = self.request
+        return Draw(r.temperature, r.top_p, r.top_k, r.seed, len(self.tokens), r.top)
 
 
 @dataclass(slots=True)  # not frozen: see `model.Piece`
@@ -109,12 +124,13 @@ class Batcher:
         self.waiting: list[Job] = []
         self.prefixes = Prefixes()
         self._numbers = 0
-        self._gathered = 0  # steps since somebody has waited
+        self._gathered = 0  # steps for which somebody has waited, or may have, in a burst
         is_gpu = model.device.type == "cuda"
         self._gather_steps = (3 if is_gpu else 0) if settings.gather_steps is None else settings.gather_steps
         self._most_tokens = settings.cache_bytes // model.bytes_per_token
         if settings.cache == "paged" or (settings.cache == "auto" and is_gpu):
             self._most_tokens = model.take_pool(self._most_tokens)
+        self._burst_tokens = (8 if is_gpu else 1) if settings.burst is None else min(settings.burst, MOST_BURST)
         if self._most_tokens < model.new_kv().capacity_for(model.max_context):
             raise ValueError(
                 f"a cache of {settings.cache_bytes >> 20} MiB holds {self._most_tokens} tokens, "
@@ -178,7 +194,7 @@ class Batcher:
             return self._step()
 
     def _step(self) -> list[Step]:
-        from rollyard.embedded.sampling import Draw, sample
+        from rollyard.embedded.sampling import sample
 
         chosen: list[tuple[Job, Piece]] = []
         budget = self.settings.chunk_tokens
@@ -201,15 +217,45 @@ class Batcher:
             chosen.append((job, piece))
         if not chosen:
             return []
+        if (count := self._burst_size(chosen)) > 1:
+            return self._burst(chosen, count)
         logits = self.model.forward([piece for _, piece in chosen])
         ready = [job for job, piece in chosen if piece.wants_logits]
         if not ready:
             return []
-        draws = [
-            Draw(r.temperature, r.top_p, r.top_k, r.seed, len(one.tokens), r.top)
-            for one, r in ((one, one.request) for one in ready)
-        ]
-        return [self._take(one, drawn) for one, drawn in zip(ready, sample(logits, draws), strict=True)]
+        drawn = sample(logits, [job.draw() for job in ready])
+        return [self._take(job, one) for job, one in zip(ready, drawn, strict=True)]
+
+    def _burst_size(self, chosen: Sequence[tuple[Job, Piece]]) -> int:
+        """How many tokens each of them gets before anybody looks: 1, unless all have one to compute, none is cut, and
+        there is room; no more than any of them may have, or than those that wait are made to wait."""
+        count = min(self._burst_tokens, *(job.request.max_tokens - job.sampled for job, _ in chosen))
+        if self.waiting:
+            count = min(count, self._gather_steps + 1 - self._gathered)
+        if (
+            count <= 1
+            or not self.model.has_bursts
+            or any(len(piece.tokens) > 1 or not job.request.is_plain for job, piece in chosen)
+        ):
+            return 1
+        caches = [piece.kv for _, piece in chosen]
+        if not self._make_room(sum(kv.capacity_for(kv.length + count) - kv.capacity for kv in caches)):
+            return 1
+        for kv in caches:
+            kv.reserve(kv.length + count)
+        return count
+
+    def _burst(self, chosen: Sequence[tuple[Job, Piece]], count: int) -> list[Step]:
+        found = self.model.burst([piece for _, piece in chosen], [job.draw() for job, _ in chosen], count)
+        self._gathered += count - 1
+        steps: list[Step] = []
+        for (job, piece), drawn in zip(chosen, found, strict=True):
+            for one in drawn:
+                piece.kv.advance(1)
+                steps.append(self._take(job, one))
+                if steps[-1].finish is not None:
+                    break
+        return steps
 
     def _is_begun(self) -> bool:
         """Whether prompts are begun in this step. On a GPU a few cost as much as many, and hold up everybody else: so

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor
 from rollyard.embedded.adapters import Adapter, BadAdapter, is_adapter, read_adapter
 from rollyard.embedded.attention import NAME, Kv, Row, attention
 from rollyard.embedded.paged import BLOCK_TOKENS, Batches, LayerShape, PagedKv, Pool, find_kernel
+from rollyard.embedded.sampling import NO_NUMBERS, Draw, Drawn
 
 log = logging.getLogger("rollyard.embedded")
 
@@ -88,6 +90,21 @@ class Model:
         for piece in pieces:
             piece.kv.advance(len(piece.tokens))
         return logits
+
+    @property
+    def has_bursts(self) -> bool:
+        return self._batches is not None
+
+    @torch.inference_mode()
+    def burst(self, pieces: Sequence[Piece], draws: Sequence[Draw], count: int) -> list[list[Drawn]]:
+        """So many tokens for each piece, which is a single one and whose cache has room for them. Caches are not
+        advanced: whoever takes a token does that."""
+        assert self._batches is not None
+        tokens, logprobs = (found.tolist() for found in self._batches.burst(pieces, draws, count))
+        made = [[Drawn(*one) for one in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)]
+        if not all(math.isfinite(one.logprob) for row in made for one in row):
+            raise ArithmeticError(NO_NUMBERS)
+        return made
 
     def _ragged(self, pieces: Sequence[Piece]) -> Tensor:
         ids: list[int] = []

@@ -15,10 +15,9 @@ finite: what is masked out is multiplied by zero, and would not vanish otherwise
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollyard.embedded.bursts import Rows, advance
+from rollyard.embedded.graphs import Graphs
+
 if TYPE_CHECKING:
     from rollyard.embedded.model import Piece
-
-log = logging.getLogger("rollyard.embedded")
+    from rollyard.embedded.sampling import Draw
 
 BLOCK_TOKENS = 32
 LEAST_BLOCKS = 16  # a table is no narrower, where sizes are rounded
@@ -214,12 +215,32 @@ class Batches:
         self._pool = pool
         self._device = device
         self._is_rounded = device.type in ROUNDED
-        self._graphs = Graphs(self._run, device) if device.type == "cuda" else None
+        self._graphs = Graphs(device)
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """The logits after the last token of each piece that wants them, in their order."""
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+        with self._at_device():
             return self._forward(pieces)
+
+    def burst(self, pieces: Sequence[Piece], draws: Sequence[Draw], count: int) -> tuple[Tensor, Tensor]:
+        """So many tokens for each piece, which is one token, and their logprobs: (pieces, count)."""
+        rows, blocks = len(pieces), max(_blocks_of(piece, count) for piece in pieces)
+        if self._is_rounded:
+            rows, blocks = _power(rows, LEAST_ROWS), _power(blocks, LEAST_BLOCKS)
+        packed = torch.from_numpy(_packed(pieces, rows, 1, blocks))
+        with self._at_device():
+            given, play = self._graphs.of(
+                ("burst", rows, blocks),
+                lambda: Rows.padding(rows, blocks, self._device),
+                lambda given: advance(given, self._run),
+            )
+            given.fill(packed, draws, count)
+            for _ in range(count):
+                play()
+        return given.tokens[: len(pieces), :count], given.logprobs[: len(pieces), :count]
+
+    def _at_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:
         groups = self._groups(pieces)
@@ -267,10 +288,16 @@ class Batches:
         return self._run_packed(_packed(pieces, rows, tokens, blocks), tokens)
 
     def _run_packed(self, packed: np.ndarray[Any, Any], tokens: int) -> Tensor:
-        given = torch.from_numpy(packed)
-        if self._graphs is not None:
-            return self._graphs.run(given, tokens)
-        return self._run(given.to(self._device), tokens)
+        """The result is overwritten by the next one."""
+
+        def padding() -> Tensor:
+            made = torch.zeros(packed.shape, dtype=torch.int32, device=self._device)
+            made[:, tokens : 2 * tokens] = -1
+            return made
+
+        given, play = self._graphs.of((*packed.shape, tokens), padding, lambda given: self._run(given, tokens))
+        given.copy_(torch.from_numpy(packed), non_blocking=True)
+        return play()
 
     def _run(self, packed: Tensor, tokens: int) -> Tensor:
         """One forward pass of a whole batch; everything that it depends on is in `packed`, so it can be recorded."""
@@ -282,52 +309,6 @@ class Batches:
             input_ids=ids.long(), position_ids=places, logits_to_keep=1, use_cache=False, rollyard_paged=paged
         )
         return made.logits[:, -1]
-
-
-class Graphs:
-    """A recorded forward pass for each size of batch. A size that cannot be recorded is run as it is, from then on."""
-
-    def __init__(self, run: Callable[[Tensor, int], Tensor], device: torch.device) -> None:
-        self._run = run
-        self._device = device
-        self._made: dict[tuple[int, int, int], tuple[Any, Tensor, Tensor]] = {}
-        self._memory: Any = None
-        self._unrecorded: set[tuple[int, ...]] = set()
-
-    def run(self, packed: Tensor, tokens: int) -> Tensor:
-        """The result is overwritten by the next run."""
-        size = (*packed.shape, tokens)
-        if size not in self._made and size not in self._unrecorded:
-            try:
-                with torch.cuda.stream(torch.cuda.current_stream(self._device)):  # which a failure might leave changed
-                    self._made[size] = self._record(packed, tokens)
-            except RuntimeError as error:  # the model waits for the GPU in its own code, or memory is short
-                log.warning("a step cannot be recorded as a CUDA graph", extra={"error": str(error).splitlines()[0]})
-                self._unrecorded.add(size)
-                if isinstance(error, torch.OutOfMemoryError):
-                    self._made.clear()
-                    self._memory = None
-                torch.cuda.synchronize(self._device)
-        if size in self._unrecorded:
-            return self._run(packed.to(self._device), tokens)
-        graph, given, logits = self._made[size]
-        given.copy_(packed, non_blocking=True)
-        graph.replay()
-        return logits
-
-    def _record(self, packed: Tensor, tokens: int) -> tuple[Any, Tensor, Tensor]:
-        given = torch.zeros_like(packed, device=self._device)
-        given[:, tokens : 2 * tokens] = -1  # all padding
-        stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self._run(given, tokens)  # libraries make their plans in a first run
-        current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-            logits = self._run(given, tokens)
-        self._memory = self._memory or graph.pool()
-        return graph, given, logits
 
 
 def _packed(pieces: Sequence[Piece], rows: int, tokens: int, blocks: int) -> np.ndarray[Any, Any]:
@@ -347,8 +328,8 @@ def _packed(pieces: Sequence[Piece], rows: int, tokens: int, blocks: int) -> np.
     return packed
 
 
-def _blocks_of(piece: Piece) -> int:
-    return -(-(piece.kv.length + len(piece.tokens)) // BLOCK_TOKENS)
+def _blocks_of(piece: Piece, count: int | None = None) -> int:
+    return -(-(piece.kv.length + (count or len(piece.tokens))) // BLOCK_TOKENS)
 
 
 def _power(number: int, least: int) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 GREEDY = 1e-5  # a temperature below it is 0, as in vLLM
+NO_NUMBERS = "the model's logits are not numbers"
 BLOCK = 256  # tokens of the vocabulary whose mass is summed before any of them is looked at
 
 
@@ -60,7 +61,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         tokens = torch.where(is_greedy, logits.argmax(dim=-1, keepdim=True), tokens)
     found = logprobs.gather(1, tokens)[:, 0].tolist()
     if not all(map(math.isfinite, found)):
-        raise ArithmeticError("the model's logits are not numbers")
+        raise ArithmeticError(NO_NUMBERS)
     most = max(one.top for one in draws)
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(draws)
     if most > 0:
@@ -72,6 +73,14 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         ]
     rows = zip(tokens[:, 0].tolist(), found, tops, strict=True)
     return [Drawn(token, logprob, top) for token, logprob, top in rows]
+
+
+def draw_plain(logits: Tensor, heat: Tensor, numbers: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and their logprobs, as `sample` gives them without top_k and top_p; all that is given is (rows, …) and on
+    the device. Nothing of it is looked at, so a GPU can be told it beforehand."""
+    logprobs = (logits.float() / heat).log_softmax(dim=-1)
+    tokens = torch.where(is_greedy, logits.argmax(dim=-1, keepdim=True), _invert(logprobs, numbers))
+    return tokens, logprobs.gather(1, tokens)
 
 
 def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
@@ -89,7 +98,7 @@ def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
     goals = numbers * ends[:, -1:]
     # right: a goal that meets a boundary belongs to the next one, so one without mass is never drawn
     block = torch.searchsorted(ends, goals, right=True).clamp_(max=blocks - 1)
-    begins = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    begins = ends.gather(1, (block - 1).clamp_(min=0)) * (block > 0)
     inner = mass.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(dim=-1)
     # the block's mass, summed in another order, may be less in the last bit: the goal stays below it
     goals = torch.minimum(goals - begins, inner[:, -1:] * (1 - 2**-52))

@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from tests.embedded.inside.parts import CACHES, KINDS, tiny
+from tests.embedded.inside.parts import CACHES, KINDS, SETTINGS, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,13 @@ def module(request: pytest.FixtureRequest) -> object:
     return tiny(request.param)
 
 
-@pytest.fixture(params=["ragged", "paged", "paged, padded"])
+@pytest.fixture(params=["ragged", "paged", "paged, padded", "paged, in bursts"])
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[str, None, None]:
     """What a CPU uses and what a GPU uses, both here; without graphs and our kernel, which only a GPU has."""
     if request.param == "paged, padded":
         monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
+    if request.param == "paged, in bursts":
+        monkeypatch.setitem(SETTINGS, "burst", 4)
     CACHES.append(request.param.partition(",")[0])
     yield request.param
     CACHES.pop()

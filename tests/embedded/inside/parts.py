@@ -28,6 +28,7 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 
 VOCABULARY = 1280
 CACHES: list[str] = ["ragged"]  # the last is the one that is used (conftest.py)
+SETTINGS: dict[str, Any] = {"cache_bytes": 64 << 20}  # of every batcher here
 END = 1
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -74,7 +75,7 @@ def checked(module: Any) -> Model:
 
 
 def batcher_of(module: Any, **settings: Any) -> Batcher:
-    return Batcher(checked(module), Settings(**{"cache": CACHES[-1], "cache_bytes": 64 << 20, **settings}))
+    return Batcher(checked(module), Settings(**{"cache": CACHES[-1], **SETTINGS, **settings}))
 
 
 def run(batcher: Batcher, requests: Iterable[Request], *, apart: int = 0) -> list[list[Step]]:

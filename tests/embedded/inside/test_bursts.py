@@ -1,0 +1,116 @@
+# pyright: reportMissingImports=false
+"""A burst gives what as many single steps give, and no more than anybody may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rollyard.embedded.batching import Batcher, Request, Step
+from tests.embedded.inside.parts import ask, batcher_of, ids_of, logprobs_of, prompt_of, run, tiny
+
+PLAIN = [
+    ask(prompt_of(5), 20, 1),
+    ask(prompt_of(70, 1), 9, 2, temperature=0.6),
+    ask(prompt_of(1, 2), 14, 3, temperature=1.5),
+    ask(prompt_of(33, 3), 11, 4, temperature=0.0),
+]
+
+
+@pytest.fixture(params=["as they are", "padded"])
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "padded":
+        monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
+    return tiny()
+
+
+def paged(module: Any, burst: int, **settings: Any) -> Batcher:
+    return batcher_of(module, cache="paged", burst=burst, **settings)
+
+
+def sizes(batcher: Batcher) -> list[int]:
+    """How many tokens each step gave."""
+    found: list[int] = []
+    while batcher.has_work:
+        found.append(len(batcher.step()))
+    return found
+
+
+@pytest.mark.parametrize("burst", [2, 5, 99])
+@pytest.mark.parametrize("apart", [0, 2])
+def test_a_burst_gives_what_single_steps_give(module: Any, burst: int, apart: int):
+    single, bursts = paged(module, 1), paged(module, burst)
+    for one, many in zip(run(single, PLAIN, apart=apart), run(bursts, PLAIN, apart=apart), strict=True):
+        assert ids_of(many) == ids_of(one)
+        assert logprobs_of(many) == pytest.approx(logprobs_of(one), abs=1e-5)
+        assert [step.finish for step in many] == [step.finish for step in one]
+
+
+def test_a_burst_is_as_long_as_the_one_that_may_have_least(module: Any):
+    batcher = paged(module, 8)
+    for request in (ask(prompt_of(5), 20), ask(prompt_of(9), 6)):
+        batcher.add(request)
+    assert sizes(batcher) == [2, 2 * 5, 8, 6]
+
+
+def test_a_stop_within_a_burst_ends_it_there_and_its_cache_is_good(module: Any):
+    (steps,) = run(paged(module, 1), [ask(prompt_of(5), 20)])
+    ids = ids_of(steps)
+    stop = next(token for token in ids[3:6] if token not in ids[:3])
+    request = ask(prompt_of(5), 20, stop_ids=frozenset({stop}), session="s")
+    batcher = paged(module, 8)
+    (found,) = run(batcher, [request])
+    assert ids_of(found) == ids[: ids.index(stop) + 1] and found[-1].finish == "stop"
+    rest = ask([*request.prompt, *ids_of(found), 7, 8], 6, session="s")
+    (after,) = run(batcher, [rest])
+    assert after[0].job.cached_tokens == 5 + len(found) - 1, "all but the last, which nobody has computed"
+    assert ids_of(after) == ids_of(run(paged(module, 1), [rest])[0])
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_p": 0.9}, {"top": 2}], ids=str)
+def test_whoever_wants_more_than_a_plain_draw_goes_step_by_step(module: Any, fields: dict[str, Any]):
+    batcher = paged(module, 8)
+    batcher.add(ask(prompt_of(5), 4, **fields))
+    batcher.add(ask(prompt_of(6), 4))
+    assert sizes(batcher) == [2, 2, 2, 2]
+
+
+def test_prompts_that_wait_shorten_a_burst_and_begin_after_one(module: Any):
+    batcher = paged(module, 8, gather_steps=2)
+    for n in range(9):
+        batcher.add(ask(prompt_of(4, n), 40, n))
+    assert len(batcher.step()) == 9
+    late = batcher.add(ask(prompt_of(6), 40))
+    assert len(batcher.step()) == 9 * 2, "as many steps as it may be made to wait"
+    assert late not in batcher.running
+    assert len(batcher.step()) == 10
+    assert len(batcher.step()) == 10 * 8
+    later = batcher.add(ask(prompt_of(6, 1), 30))
+    assert len(batcher.step()) == 11 and later in batcher.running, "it may have waited for the burst already"
+
+
+def test_where_memory_is_short_there_are_no_bursts_and_nothing_is_lost(module: Any):
+    from rollyard.embedded.batching import Settings
+    from rollyard.embedded.model import Model
+
+    def small(burst: int) -> Batcher:
+        model = Model(module, max_context=64)
+        model.check()
+        return Batcher(model, Settings(cache="paged", burst=burst, cache_bytes=128 * model.bytes_per_token))
+
+    requests: list[Request] = [ask(prompt_of(25 + n, n), 30, n) for n in range(5)]
+    one, many = (run(small(burst), requests) for burst in (1, 8))
+    assert [ids_of(steps) for steps in many] == [ids_of(steps) for steps in one]
+
+
+def test_weights_that_give_no_numbers_fail_a_burst(module: Any):
+    batcher = paged(module, 8)
+    batcher.add(ask(prompt_of(5), 20))
+    found: list[Step] = batcher.step()
+    assert len(found) == 1
+    with torch.no_grad():
+        module.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ArithmeticError, match="not numbers"):
+        batcher.step()
