@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -113,6 +114,18 @@ class Learner:
             self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=self.args.device))
             self.busy_s = state["busy_s"]
         return state
+
+
+def in_rounds(rows: Sequence[Any], seed: str, rounds: int, minibatches: int) -> list[list[Any]]:
+    """What each step of the optimizer learns from: all rows in each round, in another order, in so many parts."""
+    chance, size = random.Random(seed), -(-len(rows) // minibatches)
+    orders = [chance.sample(rows, len(rows)) for _ in range(rounds)]
+    return [order[start : start + size] for order in orders for start in range(0, len(rows), size)]
+
+
+def risen(lr: float, step: int, rise: int) -> float:
+    """From nearly nothing to all of it, in so many steps."""
+    return lr * min(1.0, step / rise)
 
 
 def can_bf16(device: str) -> bool:

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner import Learner, has_saved
+from learner import Learner, has_saved, in_rounds, risen
 from log import Log, by_lag
 
 import rollyard
@@ -298,10 +298,8 @@ class Training:
             }
             for n, size in enumerate(sizes)
         ]
-        chance, size = random.Random(f"{self.args.seed}/{step}"), -(-len(rows) // self.args.minibatches)
-        orders = [chance.sample(rows, len(rows)) for _ in range(self.args.rounds)]
-        parts = [order[start : start + size] for order in orders for start in range(0, len(rows), size)]
-        lr = self.args.lr * min(1.0, step / self.args.rise)
+        parts = in_rounds(rows, f"{self.args.seed}/{step}", self.args.rounds, self.args.minibatches)
+        lr = risen(self.args.lr, step, self.args.rise)
         norms, logprobs = zip(*(self.learner.learn(part, lr) for part in parts), strict=True)
         records = [rollout.record for group in batch.groups for rollout in group.rollouts]
         timings = [record.timings or {} for record in records]

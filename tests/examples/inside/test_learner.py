@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner import Learner, has_saved
+from learner import Learner, has_saved, in_rounds, risen
 from log import Log, by_lag
 
 from tests.embedded.inside.parts import prompt_of, tiny
@@ -185,3 +185,16 @@ def test_the_gap_to_the_engine_is_told_by_lag():
         "0": (1, 0.0, 0.0),
         "1": (2, 0.375, 0.5),
     }
+
+
+def test_each_round_learns_from_every_row_once_in_another_order():
+    parts = in_rounds(range(10), "7/3", rounds=3, minibatches=4)
+    assert [len(part) for part in parts] == [3, 3, 3, 1] * 3
+    rounds = [[row for part in parts[start : start + 4] for row in part] for start in (0, 4, 8)]
+    assert all(sorted(one) == list(range(10)) for one in rounds)
+    assert len({tuple(one) for one in rounds}) == 3
+    assert in_rounds(range(10), "7/3", 3, 4) == parts, "the same after a cut"
+
+
+def test_the_rate_rises_to_what_was_asked_for_and_stays():
+    assert [risen(1e-3, step, 4) for step in (1, 2, 4, 5, 90)] == [2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3]
