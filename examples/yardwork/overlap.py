@@ -3,9 +3,9 @@
     python examples/yardwork/overlap.py --start ADAPTER --out runs/overlap --json -- --run-slots 96 -- --want 16
 
 Decoupled is `--max-staleness 1`: the next batch is sampled while this one is learned from. Coupled is 0: the same code
-takes turns. Everything else is the same: weights to begin with, tasks, seeds, sizes. The first `--skip` steps warm up
-and do not count. Tokens are those that a gradient was taken of. What follows the first -- goes to `alone.py`, and what
-follows the second to `train.py`.
+takes turns. Everything else is the same: one engine, one service, weights to begin with, tasks, seeds, sizes. The first
+`--skip` steps warm up and do not count. Tokens are those that a gradient was taken of. What follows the first -- goes
+to `alone.py`, and what follows the second to `train.py`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ALONE = Path(__file__).with_name("alone.py")
+import alone
+
 QUERY = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
 
 
 def main() -> None:
     given, _, rest = _cut(sys.argv[1:])
-    alone, _, train = _cut(rest)
+    services, _, train = _cut(rest)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", required=True, help="an adapter to begin with")
     parser.add_argument("--out", type=Path, required=True)
@@ -35,27 +37,29 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(given)
     found: dict[str, Any] = {}
-    for latency_s in args.latency_s:
-        for name, staleness in (("decoupled", 1), ("coupled", 0)):
-            out = args.out / f"{name}-{latency_s:g}"
-            fixed = ["--out", out, "--start", args.start, "--steps", args.steps, "--test-tasks", 0]
-            fixed += ["--tool-latency-s", latency_s, "--max-staleness", staleness]
-            fixed += ["--validate-every", 10 * args.steps, "--save-every", 10 * args.steps]
-            command = [sys.executable, ALONE, *alone, "--data", out / "service", "--", *fixed, *train]
-            with _Busy() as busy:
-                subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
-            found[f"{name}_{latency_s:g}"] = measured(out, args.skip) | {"gpu_busy_of_all": busy.share}
-        pair = (found[f"{name}_{latency_s:g}"]["tokens_per_s"] for name in ("decoupled", "coupled"))
-        found[f"ratio_{latency_s:g}"] = next(pair) / next(pair)
-        if not args.json:
-            print(f"tool latency {latency_s:g} s: {found[f'ratio_{latency_s:g}']:.2f} times the tokens per second")
+    with alone.running(alone.options(["--data", str(args.out / "service"), *services])) as told:
+        for latency_s in args.latency_s:
+            for name, staleness in (("decoupled", 1), ("coupled", 0)):
+                out = args.out / f"{name}-{latency_s:g}"
+                fixed = ["--out", out, "--start", args.start, "--steps", args.steps, "--test-tasks", 0]
+                fixed += ["--tool-latency-s", latency_s, "--max-staleness", staleness]
+                fixed += ["--validate-every", 10 * args.steps, "--save-every", 10 * args.steps]
+                with _Busy() as busy:
+                    if alone.train([*told, *map(str, fixed), *train], stdout=sys.stderr.fileno()):
+                        raise SystemExit(f"{name} at {latency_s:g} s did not come to its end: see above")
+                found[f"{name}_{latency_s:g}"] = measured(out, args.skip, busy)
+            pair = (found[f"{name}_{latency_s:g}"]["tokens_per_s"] for name in ("decoupled", "coupled"))
+            found[f"ratio_{latency_s:g}"] = next(pair) / next(pair)
+            if not args.json:
+                print(f"tool latency {latency_s:g} s: {found[f'ratio_{latency_s:g}']:.2f} times the tokens per second")
     print(json.dumps(found) if args.json else json.dumps(found, indent=2))
 
 
-def measured(out: Path, skip: int) -> dict[str, float]:
+def measured(out: Path, skip: int, busy: _Busy) -> dict[str, float | None]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["phase"] == "rl"][skip:]
     took_s = sum(step["step_s"] for step in steps)
+    over = (out / "metrics.jsonl").stat().st_mtime  # the last step is its last line
     return {
         "tokens_per_s": sum(step["tokens_trained"] for step in steps) / took_s,
         "step_s": took_s / len(steps),
@@ -63,34 +67,37 @@ def measured(out: Path, skip: int) -> dict[str, float]:
         "wait_s": sum(step["wait_s"] for step in steps) / len(steps),
         "staleness": sum(step["staleness"] for step in steps) / len(steps),
         "learn_share": sum(step["learn_s"] for step in steps) / took_s,
+        "gpu_busy_share": busy.share(over - took_s, over),
     }
 
 
 class _Busy:
-    """How busy the GPU is meanwhile, in the eyes of its driver; None without one. Starts and stops are in it."""
-
-    share: float | None = None
+    """How busy the GPU is meanwhile, in the eyes of its driver."""
 
     def __enter__(self) -> _Busy:
-        self._seen: list[float] = []
+        self._seen: list[tuple[float, float]] = []
         try:
             self._process = subprocess.Popen(QUERY, stdout=subprocess.PIPE, text=True)
-        except OSError:
+        except OSError:  # there is none
             self._process = None
             return self
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         return self
 
+    def share(self, since: float, until: float) -> float | None:
+        """In that time; None without a GPU."""
+        seen = [value for at, value in self._seen if since <= at <= until]
+        return sum(seen) / len(seen) / 100 if seen else None
+
     def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
-        self._seen += [float(line) for line in self._process.stdout if line.strip().isdecimal()]
+        self._seen += [(time.time(), float(line)) for line in self._process.stdout if line.strip().isdecimal()]
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.terminate()
             self._reader.join()
-            self.share = sum(self._seen) / len(self._seen) / 100 if self._seen else None
 
 
 def _cut(given: Sequence[str]) -> tuple[list[str], str, list[str]]:
