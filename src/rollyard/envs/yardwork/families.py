@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rollyard.core import Json, Task
 from rollyard.envs.fields import Fields
@@ -48,7 +49,8 @@ class YardworkData:
         templates = {template.name: template for template in family.templates[split]}
         template = templates.get(fields.text("template"))
         if template is None:
-            raise fields.wrong("template", f"one of {', '.join(templates)}, for {split},")
+            first, *_, last = templates
+            raise fields.wrong("template", f"one of {first} to {last}, for {split},")
         data = cls(
             family,
             template,
@@ -62,8 +64,13 @@ class YardworkData:
 
     def puzzle(self) -> Puzzle:
         """The template is no part of the seed: it is only told otherwise, unless it has a rule of its own."""
-        seed = f"yardwork/{self.split}/{self.family.name}/{self.level}/{self.seed}"
-        return self.family.puzzle(Draw(seed, self.split), self.level, self.template)
+        return _puzzle(self.family.name, self.template, self.level, self.seed, self.split)
+
+
+@lru_cache(maxsize=256)  # INIT, RUN and EVAL of all rollouts of a group want the same one
+def _puzzle(family: str, template: Template, level: int, seed: int, split: Split) -> Puzzle:
+    draw = Draw(f"yardwork/{split}/{family}/{level}/{seed}", split)
+    return FAMILIES[family].puzzle(draw, level, template)
 
 
 def make(data: Mapping[str, Json]) -> Puzzle:
