@@ -44,8 +44,8 @@ class Settings:
     chunk_tokens: int = 512  # of prompts, in a step
     cache_bytes: int = 2 << 30  # for keys and values, running and kept
     max_calls: int = 4096  # running and waiting; one more is answered with 503
-    gather_steps: int | None = None  # see `_is_begun`; None: 3 on a GPU, else 0
-    burst: int | None = None  # see `_burst_size`, and `bursts.py`; None: 8 on a GPU, else 1
+    gather_steps: int | None = None  # see `_is_begun`; None: on a GPU 8, else 0
+    burst: int | None = None  # see `_burst_size`, and `bursts.py`; None: on a GPU 8, else 1
     cache: Literal["auto", "ragged", "paged"] = "auto"  # paged on a GPU (`paged.py`), else ragged (`attention.py`)
 
 
@@ -126,7 +126,7 @@ class Batcher:
         self._numbers = 0
         self._gathered = 0  # steps for which somebody has waited, or may have, in a burst
         is_gpu = model.device.type == "cuda"
-        self._gather_steps = (3 if is_gpu else 0) if settings.gather_steps is None else settings.gather_steps
+        self._gather_steps = (8 if is_gpu else 0) if settings.gather_steps is None else settings.gather_steps
         self._most_tokens = settings.cache_bytes // model.bytes_per_token
         if settings.cache == "paged" or (settings.cache == "auto" and is_gpu):
             self._most_tokens = model.take_pool(self._most_tokens)
@@ -232,11 +232,8 @@ class Batcher:
         count = min(self._burst_tokens, *(job.request.max_tokens - job.sampled for job, _ in chosen))
         if self.waiting:
             count = min(count, self._gather_steps + 1 - self._gathered)
-        if (
-            count <= 1
-            or not self.model.has_bursts
-            or any(len(piece.tokens) > 1 or not job.request.is_plain for job, piece in chosen)
-        ):
+        is_plain = all(piece.wants_logits and len(piece.tokens) == 1 and job.request.is_plain for job, piece in chosen)
+        if count <= 1 or not is_plain or not self.model.has_bursts:
             return 1
         caches = [piece.kv for _, piece in chosen]
         if not self._make_room(sum(kv.capacity_for(kv.length + count) - kv.capacity for kv in caches)):

@@ -40,8 +40,9 @@ def sizes(batcher: Batcher) -> list[int]:
 
 @pytest.mark.parametrize("burst", [2, 5, 99])
 @pytest.mark.parametrize("apart", [0, 2])
-def test_a_burst_gives_what_single_steps_give(module: Any, burst: int, apart: int):
-    single, bursts = paged(module, 1), paged(module, burst)
+@pytest.mark.parametrize("chunk_tokens", [512, 1], ids=["", "prompts token by token"])
+def test_a_burst_gives_what_single_steps_give(module: Any, burst: int, apart: int, chunk_tokens: int):
+    single, bursts = paged(module, 1), paged(module, burst, chunk_tokens=chunk_tokens)
     for one, many in zip(run(single, PLAIN, apart=apart), run(bursts, PLAIN, apart=apart), strict=True):
         assert ids_of(many) == ids_of(one)
         assert logprobs_of(many) == pytest.approx(logprobs_of(one), abs=1e-5)
