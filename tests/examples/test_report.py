@@ -1,0 +1,68 @@
+"""`report.py` as a person calls it: what it makes of two runs, and what it says of something else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.trainers.environment import ROOT
+
+
+def report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    program = ROOT / "examples" / "yardwork" / "report.py"
+    return subprocess.run(
+        [sys.executable, str(program), *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+
+
+def step(number: int, rewards: tuple[int, int], groups: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+    """Of so many rollouts so many passed; of so many groups so many were all wrong, and all right."""
+    figures = {"judged": groups[0], "all_zero": groups[1], "all_one": groups[2], "rollouts": rewards[0]}
+    figures |= {"rewards": rewards[0], "reward_sum": rewards[1], "tokens_sampled": 100, "tokens_delivered": 25}
+    made = {"phase": "rl", "step": number, "staleness": 0.5, "step_s": 4.0, "wait_s": 2.0, "learn_s": 1.5}
+    return {
+        **made,
+        "push_s": 0.25,
+        "figures": figures,
+        "stages_s": {"init_s": 0.1, "run_s": 2.0, "eval_s": 0.05},
+        "by_lag": {"0": {"tokens": 10, "mean": 0.001, "p99": 0.01, "max": 1.0}},
+        **more,
+    }
+
+
+def test_tables_of_two_runs(tmp_path: Path):
+    tested = {"phase": "test", "step": 0, "pass_at_1": 0.25, "low": 0.2, "high": 0.3}
+    one = [
+        {"phase": "warm", "step": 1, "pass_at_1": 0.1},
+        {"phase": "warm", "step": 2, "pass_at_1": 0.2},
+        {**tested, "what": "warm"},
+        step(1, (10, 2), (4, 1, 1)),
+        step(2, (30, 18), (6, 0, 3), pass_at_1=0.4, score_s=1.0),
+        step(3, (10, 9), (2, 0, 2)),
+        {**tested, "what": "rl", "pass_at_1": 0.5, "low": 0.45, "high": 0.55},
+    ]
+    (tmp_path / "seed-0").mkdir()
+    (tmp_path / "seed-0" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in one))
+    (tmp_path / "seed-1.jsonl").write_text(json.dumps({**tested, "what": "warm", "phase": "test_greedy"}) + "\n")
+    done = report(tmp_path / "seed-0", tmp_path / "seed-1.jsonl", "--every", 2)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[2] == "|  | seed-0 | seed-1 |"
+    assert "| warm start | 0.250 (0.200 to 0.300) |  |" in lines
+    assert "| warm start, greedily |  | 0.250 (0.200 to 0.300) |" in lines
+    assert "| after RL | 0.500 (0.450 to 0.550) |  |" in lines
+    assert "Warm start, epoch by epoch: 0.10, 0.20." in lines
+    assert "| 1 to 2 | 0.50 | 0.50 | 0.50 | 0.75 | 0.400 |" in lines
+    assert "| 3 to 3 | 0.90 | 0.00 | 0.50 | 0.75 |  |" in lines
+    assert "| 4.00 s | 2.00 s | 1.50 s | 0.25 s | 0.33 s | 0.10 s | 2.00 s | 0.05 s | 4.2 |" in lines
+    assert "| 0 | 30 | 0.0010 | 0.010 |" in lines
+
+
+def test_what_is_no_run_is_said(tmp_path: Path):
+    (tmp_path / "half.jsonl").write_text('{"phase": ')
+    for path in (tmp_path, tmp_path / "half.jsonl", tmp_path / "nowhere"):
+        done = report(path)
+        assert done.returncode == 1 and done.stderr.startswith(f"{path} is no run: "), done.stderr
