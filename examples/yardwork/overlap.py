@@ -4,7 +4,8 @@
 
 Decoupled is `--max-staleness 1`: the next batch is sampled while this one is learned from. Coupled is 0: the same code
 takes turns. Everything else is the same: one engine, one service, weights to begin with, tasks, seeds, sizes. The first
-`--skip` steps warm up and do not count. Tokens are those that a gradient was taken of. What follows the first -- goes
+`--skip` steps warm up and do not count; decoupled comes first, and what the engine records on its first sizes of
+batches later than that counts against it. Tokens are those that a gradient was taken of. What follows the first -- goes
 to `alone.py`, and what follows the second to `train.py`.
 """
 
@@ -14,15 +15,15 @@ import argparse
 import json
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import alone
 
-QUERY = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+QUERY = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
 
 
 def main() -> None:
@@ -44,7 +45,10 @@ def main() -> None:
                 fixed = ["--out", out, "--start", args.start, "--steps", args.steps, "--test-tasks", 0]
                 fixed += ["--tool-latency-s", latency_s, "--max-staleness", staleness]
                 fixed += ["--validate-every", 10 * args.steps, "--save-every", 10 * args.steps]
-                with _Busy() as busy:
+                if out.exists():
+                    raise SystemExit(f"{out} is there already: give another --out, or delete it")
+                out.mkdir(parents=True)
+                with _Busy(out / "gpu.csv") as busy:
                     if alone.train([*told, *map(str, fixed), *train], stdout=sys.stderr.fileno()):
                         raise SystemExit(f"{name} at {latency_s:g} s did not come to its end: see above")
                 found[f"{name}_{latency_s:g}"] = measured(out, args.skip, busy)
@@ -72,32 +76,33 @@ def measured(out: Path, skip: int, busy: _Busy) -> dict[str, float | None]:
 
 
 class _Busy:
-    """How busy the GPU is meanwhile, in the eyes of its driver."""
+    """How busy the GPU is meanwhile, in the eyes of its driver, which writes it into a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
 
     def __enter__(self) -> _Busy:
-        self._seen: list[tuple[float, float]] = []
-        try:
-            self._process = subprocess.Popen(QUERY, stdout=subprocess.PIPE, text=True)
-        except OSError:  # there is none
-            self._process = None
-            return self
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        with self._file.open("wb") as file:
+            try:
+                self._process = subprocess.Popen(QUERY, stdout=file)
+            except OSError:  # there is none
+                self._process = None
         return self
-
-    def share(self, since: float, until: float) -> float | None:
-        """In that time; None without a GPU."""
-        seen = [value for at, value in self._seen if since <= at <= until]
-        return sum(seen) / len(seen) / 100 if seen else None
-
-    def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        self._seen += [(time.time(), float(line)) for line in self._process.stdout if line.strip().isdecimal()]
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._reader.join()
+            self._process.wait()
+
+    def share(self, since: float, until: float) -> float | None:
+        """In that time; None without a GPU."""
+        seen: list[float] = []
+        for line in self._file.read_text().splitlines():
+            at, _, value = line.partition(", ")
+            with suppress(ValueError):  # half a line, or a word instead of a number
+                if since <= datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp() <= until:
+                    seen.append(float(value))
+        return sum(seen) / len(seen) / 100 if seen else None
 
 
 def _cut(given: Sequence[str]) -> tuple[list[str], str, list[str]]:

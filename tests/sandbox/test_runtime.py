@@ -57,7 +57,10 @@ def in_session(leader: int) -> list[str]:
         with contextlib.suppress(OSError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(f"{entry.name} {fields[0]} in {(entry / 'wchan').read_text()}")
+                found.append(f"{entry.name} {fields[0]}")
+        with contextlib.suppress(OSError):  # apart: not every kernel tells it
+            if found and found[-1].startswith(f"{entry.name} "):
+                found[-1] += f" in {(entry / 'wchan').read_text()}"
     return found
 
 

@@ -236,8 +236,9 @@ class Batcher:
         if count <= 1 or not is_plain or not self.model.has_bursts:
             return 1
         caches = [piece.kv for _, piece in chosen]
-        if not self._make_room(sum(kv.capacity_for(kv.length + count) - kv.capacity for kv in caches)):
-            return 1
+        more = sum(kv.capacity_for(kv.length + count) - kv.capacity for kv in caches)
+        if self._running_tokens() + more > self._most_tokens or not self._make_room(more):
+            return 1  # asked first: nothing that is kept is forgotten for a burst that does not come
         for kv in caches:
             kv.reserve(kv.length + count)
         return count
@@ -258,6 +259,7 @@ class Batcher:
         """Whether prompts are begun in this step. On a GPU a few cost as much as many, and hold up everybody else: so
         they wait for each other, `gather_steps` at most, unless there are many of them or nothing else to do."""
         if not self.waiting:
+            self._gathered = 1  # for whoever comes during the step that begins now
             return False
         self._gathered += 1
         if self.running and len(self.waiting) * 8 < len(self.running) and self._gathered <= self._gather_steps:

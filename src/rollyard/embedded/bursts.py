@@ -1,11 +1,11 @@
 # pyright: reportMissingImports=false
 """Several tokens for each sequence before anybody looks at one: a burst.
 
-Between two steps of a small model on a GPU, Python takes about as long as the GPU did for the step: it makes the
-batch, draws, tells. In a burst each token is sampled on the device and is the next step's input there. What a burst
-samples is what as many single steps would have sampled, token by token: each has its own random number (`sampling.py`),
-and sees nothing of the others. A sequence that ends within a burst is driven on to its end, and the rest is thrown
-away: that is its price, with prompts that wait for its end.
+Between two steps of a small model on a GPU, Python takes about as long as the GPU did for the step: it makes the batch,
+draws, tells. In a burst each token is sampled on the device and is the next step's input there. What a burst samples is
+what as many single steps would have sampled, up to rounding: each token has its own random number (`sampling.py`), and
+no sequence sees anything of another. A sequence that ends within a burst is driven on to its end, and the rest is
+thrown away: that is its price, with prompts that wait for its end.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Rows:
         packed[:, 1] = -1
         return cls(
             packed,
-            torch.ones((rows, 1), device=device),
+            torch.ones((rows, 1), dtype=torch.float32, device=device),
             torch.zeros((rows, 1), dtype=torch.bool, device=device),
             torch.zeros((rows, MOST_BURST), dtype=torch.float64, device=device),
             torch.zeros((rows, MOST_BURST), dtype=torch.int64, device=device),
-            torch.zeros((rows, MOST_BURST), device=device),
+            torch.zeros((rows, MOST_BURST), dtype=torch.float32, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
 
     def fill(self, packed: Tensor, draws: Sequence[Draw], count: int) -> None:
         self.packed.copy_(packed)
         heats = [[one.temperature if one.temperature >= GREEDY else 1.0] for one in draws]
-        self.heat[: len(draws)] = torch.tensor(heats)
+        self.heat[: len(draws)] = torch.tensor(heats, dtype=torch.float32)
         self.is_greedy[: len(draws)] = torch.tensor([[one.temperature < GREEDY] for one in draws])
         numbers = [[uniform(one.seed, one.place + ahead) for ahead in range(count)] for one in draws]
         self.numbers[: len(draws), :count] = torch.tensor(numbers, dtype=torch.float64)

@@ -25,6 +25,7 @@ class Graphs:
         self._device = device
         self._made: dict[Hashable, tuple[Any, Callable[[], Any]]] = {}
         self._memory: Any = None
+        self._stream: Any = None  # one for all: memory is shared only within a stream
         self._unrecorded: set[Hashable] = set()
 
     def of(self, size: Hashable, make: Callable[[], S], act: Callable[[S], R]) -> tuple[S, Callable[[], R]]:
@@ -49,7 +50,8 @@ class Graphs:
 
     def _record(self, make: Callable[[], S], act: Callable[[S], R]) -> tuple[S, Callable[[], R]]:
         given = make()
-        stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        self._stream = stream = self._stream or torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             act(given)  # libraries make their plans in a first run

@@ -269,7 +269,8 @@ def load_module(name: str | Path, *, device: str, dtype: Any = "auto") -> Any:
 
         more["quantization_config"] = GgufConfig(dequantize=True)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more).to(device)
+        made: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more)
+        return made.to(device)
     except (OSError, ValueError, ImportError) as error:
         raise Unsupported(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
 

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from rollyard.embedded.batching import Batcher, Request, Step
+from rollyard.embedded.batching import Batcher, Request, Settings, Step
+from rollyard.embedded.graphs import Graphs
+from rollyard.embedded.model import Model
+from rollyard.embedded.paged import BLOCK_TOKENS
 from tests.embedded.inside.parts import ask, batcher_of, ids_of, logprobs_of, prompt_of, run, tiny
 
 PLAIN = [
@@ -19,10 +23,21 @@ PLAIN = [
 ]
 
 
-@pytest.fixture(params=["as they are", "padded"])
+def kept(graphs: Graphs, size: Any, make: Callable[[], Any], act: Callable[[Any], Any]) -> Any:
+    """As on a GPU: what is worked on was used before, by whoever recorded it and by all that came since."""
+    if size not in graphs._made:
+        made = make()
+        act(made)
+        graphs._made[size] = (made, lambda: act(made))
+    return graphs._made[size]
+
+
+@pytest.fixture(params=["as they are", "padded", "padded and kept"])
 def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "padded":
+    if request.param != "as they are":
         monkeypatch.setattr("rollyard.embedded.paged.ROUNDED", {"cpu"})
+    if request.param == "padded and kept":
+        monkeypatch.setattr(Graphs, "of", kept)
     return tiny()
 
 
@@ -92,18 +107,51 @@ def test_prompts_that_wait_shorten_a_burst_and_begin_after_one(module: Any):
     assert len(batcher.step()) == 11 and later in batcher.running, "it may have waited for the burst already"
 
 
-def test_where_memory_is_short_there_are_no_bursts_and_nothing_is_lost(module: Any):
-    from rollyard.embedded.batching import Settings
-    from rollyard.embedded.model import Model
+def test_whoever_comes_in_a_burst_has_waited_as_long_as_it_took_and_no_longer(module: Any):
+    batcher = paged(module, 4, gather_steps=4)
+    for n in range(9):
+        batcher.add(ask(prompt_of(4, n), 40, n))
+    assert [len(batcher.step()) for _ in range(2)] == [9, 9 * 4]
+    late = batcher.add(ask(prompt_of(6), 30))
+    assert len(batcher.step()) == 10 and late in batcher.running
+    batcher.add(ask(prompt_of(6, 1), 1))
+    assert len(batcher.step()) == 10 * 4, "it came after the step, and waits"
 
-    def small(burst: int) -> Batcher:
-        model = Model(module, max_context=64)
-        model.check()
-        return Batcher(model, Settings(cache="paged", burst=burst, cache_bytes=128 * model.bytes_per_token))
 
+def small(module: Any, burst: int, blocks: int) -> Batcher:
+    model = Model(module, max_context=64)
+    model.check()
+    return Batcher(
+        model, Settings(cache="paged", burst=burst, cache_bytes=blocks * BLOCK_TOKENS * model.bytes_per_token)
+    )
+
+
+def test_where_memory_is_short_nothing_is_lost(module: Any):
     requests: list[Request] = [ask(prompt_of(25 + n, n), 30, n) for n in range(5)]
-    one, many = (run(small(burst), requests) for burst in (1, 8))
+    one, many = (run(small(module, burst, 4), requests) for burst in (1, 8))
     assert [ids_of(steps) for steps in many] == [ids_of(steps) for steps in one]
+
+
+def test_nothing_that_is_kept_is_forgotten_for_a_burst_that_does_not_fit(module: Any):
+    batcher = small(module, 8, 6)
+    run(batcher, [ask(prompt_of(9, 9), 2, session="kept")])
+    for n in range(5):
+        batcher.add(ask(prompt_of(29, n), 30, n))
+    assert [len(batcher.step()) for _ in range(2)] == [5, 5], "a block for each, full after these; none for a burst"
+    assert len(batcher.prefixes) == 1
+
+
+def test_a_trainer_that_computes_in_another_dtype_by_default_changes_nothing(module: Any):
+    before = torch.get_default_dtype()
+    (expected,) = run(paged(module, 1), PLAIN[1:2])
+    batcher = paged(module, 8)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        (found,) = run(batcher, PLAIN[1:2])
+    finally:
+        torch.set_default_dtype(before)
+    assert ids_of(found) == ids_of(expected)
+    assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-5)
 
 
 def test_weights_that_give_no_numbers_fail_a_burst(module: Any):
