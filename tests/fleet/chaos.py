@@ -188,10 +188,16 @@ class Fleet:
         self.add_node()
 
     async def freeze_node(self) -> None:
-        """The youngest one stands still until it counts as lost, and goes on: it must come back by itself."""
-        name = next(reversed(self.nodes))
-        await self.joined(name)
-        await self.until(lambda there: there[name]["live"] > 0, f"{name} has work")
+        """The youngest that has work stands still until it counts as lost, and goes on: it must come back by itself.
+        (The youngest of all may come so late, on a slow machine, that the others have done everything.)"""
+        busy: list[str] = []
+
+        def has_work(there: dict[str, Any]) -> bool:
+            busy[:] = [name for name in self.nodes if name in there and there[name]["live"] > 0]
+            return bool(busy)
+
+        await self.until(has_work, "a node has work")
+        name = busy[-1]
         self.nodes[name].signal(signal.SIGSTOP)
         await self.until(lambda there: name not in there, f"{name} is lost")
         self.nodes[name].signal(signal.SIGCONT)
