@@ -37,6 +37,8 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(given)
+    if args.out.exists():  # what is there is of other weights, or cut
+        raise SystemExit(f"{args.out} is there already: give another --out, or delete it")
     found: dict[str, Any] = {}
     with alone.running(alone.options(["--data", str(args.out / "service"), *services])) as told:
         for latency_s in args.latency_s:
@@ -45,8 +47,6 @@ def main() -> None:
                 fixed = ["--out", out, "--start", args.start, "--steps", args.steps, "--test-tasks", 0]
                 fixed += ["--tool-latency-s", latency_s, "--max-staleness", staleness]
                 fixed += ["--validate-every", 10 * args.steps, "--save-every", 10 * args.steps]
-                if out.exists():
-                    raise SystemExit(f"{out} is there already: give another --out, or delete it")
                 out.mkdir(parents=True)
                 with _Busy(out / "gpu.csv") as busy:
                     if alone.train([*told, *map(str, fixed), *train], stdout=sys.stderr.fileno()):

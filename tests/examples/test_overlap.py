@@ -49,3 +49,10 @@ def test_both_ways_are_measured_on_one_service(tmp_path: Path):
     for name in ("decoupled-0.05", "coupled-0.05"):
         lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3]
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
+    command = [str(trainer_python("local")), str(EXAMPLES / "overlap.py"), "--start", "x", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "is there already: give another --out" in done.stderr
+    assert not any(tmp_path.iterdir())

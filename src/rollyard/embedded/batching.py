@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Finish = Literal["stop", "length"]
 
-MOST_BURST = 16
+MOST_BURST = 16  # tokens: what is worked on has room for so many
 
 
 @dataclass(frozen=True, slots=True)

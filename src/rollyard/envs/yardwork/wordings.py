@@ -1,8 +1,8 @@
 """More ways to say the tasks that are trained: for training, and for the held-out split, which shares none of them.
 
-A small model that has read eight sentences for a task knows eight sentences, and does not read: told the same in other
-words, one of 135M parameters fell from 0.72 to 0.39. So a text for training may have alternatives, and is dozens of
-sentences. These change no rule: they go behind the templates that each family brings.
+A small model that has read eight sentences for a task knows eight sentences, and does not read
+(docs/results/learning.md). So a text for training may have alternatives, and is dozens of sentences. These change no
+rule: they go behind the templates that each family brings.
 """
 
 from __future__ import annotations
