@@ -220,6 +220,28 @@ def test_the_sweep_ends_what_an_earlier_process_left_and_nothing_else(cgroups: C
     other.close()
 
 
+def test_a_tree_too_large_to_walk_hides_neither_our_own_groups_nor_shallow_ones(
+    cgroups: Cgroups, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A host with thousands of groups: those of the service that was killed here are swept all the same."""
+    for tree in ("a", "z"):  # whatever the order of the folders: one of them comes before
+        for number in range(30):
+            (tmp_path / tree / "deep" / f"other-{number}").mkdir(parents=True)
+    shallow, deep = tmp_path / "m" / "ours", tmp_path / "a" / "deep" / "other-1" / "ours"
+    shallow.mkdir(parents=True)
+    deep.mkdir()
+    assert set(_cgroup_files.folders_named(str(tmp_path), "ours")) == {str(shallow), str(deep)}
+    assert not caplog.records
+    monkeypatch.setattr(_cgroup_files, "MAX_WALKED", 6)
+    assert _cgroup_files.folders_named(str(tmp_path), "ours") == [str(shallow)]
+    assert "more than 6 groups" in caplog.text
+    monkeypatch.setattr(_cgroup_files, "MAX_WALKED", 0)
+    group = cgroups.make("sbx_left", 256 * MIB, 20, None)
+    again = Cgroups.find(mark)
+    assert again is not None
+    assert again.sweep() == len(set(group.folders.values()))
+
+
 async def test_starts_that_are_cancelled_or_fail_leave_no_group(cgroups: Cgroups, tmp_path: Path):
     async with BubblewrapRuntime(root=tmp_path) as runtime:
         for delay_s in (0.0, 0.001, 0.002, 0.004, 0.006, 0.008, 0.012):

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
+
+log = logging.getLogger("rollyard.sandbox")
 
 CPU_PERIOD_US = 100_000
 SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # missing where the kernel was told not to count swap
-MAX_WALKED = 5_000  # groups that a sweep looks at for those of an earlier process elsewhere
+MAX_WALKED = 50_000  # groups that a sweep looks at for those of an earlier process elsewhere: some 2 s
 
 
 def own_folders(proc: str, pid: str = "self") -> dict[str, tuple[str, str]]:
@@ -112,12 +116,20 @@ def members(folder: str) -> list[int]:
 
 
 def folders_named(mount: str, name: str) -> list[str]:
-    found, level, count = list[str](), [mount], 0
-    while level and count < MAX_WALKED:
-        folder = level.pop()
-        count += 1
+    """All below `mount`, the shallow ones first: of a tree that is too large, only what lies deep is missed."""
+    found, ahead = list[str](), deque([mount])
+    for _ in range(MAX_WALKED):
+        if not ahead:
+            return found
+        folder = ahead.popleft()
         for entry in folders_in(folder):
-            (found if entry == name else level).append(os.path.join(folder, entry))
+            (found if entry == name else ahead).append(os.path.join(folder, entry))
+    log.warning(
+        "%s has more than %d groups: what an earlier process left under the name %s may be among those not looked at",
+        mount,
+        MAX_WALKED,
+        name,
+    )
     return found
 
 

@@ -180,20 +180,16 @@ class Cgroups:
 
     def sweep(self) -> int:
         """Ends and removes the groups that an earlier process with our mark left. Before the first `make` only."""
-        left = [
-            os.path.join(ours, entry)
-            for mount in self._mounts
-            for ours in files.folders_named(mount, self._name)
-            for entry in files.folders_in(ours)
-        ]
+        roots = dict.fromkeys(self._roots.values())  # our own first: however large the tree, these are not missed
+        roots |= dict.fromkeys(ours for mount in self._mounts for ours in files.folders_named(mount, self._name))
+        left = [os.path.join(ours, entry) for ours in roots for entry in files.folders_in(ours)]
         for folder in left:
             group = Group({"any": folder}, is_v2=self.means != "cgroup v1")
             group.kill()
             group.remove()
-        for mount in self._mounts:
-            for ours in files.folders_named(mount, self._name):
-                if ours not in self._roots.values():
-                    files.rmdir(ours, 0.0)
+        for ours in roots:
+            if ours not in self._roots.values():
+                files.rmdir(ours, 0.0)
         return len(left)
 
     def close(self) -> None:
