@@ -74,8 +74,12 @@ class Site:
         return await self.ended(await self.submit(task, **fields), within_s)
 
     async def ended(self, rollout_id: str, within_s: float = 30.0) -> Rollout:
+        """The rollout, when its end is stored and its attempt, which lets go of what it held only then, is done."""
         rollout = await self.yard.wait(rollout_id, within_s)
         assert rollout.state is State.ENDED, f"still {rollout.state} after {within_s} s"
+        async with asyncio.timeout(10.0):
+            while rollout_id in self.yard.live:
+                await asyncio.sleep(0.001)
         return rollout
 
     async def until(self, rollout_id: str, state: State, *, attempt: int = 1, within_s: float = 20.0) -> None:
