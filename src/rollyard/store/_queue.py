@@ -49,22 +49,22 @@ Told = tuple[asyncio.Future[Any], Any, Exception | None]
 """A future, and what it is to get: a result, or an error."""
 
 
-class Joint(Generic[T]):
+class Joint(ABC, Generic[T]):
     """An operation that can be done together with its neighbours of the same kind: where a statement is a way to a
     server and back, a hundred of them then cost as much as one. It is an `Operation` by itself, too."""
 
     __slots__ = ()
 
     @property
+    @abstractmethod
     def ids(self) -> Sequence[str]:
         """The rollouts that it is about; operations that are done together have none in common."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def together(cls, connection: Connection, joint: Sequence[Any]) -> list[T | Exception]:
         """Each one's result, or the error with which it failed alone, having written nothing. What it raises concerns
         all of them: then each has to be done by itself."""
-        raise NotImplementedError
 
     def __call__(self, connection: Connection) -> Any:
         (result,) = self.together(connection, [self])
