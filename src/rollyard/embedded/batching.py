@@ -19,8 +19,9 @@ Not thread-safe: the worker's thread owns it.
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from rollyard.embedded.prefixes import Kept, Prefixes
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from rollyard.embedded.sampling import Draw, Drawn
 
 Finish = Literal["stop", "length"]
+Kind = Literal["prompts", "tokens", "burst"]
+"""Of a step: with parts of prompts in it, one token for each sequence, or several."""
+
+KINDS: tuple[Kind, ...] = ("prompts", "tokens", "burst")
 
 MOST_BURST = 16  # tokens: what is worked on has room for so many
 
@@ -110,6 +115,9 @@ class Counts:
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    sampled_tokens: int = 0
+    steps: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    step_s: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
 
 
 class Batcher:
@@ -190,12 +198,21 @@ class Batcher:
     def step(self) -> list[Step]:
         from torch import inference_mode  # pyright: ignore[reportMissingImports]
 
+        started = time.monotonic()
         with inference_mode():
-            return self._step()
+            if not (chosen := self._choose()):
+                return []
+            has_prompts = any(len(piece.tokens) > 1 for _, piece in chosen)
+            count = self._burst_size(chosen)
+            found = self._burst(chosen, count) if count > 1 else self._single(chosen)
+        kind: Kind = "burst" if count > 1 else "prompts" if has_prompts else "tokens"
+        self.counts.steps[kind] += 1
+        self.counts.step_s[kind] += time.monotonic() - started
+        self.counts.sampled_tokens += len(found)
+        return found
 
-    def _step(self) -> list[Step]:
-        from rollyard.embedded.sampling import sample
-
+    def _choose(self) -> list[tuple[Job, Piece]]:
+        """Who takes part in this step, with what it computes."""
         chosen: list[tuple[Job, Piece]] = []
         budget = self.settings.chunk_tokens
         for job in list(self.running):
@@ -215,10 +232,11 @@ class Batcher:
                 break
             budget -= len(piece.tokens)
             chosen.append((job, piece))
-        if not chosen:
-            return []
-        if (count := self._burst_size(chosen)) > 1:
-            return self._burst(chosen, count)
+        return chosen
+
+    def _single(self, chosen: Sequence[tuple[Job, Piece]]) -> list[Step]:
+        from rollyard.embedded.sampling import sample
+
         logits = self.model.forward([piece for _, piece in chosen])
         ready = [job for job, piece in chosen if piece.wants_logits]
         if not ready:

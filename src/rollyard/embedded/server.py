@@ -297,6 +297,7 @@ class Engine:
             "vllm:num_preemptions_total": ("counter", counts.preemptions),
             "vllm:prefix_cache_queries_total": ("counter", counts.prompt_tokens),
             "vllm:prefix_cache_hits_total": ("counter", counts.cached_tokens),
+            "vllm:generation_tokens_total": ("counter", counts.sampled_tokens),
         }
         labels = f'{{engine="0",model_name="{self.name}"}}'
         lines = [f"# TYPE {name} {kind}\n{name}{labels} {value}\n" for name, (kind, value) in samples.items()]
@@ -304,6 +305,9 @@ class Engine:
             f'vllm:request_success_total{{engine="0",model_name="{self.name}",finished_reason="{reason}"}} {count}\n'
             for reason, count in self._desk.ended.items()
         ]
+        for name, by_kind in (("steps_total", counts.steps), ("step_seconds_total", counts.step_s)):
+            lines.append(f"# TYPE rollyard_engine_{name} counter\n")
+            lines += [f'rollyard_engine_{name}{{kind="{kind}"}} {value}\n' for kind, value in by_kind.items()]
         return web.Response(text="".join(lines), content_type="text/plain")
 
     def _routes(self) -> list[tuple[str, str, Handler]]:

@@ -69,6 +69,10 @@ def test_a_burst_is_as_long_as_the_one_that_may_have_least(module: Any):
     for request in (ask(prompt_of(5), 20), ask(prompt_of(9), 6)):
         batcher.add(request)
     assert sizes(batcher) == [2, 2 * 5, 8, 6]
+    assert batcher.counts.steps == {"prompts": 1, "tokens": 0, "burst": 3}
+    assert batcher.counts.sampled_tokens == 26
+    spent = batcher.counts.step_s
+    assert spent["prompts"] > 0 and spent["burst"] > 0 and spent["tokens"] == 0
 
 
 def test_a_stop_within_a_burst_ends_it_there_and_its_cache_is_good(module: Any):

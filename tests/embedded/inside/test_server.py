@@ -197,7 +197,11 @@ async def test_the_next_turn_finds_the_prefix_and_the_load_is_told():
         await streaming.task
         async with aiohttp.ClientSession() as session, session.get(engine.url + "/metrics") as reply:
             text = await reply.text()
-        assert 'vllm:prefix_cache_hits_total{engine="0",model_name="local"}' in text
+        told = {name: float(value) for name, value in (line.split() for line in text.splitlines() if line[0] != "#")}
+        assert told['vllm:prefix_cache_hits_total{engine="0",model_name="local"}'] >= 61
+        assert told['vllm:generation_tokens_total{engine="0",model_name="local"}'] >= 12 + 4 + 1
+        assert told['rollyard_engine_steps_total{kind="prompts"}'] >= 3
+        assert told['rollyard_engine_step_seconds_total{kind="tokens"}'] > 0
 
 
 async def test_what_would_not_be_obeyed_is_refused():
