@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollyard.embedded.batching import Batcher, Request, Settings, Step
+from rollyard.embedded.bursts import advance
 from rollyard.embedded.graphs import Graphs
 from rollyard.embedded.model import Model
 from rollyard.embedded.paged import BLOCK_TOKENS
@@ -73,6 +75,31 @@ def test_a_burst_is_as_long_as_the_one_that_may_have_least(module: Any):
     assert batcher.counts.sampled_tokens == 26
     spent = batcher.counts.step_s
     assert spent["prompts"] > 0 and spent["burst"] > 0 and spent["tokens"] == 0
+
+
+class Blind(TorchDispatchMode):
+    """As a GPU while it records: whoever wants to know a number, or a size that depends on one, fails."""
+
+    LOOKS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in self.LOOKS, f"{func} looks at a number"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_burst_can_be_recorded_since_it_looks_at_no_number(module: Any, monkeypatch: pytest.MonkeyPatch):
+    recorded: list[Any] = []
+
+    def blindly(rows: Any, run: Any) -> None:
+        with Blind():
+            advance(rows, run)
+        recorded.append(rows)
+
+    monkeypatch.setattr("rollyard.embedded.paged.advance", blindly)
+    (steps,) = run(paged(module, 8), [ask(prompt_of(5), 20)])
+    assert len(steps) == 20 and recorded
+    with pytest.raises(AssertionError, match="looks at a number"), Blind():
+        torch.ones(3)[torch.tensor([True, False, True])].sum().item()
 
 
 def test_a_stop_within_a_burst_ends_it_there_and_its_cache_is_good(module: Any):
