@@ -109,6 +109,20 @@ async def test_it_is_built_once_however_many_ask(python: PortablePython, caplog:
     assert not caplog.records
 
 
+def test_what_somebody_cleaned_away_is_compiled_again_and_everybody_may_read_it(tmp_path: Path) -> None:
+    """pip remembers what it compiled, whether that is still there or not."""
+    parts = module._Parts.found()
+    compiled = [name for name in parts.files if name.endswith(".pyc") and "/IPython/" in name]
+    parts.files.update((name, tmp_path / "gone" / name) for name in compiled)
+    before = os.umask(0o077)
+    try:
+        module._build(parts, tmp_path / "built")
+    finally:
+        os.umask(before)
+    made = [path for path in (tmp_path / "built").rglob("*.pyc") if "IPython" in path.parts]
+    assert made and {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o644}
+
+
 def test_one_that_does_not_run_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TRIAL", "raise SystemExit('this machine is odd')")
     with pytest.raises(SandboxStartFailed, match="this machine is odd"):

@@ -217,6 +217,8 @@ def _build(parts: _Parts, folder: Path) -> None:
         made: set[Path] = set()
         for name, path in {**parts.files, "ld.so": parts.loader}.items():
             target = building / name
+            if target.suffix == ".pyc" and not path.exists():
+                continue  # pip remembers it, and somebody has cleaned up: it is compiled below
             if target.parent not in made:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 made.add(target.parent)
@@ -232,8 +234,11 @@ def _build(parts: _Parts, folder: Path) -> None:
         _run([*python.argv, "-I", "-m", "compileall", "-q", "-s", str(building), "-p", INSIDE, library], may_fail=True)
         has_package = PACKAGE if PACKAGE in parts.packages else ""
         _run([*python.argv, "-I", "-c", _TRIAL, str(building), has_package])
-        for above, _, _ in os.walk(building):
+        for above, _, names in os.walk(building):
             Path(above).chmod(0o755)
+            for name in names:
+                if name.endswith(".pyc"):  # of those just compiled, our umask chose who may read them
+                    Path(above, name).chmod(0o644)
         building.rename(folder)
     except OSError as error:
         raise SandboxStartFailed(f"our own Python could not be built: {error}", step="python") from error
