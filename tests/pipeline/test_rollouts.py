@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from rollyard.core.failure import Gone, JudgeUnreachable, QueueFull
 from rollyard.engines import EngineSpec, Kind, RouterSettings
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
-from rollyard.pipeline import Handler
+from rollyard.pipeline import Handler, stages
 from rollyard.testing.script import FolderTokenizer, Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
@@ -205,6 +206,27 @@ async def test_a_sandbox_that_is_killed_from_outside_costs_an_attempt_not_a_rewa
         assert [entry.code for entry in lost] == ["sandbox_lost"]
         await yard.yard.cancel(rollout_id)
         await yard.ended(rollout_id)
+
+
+async def test_a_sandbox_that_ends_before_the_agent_has_begun_is_nobodys_doing_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    open_tools, opened = stages._open_tools, list[object]()
+
+    async def ending_the_first(kit: stages.Kit, *others: Any) -> None:
+        opened.append(kit)
+        if len(opened) == 1 and kit.sandbox is not None:
+            await kit.sandbox.exec("kill -9 -1", timeout_s=10.0)
+            await kit.sandbox.exec("sleep 10", timeout_s=10.0)
+        await open_tools(kit, *others)
+
+    monkeypatch.setattr(stages, "_open_tools", ending_the_first)
+    async with site(tmp_path, DO_IT) as yard:
+        rollout = await yard.rolled(shell_task())
+        assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
+        assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "init")]
+        assert "before the agent had begun" in rollout.lost[0].detail
+        yard.nothing_left()
 
 
 async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score_and_no_evaluation(tmp_path: Path):

@@ -1,11 +1,13 @@
-"""What a service ignores, because of how it was started, is not ignored inside."""
+"""What a service ignores, because of how it was started, is not ignored inside; a job's end is not their doing."""
 
+import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, SandboxSpec
+from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, SandboxSpec
 
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 
@@ -23,3 +25,18 @@ async def test_nothing_is_ignored_inside_though_the_service_was_started_in_the_b
         for number, handler in before.items():
             signal.signal(number, handler)
     assert int(done.stdout.split()[1], 16) & sum(1 << (number - 1) for number in IGNORED) == 0
+
+
+@pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime])
+async def test_the_end_of_a_job_is_not_the_doing_of_what_runs_in_it(
+    kind: type[BubblewrapRuntime] | type[ApptainerRuntime], tmp_path: Path
+):
+    """A batch system sends SIGTERM to every process of a job that it takes back, the runtimes' own among them."""
+    if kind is ApptainerRuntime and shutil.which("apptainer") is None:
+        pytest.skip("apptainer is not installed")
+    async with kind(root=tmp_path / "root") as runtime:
+        sandbox = await runtime.start(SandboxSpec(), lease_s=60)
+        (first,) = Path(f"/proc/{sandbox.pid}/task/{sandbox.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert (await sandbox.ended()).reason == "lost"
+        await sandbox.kill()

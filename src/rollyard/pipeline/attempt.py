@@ -30,7 +30,14 @@ from rollyard.core import (
     Summary,
     Timings,
 )
-from rollyard.core.failure import EvalDeadline, InternalError, PolicyFailure, SandboxLost, SandboxStuck
+from rollyard.core.failure import (
+    EvalDeadline,
+    InternalError,
+    PolicyFailure,
+    SandboxEndedByPolicy,
+    SandboxLost,
+    SandboxStuck,
+)
 from rollyard.engines.seats import Seat
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
@@ -172,6 +179,8 @@ class Attempt:
             progress.mark("ready")
             self._move(State.READY)
             yard.ready += 1
+        except SandboxEndedByPolicy as error:  # which has not said a word yet
+            raise SandboxLost(f"it ended before the agent had begun: {error.detail}") from error
         finally:
             yard.init_pool.release()
         sandbox, lease = self._kit.sandbox, self._kit.lease

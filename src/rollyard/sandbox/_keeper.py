@@ -151,7 +151,8 @@ class Keeper:
             case "ended":
                 status = message["status"]
                 # Nothing inside can reach bwrap's own process, or squashfuse: a signal to it came from the host.
-                reason = "lost" if status < 0 or message["which"] else "ended_inside"
+                is_outside = status < 0 or message["which"] or status in _OF_THE_JOB
+                reason = "lost" if is_outside else "ended_inside"
                 what = "what holds its image" if message["which"] else "its first process"
                 self._end = self._end or SandboxEnd(reason, f"{what} ended with status {status}")
             case _:
@@ -232,6 +233,10 @@ def pid_of(pidfd: int) -> int:
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
 
+
+_OF_THE_JOB = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGCONT, signal.SIGTERM)}
+"""What a batch system or a terminal sends to every process of a job, as apptainer's own process tells it. Of an agent
+that does it to itself it cannot be told apart: it is tried again, for no reward may come of a job's end."""
 
 _POLICYS: dict[str, type[RollyardError]] = {
     "ended_inside": SandboxEndedByPolicy,
