@@ -1,5 +1,6 @@
 """What a service ignores, because of how it was started, is not ignored inside; a job's end is not their doing."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollyard.core.failure import SandboxEndedByPolicy
 from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, SandboxSpec
 
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
@@ -39,4 +41,13 @@ async def test_the_end_of_a_job_is_not_the_doing_of_what_runs_in_it(
         (first,) = Path(f"/proc/{sandbox.pid}/task/{sandbox.pid}/children").read_text().split()
         os.kill(int(first), signal.SIGTERM)
         assert (await sandbox.ended()).reason == "lost"
+        await sandbox.kill()
+
+
+async def test_an_agent_that_ends_itself_by_a_jobs_signal_did_it_where_that_can_be_told(tmp_path: Path):
+    async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
+        sandbox = await runtime.start(SandboxSpec(), lease_s=60)
+        with contextlib.suppress(SandboxEndedByPolicy):  # it may end before it has answered
+            await sandbox.exec("kill -TERM -1", timeout_s=10)
+        assert (await sandbox.ended()).reason == "ended_inside"
         await sandbox.kill()

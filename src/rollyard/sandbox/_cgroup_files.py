@@ -125,10 +125,8 @@ def folders_named(mount: str, name: str) -> list[str]:
         for entry in folders_in(folder):
             (found if entry == name else ahead).append(os.path.join(folder, entry))
     log.warning(
-        "%s has more than %d groups: what an earlier process left under the name %s may be among those not looked at",
-        mount,
-        MAX_WALKED,
-        name,
+        "there are too many control groups to look at all of them: what an earlier process left may be among the rest",
+        extra={"mount": mount, "looked_at": MAX_WALKED, "group": name},
     )
     return found
 

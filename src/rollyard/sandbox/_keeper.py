@@ -14,7 +14,7 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rollyard.core.failure import (
@@ -54,7 +54,9 @@ class Job:
 class Keeper:
     """Made before the start request is posted: `remote_fds` go with it, then `sent()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, outside_statuses: Collection[int] = ()) -> None:
+        """`outside_statuses`: those that its runtime's own process also has when a signal from the host ended it."""
+        self._outside_statuses = outside_statuses
         self._loop = asyncio.get_running_loop()
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -151,7 +153,7 @@ class Keeper:
             case "ended":
                 status = message["status"]
                 # Nothing inside can reach bwrap's own process, or squashfuse: a signal to it came from the host.
-                is_outside = status < 0 or message["which"] or status in _OF_THE_JOB
+                is_outside = status < 0 or message["which"] or status in self._outside_statuses
                 reason = "lost" if is_outside else "ended_inside"
                 what = "what holds its image" if message["which"] else "its first process"
                 self._end = self._end or SandboxEnd(reason, f"{what} ended with status {status}")
@@ -233,10 +235,6 @@ def pid_of(pidfd: int) -> int:
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
 
-
-_OF_THE_JOB = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGCONT, signal.SIGTERM)}
-"""What a batch system or a terminal sends to every process of a job, as apptainer's own process tells it. Of an agent
-that does it to itself it cannot be told apart: it is tried again, for no reward may come of a job's end."""
 
 _POLICYS: dict[str, type[RollyardError]] = {
     "ended_inside": SandboxEndedByPolicy,

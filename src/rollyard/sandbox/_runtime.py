@@ -46,6 +46,7 @@ class LaunchedRuntime(ABC):
     is_isolated: ClassVar[bool]
     image_kinds: ClassVar[tuple[ImageKind, ...]] = ()
     is_killed_by_signal: ClassVar[bool] = True  # its namespace dies with the keeper, which we may signal
+    outside_statuses: ClassVar[frozenset[int]] = frozenset()  # see `Keeper`
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class LaunchedRuntime(ABC):
         if self._lock < 0:
             raise SandboxStartFailed("the runtime is closed")
         sandbox_id = new_id("sbx")
-        keeper = Keeper()
+        keeper = Keeper(self.outside_statuses)
         try:
             place, config = self._prepare(sandbox_id, spec)
         except BaseException:

@@ -12,6 +12,7 @@ unprivileged uid. Without an image the root is the host's /usr, as bubblewrap's.
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,11 @@ class ApptainerRuntime(NamespacedRuntime):
     name: ClassVar[str] = "apptainer"
     image_kinds: ClassVar[tuple[ImageKind, ...]] = ("sif", "folder")
     namespaces: ClassVar[int | None] = 1  # Apptainer's own; none for what runs inside
+    # A batch system sends these to every process of a job that it ends, and Apptainer's own passes them on. An agent
+    # that sends them to itself cannot be told apart, and is tried again: no reward may come of a job's end.
+    outside_statuses: ClassVar[frozenset[int]] = frozenset(
+        128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGCONT, signal.SIGTERM)
+    )
 
     async def __aenter__(self) -> Self:
         self._gates: dict[str | None, asyncio.Semaphore] = {}
