@@ -24,12 +24,14 @@ from rollyard.embedded.weights import find_model
 
 TRAIN = Path(__file__).with_name("train.py")
 END_S = 30.0
+SHARE = """where NVIDIA's MPS runs: so much of the GPU, at most, is for learning; without it the engine's many small
+kernels wait for the trainer's few large ones"""
 
 
 def main() -> int:
     args = options(sys.argv[1:])
     with running(args) as told:
-        return train([*told, *args.rest])
+        return train([*told, *args.rest], args.trainer_share)
 
 
 def options(given: Sequence[str]) -> argparse.Namespace:
@@ -44,6 +46,7 @@ def options(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", help="the engine's")
     parser.add_argument("--device", default="auto", help="the engine's")
     parser.add_argument("--tf32", action="store_true", help="the engine's")
+    parser.add_argument("--trainer-share", type=int, metavar="PERCENT", help=SHARE)
     parser.add_argument("--service-python", default=sys.executable, help="for a service in an environment of its own")
     parser.add_argument("rest", nargs="*", help="train.py's own, after --")
     return parser.parse_args(given)
@@ -78,9 +81,11 @@ def running(args: argparse.Namespace) -> Iterator[list[str]]:
             yield ["--model", str(folder), "--engine", url]
 
 
-def train(given: Sequence[str], stdout: int | None = None) -> int:
+def train(given: Sequence[str], share: int | None = None, stdout: int | None = None) -> int:
     command = [sys.executable, str(TRAIN), *given]
-    return subprocess.run(command, check=False, preexec_fn=_die_with_parent, stdout=stdout).returncode
+    more = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share), "CUDA_MPS_CLIENT_PRIORITY": "1"} if share else {}
+    done = subprocess.run(command, check=False, preexec_fn=_die_with_parent, stdout=stdout, env=os.environ | more)
+    return done.returncode
 
 
 @contextmanager

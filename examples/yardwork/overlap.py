@@ -40,7 +40,8 @@ def main() -> None:
     if args.out.exists():  # what is there is of other weights, or cut
         raise SystemExit(f"{args.out} is there already: give another --out, or delete it")
     found: dict[str, Any] = {}
-    with alone.running(alone.options(["--data", str(args.out / "service"), *services])) as told:
+    parts = alone.options(["--data", str(args.out / "service"), *services])
+    with alone.running(parts) as told:
         for latency_s in args.latency_s:
             for name, staleness in (("decoupled", 1), ("coupled", 0)):
                 out = args.out / f"{name}-{latency_s:g}"
@@ -49,7 +50,7 @@ def main() -> None:
                 fixed += ["--validate-every", 10 * args.steps, "--save-every", 10 * args.steps]
                 out.mkdir(parents=True)
                 with _Busy(out / "gpu.csv") as busy:
-                    if alone.train([*told, *map(str, fixed), *train], stdout=sys.stderr.fileno()):
+                    if alone.train([*told, *map(str, fixed), *train], parts.trainer_share, sys.stderr.fileno()):
                         raise SystemExit(f"{name} at {latency_s:g} s did not come to its end: see above")
                 found[f"{name}_{latency_s:g}"] = measured(out, args.skip, busy)
             pair = (found[f"{name}_{latency_s:g}"]["tokens_per_s"] for name in ("decoupled", "coupled"))

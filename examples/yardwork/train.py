@@ -108,7 +108,13 @@ class Training:
         latency = {"tool_latency_s": args.tool_latency_s}
         self.defaults: dict[str, Any] = {
             "sampling": {"temperature": 1.0, "max_tokens": 80},
-            "limits": {"max_turns": args.max_turns, "max_tokens": 320, "max_context": 1024, "run_s": 120.0},
+            "limits": {
+                "max_turns": args.max_turns,
+                "max_tokens": 320,
+                "max_context": 1024,
+                "run_s": 120.0,
+                "tool_s": 10.0,  # one that waits for a command without end holds up a whole evaluation
+            },
             "agent": {"name": "native", "options": self.agent | latency},
         }
         self.tasks = {"levels": args.levels, "families": args.families}

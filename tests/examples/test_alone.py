@@ -17,6 +17,7 @@ from tests.cli.test_demo_model import marked
 from tests.embedded.environment import environ, make_tiny_model
 from tests.trainers.environment import ROOT, trainer_python
 
+SHARE = ["--trainer-share", "30"]
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
@@ -29,7 +30,7 @@ def alone(model: Path, folder: Path) -> list[str]:
     places = ["--model", str(model), "--data", str(folder / "data"), "--service-python", sys.executable]
     trained = ["--out", str(folder / "out"), "--demonstrations", "4", "--test-tasks", "2", "--levels", "1"]
     program = str(ROOT / "examples" / "yardwork" / "alone.py")
-    return [str(trainer_python("local")), program, *places, "--device", "cpu", "--", *trained]
+    return [str(trainer_python("local")), program, *places, "--device", "cpu", *SHARE, "--", *trained]
 
 
 def test_an_engine_whose_port_is_taken_is_a_sentence(tiny: Path, tmp_path: Path):
@@ -53,6 +54,8 @@ def test_who_ends_it_ends_what_it_started(tiny: Path, tmp_path: Path, number: si
             assert process.stdout is not None
             assert process.stdout.readline().startswith(b"test raw"), (tmp_path / "errors").read_text()
             assert len(marked(mark)) >= 4  # itself, the engine, the service, the trainer
+            sharing = marked("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=30")
+            assert sharing and all("train.py" in one for one in sharing), "only the trainer has a share"
             process.send_signal(number)
             assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
             give_up = time.monotonic() + 60

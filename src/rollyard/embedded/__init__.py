@@ -9,7 +9,8 @@ conformance suite.
     paged.py      the same in blocks of one pool, in padded batches, as a GPU wants it
     graphs.py     what a GPU is told, recorded and played again
     bursts.py     several tokens for each sequence before anybody looks at one
-    kernels.py    a single token's attention over those blocks, as one Triton kernel
+    kernels.py    a single token's attention over those blocks, and rotary embeddings, as Triton kernels
+    fusing.py     one kernel in the place of several of transformers'
     adapters.py   LoRA adapters, added to the weights
     sampling.py   temperature, top_k, top_p, seeds, and the exact logprobs of what was sampled from
     batching.py   which sequences go into a step: joining, leaving, chunks of prompts, memory

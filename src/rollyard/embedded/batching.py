@@ -39,6 +39,7 @@ Kind = Literal["prompts", "tokens", "burst"]
 KINDS: tuple[Kind, ...] = ("prompts", "tokens", "burst")
 
 MOST_BURST = 16  # tokens: what is worked on has room for so many
+MANY = 4  # prompts are many when there is one for so many that run
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +281,7 @@ class Batcher:
             self._gathered = 1  # for whoever comes during the step that begins now
             return False
         self._gathered += 1
-        if self.running and len(self.waiting) * 8 < len(self.running) and self._gathered <= self._gather_steps:
+        if self.running and len(self.waiting) * MANY < len(self.running) and self._gathered <= self._gather_steps:
             return False
         self._gathered = 0
         return True

@@ -1,10 +1,11 @@
 # pyright: reportMissingImports=false
-"""One kernel of our own: a new token's key and value are stored, and it looks at all of its sequence, block by block.
+"""Kernels of our own, for what a small model's step is made of: many small things that a GPU is told one after another.
 
-In plain torch every step has to gather all keys and values of all rows, and tells the GPU many small things to do one
-after another, which is what a small model's step is made of. Triton comes with torch on Linux. Where it is not there,
-or gives other numbers (`Model.take_pool` tries), the plain way is taken. Sums are in float32, one block after another,
-so a row's result depends on nothing but itself.
+`attend_one`: a new token's key and value are stored, and it looks at all of its sequence, block by block. In plain
+torch every step has to gather all keys and values of all rows. `rotate`: rotary embeddings of queries and keys at once,
+where transformers tells ten things. Triton comes with torch on Linux. Where it is not there, or gives other numbers
+(`Model.take_pool` and `fusing.py` try), the plain way is taken. Sums are in float32 and in an order of their own, so a
+row's result depends on nothing but itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,27 @@ import triton.language as tl
 from torch import Tensor
 
 from rollyard.embedded.paged import BLOCK_TOKENS
+
+MEMBERS = 4  # queries of one program: more of them than that would not fit into its registers
+
+
+@triton.jit
+def _look(asked, some, given, is_seen, scale, most, total, mixed):
+    """One query looks at one block. Each place within a block keeps a sum of its own, so nothing has to be added up
+    across threads before the end."""
+    score = tl.where(is_seen, tl.sum(some * asked[None, :], 1) * scale, -1e30)
+    higher = tl.maximum(most, score)
+    share, fade = tl.where(is_seen, tl.exp(score - higher), 0.0), tl.exp(most - higher)
+    return higher, total * fade + share, mixed * fade[:, None] + given * share[:, None]
+
+
+@triton.jit
+def _finish(asked, new_key, new_value, scale, most, total, mixed):
+    """What the places have, and the new token itself, added up."""
+    own = tl.sum(asked * new_key, 0) * scale
+    top = tl.maximum(tl.max(most, 0), own)
+    weight, more = tl.exp(most - top), tl.exp(own - top)
+    return (tl.sum(mixed * weight[:, None], 0) + new_value * more) / (tl.sum(total * weight, 0) + more)
 
 
 @triton.jit
@@ -34,57 +56,68 @@ def _attend(
     kv_heads,
     table_width,
     groups,
-    key_size,
-    value_size,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
-    member, token = tl.arange(0, GROUPS), tl.arange(0, BLOCK)
-    k_at, v_at = tl.arange(0, KEY), tl.arange(0, VALUE)
-    is_key, is_value, is_member = k_at < key_size, v_at < value_size, member < groups
+    row, head, first_member = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COUNT
+    token, k_at, v_at = tl.arange(0, BLOCK), tl.arange(0, KEY), tl.arange(0, VALUE)
+    is_key, is_value = k_at < KEY_SIZE, v_at < VALUE_SIZE
     place = tl.load(places + row)
-    # The new token itself: stored for those that come after it, and the first that is looked at.
+    # The new token itself: stored for those that come after it. Programs of the same head store the same.
     own = row * kv_heads + head
-    new_key = tl.load(key + own * key_size + k_at, mask=is_key, other=0.0)
-    new_value = tl.load(value + own * value_size + v_at, mask=is_value, other=0.0)
+    new_key = tl.load(key + own * KEY_SIZE + k_at, mask=is_key, other=0.0)
+    new_value = tl.load(value + own * VALUE_SIZE + v_at, mask=is_value, other=0.0)
     home = (tl.load(table + row * table_width + place // BLOCK) * kv_heads + head) * BLOCK + place % BLOCK
-    tl.store(keys + home * key_size + k_at, new_key, mask=is_key)
-    tl.store(values + home * value_size + v_at, new_value, mask=is_value)
-    wanted = own * groups + member
-    asked = tl.load(
-        query + wanted[:, None] * key_size + k_at[None, :], mask=is_member[:, None] & is_key[None, :], other=0.0
-    ).to(tl.float32)
-    most = tl.sum(asked * new_key.to(tl.float32)[None, :], 1) * scale
-    total = tl.full((GROUPS,), 1.0, tl.float32)
-    mixed = tl.zeros((GROUPS, VALUE), tl.float32) + new_value.to(tl.float32)[None, :]
-    first = tl.maximum(place + 1 - window, 0) // BLOCK
-    for number in range(first, (place + BLOCK - 1) // BLOCK):
-        block = tl.load(table + row * table_width + number)
-        line = (block * kv_heads + head) * BLOCK + token
+    tl.store(keys + home * KEY_SIZE + k_at, new_key, mask=is_key)
+    tl.store(values + home * VALUE_SIZE + v_at, new_value, mask=is_value)
+    new_key, new_value = new_key.to(tl.float32), new_value.to(tl.float32)
+    # Where queries do not fill the last program, it takes the last of them more than once, and stores the same again.
+    m0, last = own * groups + first_member, own * groups + groups - 1
+    m1, m2, m3 = tl.minimum(m0 + 1, last), tl.minimum(m0 + 2, last), tl.minimum(m0 + 3, last)
+    q0 = tl.load(query + m0 * KEY_SIZE + k_at, mask=is_key, other=0.0).to(tl.float32)
+    q1 = tl.load(query + m1 * KEY_SIZE + k_at, mask=is_key, other=0.0).to(tl.float32)
+    q2 = tl.load(query + m2 * KEY_SIZE + k_at, mask=is_key, other=0.0).to(tl.float32)
+    q3 = tl.load(query + m3 * KEY_SIZE + k_at, mask=is_key, other=0.0).to(tl.float32)
+    most0 = tl.full((BLOCK,), -1e30, tl.float32)
+    most1, most2, most3 = most0, most0, most0
+    total0 = tl.zeros((BLOCK,), tl.float32)
+    total1, total2, total3 = total0, total0, total0
+    mixed0 = tl.zeros((BLOCK, VALUE), tl.float32)
+    mixed1, mixed2, mixed3 = mixed0, mixed0, mixed0
+    begin = tl.maximum(place + 1 - window, 0) // BLOCK
+    for number in range(begin, (place + BLOCK - 1) // BLOCK):
+        line = (tl.load(table + row * table_width + number) * kv_heads + head) * BLOCK + token
         column = number * BLOCK + token
         is_seen = (column < place) & (column > place - window)
         some = tl.load(
-            keys + line[:, None] * key_size + k_at[None, :], mask=is_seen[:, None] & is_key[None, :], other=0.0
+            keys + line[:, None] * KEY_SIZE + k_at[None, :], mask=is_seen[:, None] & is_key[None, :], other=0.0
         ).to(tl.float32)
-        score = tl.sum(asked[:, None, :] * some[None, :, :], 2) * scale
-        score = tl.where(is_seen[None, :], score, -1e30)
-        higher = tl.maximum(most, tl.max(score, 1))
-        share = tl.where(is_seen[None, :], tl.exp(score - higher[:, None]), 0.0)
-        fade = tl.exp(most - higher)
         given = tl.load(
-            values + line[:, None] * value_size + v_at[None, :], mask=is_seen[:, None] & is_value[None, :], other=0.0
+            values + line[:, None] * VALUE_SIZE + v_at[None, :], mask=is_seen[:, None] & is_value[None, :], other=0.0
         ).to(tl.float32)
-        mixed = mixed * fade[:, None] + tl.sum(share[:, :, None] * given[None, :, :], 1)
-        total = total * fade + tl.sum(share, 1)
-        most = higher
-    tl.store(
-        out + wanted[:, None] * value_size + v_at[None, :],
-        (mixed / total[:, None]).to(out.dtype.element_ty),
-        mask=is_member[:, None] & is_value[None, :],
-    )
+        most0, total0, mixed0 = _look(q0, some, given, is_seen, scale, most0, total0, mixed0)
+        if COUNT > 1:
+            most1, total1, mixed1 = _look(q1, some, given, is_seen, scale, most1, total1, mixed1)
+        if COUNT > 2:
+            most2, total2, mixed2 = _look(q2, some, given, is_seen, scale, most2, total2, mixed2)
+        if COUNT > 3:
+            most3, total3, mixed3 = _look(q3, some, given, is_seen, scale, most3, total3, mixed3)
+    kind = out.dtype.element_ty
+    made = _finish(q0, new_key, new_value, scale, most0, total0, mixed0)
+    tl.store(out + m0 * VALUE_SIZE + v_at, made.to(kind), mask=is_value)
+    if COUNT > 1:
+        made = _finish(q1, new_key, new_value, scale, most1, total1, mixed1)
+        tl.store(out + m1 * VALUE_SIZE + v_at, made.to(kind), mask=is_value)
+    if COUNT > 2:
+        made = _finish(q2, new_key, new_value, scale, most2, total2, mixed2)
+        tl.store(out + m2 * VALUE_SIZE + v_at, made.to(kind), mask=is_value)
+    if COUNT > 3:
+        made = _finish(q3, new_key, new_value, scale, most3, total3, mixed3)
+        tl.store(out + m3 * VALUE_SIZE + v_at, made.to(kind), mask=is_value)
 
 
 def attend_one(
@@ -101,8 +134,9 @@ def attend_one(
     kv_heads, value_size = new[1].shape[1], new[1].shape[-1]
     made = torch.empty((rows, heads, 1, value_size), dtype=query.dtype, device=query.device)
     groups = heads // kv_heads
+    count = min(groups, MEMBERS)
     launch: Any = _attend  # Triton's own way to be called
-    launch[(rows, kv_heads)](
+    launch[(rows, kv_heads, -(-groups // count))](
         query.contiguous(),
         new[0].contiguous(),
         new[1].contiguous(),
@@ -115,11 +149,48 @@ def attend_one(
         kv_heads,
         table.shape[1],
         groups,
-        size,
-        value_size,
-        BLOCK=BLOCK_TOKENS,
-        GROUPS=triton.next_power_of_2(groups),
+        KEY_SIZE=size,
+        VALUE_SIZE=value_size,
         KEY=triton.next_power_of_2(size),
         VALUE=triton.next_power_of_2(value_size),
+        BLOCK=BLOCK_TOKENS,
+        COUNT=count,
     )
     return made
+
+
+@triton.jit
+def _rotate(
+    query, key, cos, sin, new_query, new_key, tokens, heads, more_heads,
+    query_row, query_head, query_token, key_row, key_head, key_token, angle_row, angle_token,
+    SIZE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row, token, head = tl.program_id(0) // tokens, tl.program_id(0) % tokens, tl.program_id(1)
+    at = tl.arange(0, HALF)
+    is_one, half = at < SIZE // 2, SIZE // 2
+    angle = row * angle_row + token * angle_token + at
+    cos_a, cos_b = tl.load(cos + angle, mask=is_one), tl.load(cos + angle + half, mask=is_one)
+    sin_a, sin_b = tl.load(sin + angle, mask=is_one), tl.load(sin + angle + half, mask=is_one)
+    if head < heads:
+        source = query + row * query_row + head * query_head + token * query_token + at
+        target = new_query + ((row * heads + head) * tokens + token) * SIZE + at
+    else:
+        source = key + row * key_row + (head - heads) * key_head + token * key_token + at
+        target = new_key + ((row * more_heads + head - heads) * tokens + token) * SIZE + at
+    a, b = tl.load(source, mask=is_one), tl.load(source + half, mask=is_one)
+    tl.store(target, a * cos_a - b * sin_a, mask=is_one)
+    tl.store(target + half, b * cos_b + a * sin_b, mask=is_one)
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`query` and `key` are (rows, heads, tokens, size), `cos` and `sin` (rows or 1, tokens, size)."""
+    rows, heads, tokens, size = query.shape
+    made, more = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key))
+    cos, sin = cos.contiguous(), sin.contiguous()
+    launch: Any = _rotate
+    launch[(rows * tokens, heads + key.shape[1])](
+        query, key, cos, sin, made, more, tokens, heads, key.shape[1],
+        *query.stride()[:3], *key.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+        SIZE=size, HALF=triton.next_power_of_2(size // 2), num_warps=1,
+    )  # fmt: skip
+    return made, more

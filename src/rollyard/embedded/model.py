@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rollyard.embedded.adapters import Adapter, BadAdapter, is_adapter, read_adapter
 from rollyard.embedded.attention import NAME, Kv, Row, attention
+from rollyard.embedded.fusing import find_rotation, fuse_norms, fuse_rotations
 from rollyard.embedded.paged import BLOCK_TOKENS, Batches, LayerShape, PagedKv, Pool, find_kernel
 from rollyard.embedded.sampling import NO_NUMBERS, Draw, Drawn
 
@@ -143,7 +144,7 @@ class Model:
             raise Unsupported(f"there is no memory for a cache of {tokens} tokens: take a smaller one") from error
         kernel = find_kernel() if self.device.type == "cuda" else None
         if self.device.type == "cuda":
-            _fuse_norms(self._module)
+            self._fuse()
         self._batches = Batches(self._module, self._pool, self.device, kernel)
         try:
             self._compare()
@@ -154,6 +155,12 @@ class Model:
             self._batches = Batches(self._module, self._pool, self.device)
             self._compare()
         return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def _fuse(self) -> None:
+        fuse_norms(self._module)
+        sizes = {shape.key_size for shape in self._shapes.values()}
+        if (rotate := find_rotation()) and len(sizes) == 1:
+            fuse_rotations(self._module, sizes.pop(), rotate)
 
     def forget_numbers(self) -> None:
         """After weights that gave no numbers: none of what they left may be multiplied by zero."""
@@ -223,16 +230,6 @@ class Model:
             base = self._bases[name][0] if name in self._bases else known[name].clone()
             known[name].copy_(weights.added(name, base))
             self._bases[name] = (base, known[name]._version)
-
-
-def _fuse_norms(module: Any) -> None:
-    """One kernel for each norm of Llama's kind, where transformers has six. `_compare` sees whether it is the same."""
-    from torch.nn.functional import rms_norm
-
-    for norm in module.modules():
-        if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
-            shape, epsilon = tuple(norm.weight.shape), norm.variance_epsilon
-            norm.forward = lambda x, w=norm.weight, s=shape, e=epsilon: rms_norm(x, s, w, e)
 
 
 def _tolerance(logits: Tensor) -> float:

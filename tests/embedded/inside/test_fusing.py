@@ -1,0 +1,74 @@
+# pyright: reportMissingImports=false
+"""What is put in the place of transformers' own is used, and gives the same; where it would not, it is not put."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.llama import modeling_llama
+
+from rollyard.embedded.fusing import fuse_norms, fuse_rotations
+from tests.embedded.inside.parts import SHAPE, tiny
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+SIZE = {"llama": SHAPE["hidden_size"] // SHAPE["num_attention_heads"], "qwen3": 16}
+
+
+class Turn:
+    """Llama's rotation, and how often it was asked for."""
+
+    def __init__(self, sign: float = 1.0) -> None:
+        self.calls = 0
+        self._sign = sign
+
+    def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return modeling_llama.apply_rotary_pos_emb(query, key, cos, self._sign * sin)
+
+
+def logits(module: Any) -> Tensor:
+    with torch.inference_mode():
+        return module(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", SIZE)
+def test_rotations_are_ours_and_the_same(kind: str):
+    module = tiny(kind)
+    other, turn = copy.deepcopy(module), Turn()
+    assert fuse_rotations(module, SIZE[kind], turn) == SHAPE["num_hidden_layers"]
+    tried = turn.calls
+    assert torch.equal(logits(module), logits(other))
+    assert turn.calls == tried + SHAPE["num_hidden_layers"], "and only in the model that was given"
+
+
+def test_other_rotations_are_left_alone():
+    module = tiny()
+    before = logits(module)
+    assert fuse_rotations(module, SIZE["llama"], Turn(sign=-1.0)) == 0
+    assert torch.equal(logits(module), before)
+
+
+def test_a_kernel_that_fails_is_not_used(caplog: pytest.LogCaptureFixture):
+    def fail(*_: Tensor) -> Any:
+        raise RuntimeError("no compiler\nat all")
+
+    assert fuse_rotations(tiny(), SIZE["llama"], fail) == 0
+    assert "our kernel for rotations cannot be used here" in caplog.text
+
+
+def test_a_model_without_rotations_has_none():
+    plain = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+    assert fuse_rotations(plain, 8, Turn()) == 0
+
+
+def test_norms_are_the_same():
+    module = tiny()
+    before = logits(module)
+    fuse_norms(module)
+    assert all("forward" in vars(part) for part in module.modules() if type(part).__name__ == "LlamaRMSNorm")
+    torch.testing.assert_close(logits(module), before, rtol=0, atol=1e-4)

@@ -1,0 +1,82 @@
+# pyright: reportMissingImports=false
+"""Our kernels give what plain torch gives (by Triton's interpreter, which needs no GPU), and a GPU's compiler takes
+them. How fast they are is `rollyard bench engine`'s business."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from rollyard.embedded import kernels
+from rollyard.embedded.paged import BLOCK_TOKENS, LayerShape, Paged, Pool, paged_attention
+
+LENGTHS = (0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS - 1, 100)
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from rollyard.embedded import kernels
+
+def of(kernel, pointers, sizes):
+    kinds = {n: pointers.get(n, "constexpr" if n in sizes else "i32") for n in kernel.arg_names}
+    places = {(kernel.arg_names.index(n),): value for n, value in sizes.items()}
+    made = compile(ASTSource(kernel, kinds, places), target=GPUTarget("cuda", 90, 32))
+    return len(made.asm["cubin"])
+
+floats = dict.fromkeys(["query", "key", "value", "keys", "values", "out"], "*fp32")
+many = floats | {"table": "*i64", "places": "*i64", "scale": "fp32"}
+sizes = {"KEY_SIZE": 64, "VALUE_SIZE": 64, "KEY": 64, "VALUE": 64, "BLOCK": 32, "COUNT": 3}
+assert of(kernels._attend, many, sizes)
+floats = dict.fromkeys(["query", "key", "cos", "sin", "new_query", "new_key"], "*fp32")
+assert of(kernels._rotate, floats, {"SIZE": 64, "HALF": 32})
+"""
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "value_size", "window"),
+    [(9, 3, 64, 64, None), (4, 4, 16, 16, None), (8, 2, 24, 40, 40), (9, 3, 64, 64, 7), (14, 2, 16, 16, None)],
+)
+def test_a_new_token_looks_at_its_sequence(heads: int, kv_heads: int, size: int, value_size: int, window: int | None):
+    torch.manual_seed(0)
+    shape, device = LayerShape(kv_heads, size, value_size), torch.device("cpu")
+    blocks = [length // BLOCK_TOKENS + 1 for length in LENGTHS]
+    pools = [Pool({0: shape}, sum(blocks) + 1, torch.float32, device) for _ in range(2)]
+    for ours, theirs in zip(*(pool.layers[0] for pool in pools), strict=True):
+        theirs.copy_(ours.normal_())
+    table = torch.zeros(len(LENGTHS), max(blocks), dtype=torch.long)
+    for row, count in enumerate(blocks):
+        table[row, :count] = torch.arange(count) + 1 + sum(blocks[:row])
+    places, is_token = torch.tensor(LENGTHS)[:, None], torch.ones(len(LENGTHS), 1, dtype=torch.bool)
+    query, key = (torch.randn(len(LENGTHS), count, 1, size) for count in (heads, kv_heads))
+    value = torch.randn(len(LENGTHS), kv_heads, 1, value_size)
+    plain, fast = (
+        paged_attention(0, query, key, value, None, window, Paged(pool, table, places, is_token, kernel))
+        for pool, kernel in zip(pools, (None, kernels.attend_one), strict=True)
+    )
+    torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
+    for ours, theirs in zip(*(pool.layers[0] for pool in pools), strict=True):
+        assert torch.equal(ours, theirs), "what is new is stored"
+
+
+@pytest.mark.parametrize("size", [64, 24, 6])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_queries_and_keys_are_turned(size: int, rows: int):
+    torch.manual_seed(0)
+    query, key = (torch.randn(3, 5, heads, size).transpose(1, 2) for heads in (9, 3))
+    cos, sin = torch.randn(2, rows, 5, size)
+    for ours, theirs in zip(
+        kernels.rotate(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_compiler_for_gpus_takes_them(tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment)
