@@ -36,8 +36,8 @@ class Learner:
         return torch.optim.AdamW(self.lora.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
 
     def learn(self, rows: Sequence[dict[str, np.ndarray]], lr: float) -> tuple[float, list[torch.Tensor]]:
-        """One step of the optimizer. A row has `ids` and `mask`, and for RL `old` logprobs and an `advantage`. Returns
-        the norm of the gradient and each row's new logprobs."""
+        """One step of the optimizer. A row has `ids` and `mask`, and for RL `old` logprobs (NaN: those of now) and an
+        `advantage`. Returns the norm of the gradient and each row's new logprobs."""
         started = time.monotonic()
         tokens = float(sum(row["mask"][1:].sum() for row in rows))
         found: list[torch.Tensor | None] = [None] * len(rows)
@@ -49,7 +49,7 @@ class Learner:
                 device = logprobs.device
                 old = torch.tensor(np.concatenate([r["old"][1:][r["mask"][1:] == 1] for r in part]), device=device)
                 gain = torch.tensor([r["advantage"] for r in part], device=device).repeat_interleave(counts)
-                ratio, (low, high) = (logprobs.detach() - old).exp(), self.args.clip
+                ratio, (low, high) = (logprobs.detach() - old).exp().nan_to_num(1.0), self.args.clip
                 is_near = torch.where(gain > 0, ratio < 1 + high, ratio > 1 - low)
                 loss = -(is_near * ratio.clamp(max=self.args.cap) * gain * logprobs).sum() / tokens
             else:

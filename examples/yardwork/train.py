@@ -8,7 +8,8 @@
 2. RL. A draw hands out groups whose rewards differ (DAPO's dynamic sampling), advantages are GRPO's, the loss is a mean
    over tokens, each token's weight is its importance ratio, cut off at `--cap`, and a token that has come as far as
    `--clip` is left alone. While a batch is learned from, `--rounds` times, the next one is being sampled by the weights
-   before (`--max-staleness 1`); 0 takes turns instead.
+   before (`--max-staleness 1`); 0 takes turns instead. What is solved every time is in no such group, and a wrong use
+   of the same words elsewhere unteaches it: so some demonstrations are learned again with each batch (`--anchor`).
 
 Everything is in `--out`. Cut it anywhere, run it again, and it goes on from the last checkpoint: what is random depends
 on the seed and the step alone, and the draw is told which batches the checkpoint knows. `--minutes 8` cuts it.
@@ -74,6 +75,7 @@ def options() -> argparse.Namespace:
     add("--rise", type=int, default=5, help="steps over which it rises: Adam's first ones go as far for noise")
     add("--cap", type=float, default=2.0, help="of importance weights")
     add("--clip", type=float, nargs=2, default=(0.2, 0.28), help="a token's ratio is driven no further down, or up")
+    add("--anchor", type=float, default=0.25, help="demonstrations learned with rollouts: so many for each of these")
     add("--max-staleness", type=int, default=1, help="0: sampling and learning take turns")
     add("--tool-latency-s", type=float, default=0.0, help="each tool call takes so much longer (to measure)")
     add("--keep", default="spread", help="which groups are handed out: spread, or all")
@@ -103,6 +105,7 @@ class Training:
         self.learner = Learner(args)
         self.log = Log(args.out, has_tensorboard=args.tensorboard, wandb_project=args.wandb)
         self.spent: dict[str, float] = defaultdict(float)
+        self.anchors: list[dict[str, np.ndarray]] = []
         self.ends = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
         self.agent = {"schemas": False}  # what the tools are, it learns from the demonstrations
         latency = {"tool_latency_s": args.tool_latency_s}
@@ -256,6 +259,7 @@ class Training:
             seed=args.seed,
             epochs=1000,
         )
+        self.anchors = self.demonstrations() if args.anchor else []
         self.push(done)
         draw.rewind(batch=done, version=done)
         for step in range(done + 1, args.steps + 1):
@@ -306,7 +310,10 @@ class Training:
         ]
         parts = in_rounds(rows, f"{self.args.seed}/{step}", self.args.rounds, self.args.minibatches)
         lr = risen(self.args.lr, step, self.args.rise)
-        norms, logprobs = zip(*(self.learner.learn(part, lr) for part in parts), strict=True)
+        learned = (
+            self.learner.learn([*part, *self._anchors(f"{step}/{n}", len(part))], lr) for n, part in enumerate(parts)
+        )
+        norms, logprobs = zip(*learned, strict=True)
         records = [rollout.record for group in batch.groups for rollout in group.rollouts]
         timings = [record.timings or {} for record in records]
         return {
@@ -317,8 +324,14 @@ class Training:
             "tokens_trained": int(arrays["loss_mask"].sum()),
             "tokens_seen": int(sizes.sum()),
             "stages_s": {n: float(np.mean([t.get(n) or 0.0 for t in timings])) for n in ("init_s", "run_s", "eval_s")},
-            "by_lag": by_lag(parts[0], logprobs[0], step - 1),
+            "by_lag": by_lag(parts[0], logprobs[0][: len(parts[0])], step - 1),
         }
+
+    def _anchors(self, place: str, rollouts: int) -> list[dict[str, Any]]:
+        """Some demonstrations, as if they had just been sampled (`old` is no number) and were better than the rest."""
+        count = min(len(self.anchors), round(self.args.anchor * rollouts))
+        some = random.Random(f"{self.args.seed}/{place}").sample(self.anchors, count)
+        return [{**row, "old": np.full(len(row["ids"]), np.nan, np.float32), "advantage": 1.0} for row in some]
 
 
 def _name(out: Path) -> str:

@@ -29,12 +29,25 @@ from rollyard.cli._console import Trouble, plain
 from rollyard.cli._demo_view import Board, show_best, show_results
 from rollyard.cli.rig import service, stop
 from rollyard.client import AsyncClient, Record
-from rollyard.envs.yardwork import FAMILIES, YardworkEnvironment
+from rollyard.envs.yardwork import YardworkEnvironment
 
 SEED = 3
 """Of the held-out tasks. The reference trainer decides by those of seed 1 and reports those of seed 2."""
 
 LEVELS = (1, 2)
+
+FAMILIES = (
+    "find_content",
+    "find_size",
+    "find_name",
+    "chain",
+    "count_lines",
+    "count_matches",
+    "count_files",
+    "total",
+    "extremum",
+)
+"""What the adapter in the package was trained on (docs/results/learning.md)."""
 
 DEFAULTS: dict[str, Any] = {
     "sampling": {"max_tokens": 80},
@@ -104,6 +117,7 @@ def demo_tasks(count: int) -> list[dict[str, Any]]:
     size = len(LEVELS) * len(FAMILIES)
     rounds = -(-count // size)
     chosen = {"split": "held_out", "seed": str(SEED), "levels": f"{LEVELS[0]}-{LEVELS[-1]}", "rules": "trained"}
+    chosen["families"] = ",".join(FAMILIES)
     pool = [dict(task) for task in YardworkEnvironment().generate({**chosen, "count": str(rounds * size)})]
     # A step of about 0.4 of the whole, without a common divisor, visits everything once and jumps between families.
     step = next(step for step in range(int(0.41 * size), size) if math.gcd(step, size) == 1)

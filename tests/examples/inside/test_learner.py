@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from learner import Learner, has_saved, in_rounds, risen
 from log import Log, by_lag
+from train import Training
 
 from tests.embedded.inside.parts import prompt_of, tiny
 
@@ -49,6 +51,13 @@ def demonstrated(salt: int = 0) -> list[dict[str, Any]]:
     return [{"ids": row["ids"], "mask": row["mask"]} for row in rows(salt)]
 
 
+def anchored(salt: int = 0) -> list[dict[str, Any]]:
+    """Rollouts, and demonstrations as if they had just been sampled."""
+    nothing = [np.full(len(row["ids"]), np.nan, np.float32) for row in demonstrated(salt + 1)]
+    more = [{**row, "old": old, "advantage": 1.0} for row, old in zip(demonstrated(salt + 1), nothing, strict=True)]
+    return [*rows(salt), *more]
+
+
 def expected_norm(model: Path, batch: list[dict[str, Any]]) -> float:
     """Of the gradient, with a row at a time and every token in its place."""
     mine = learner(model)
@@ -58,7 +67,8 @@ def expected_norm(model: Path, batch: list[dict[str, Any]]) -> float:
         logprobs = mine.lora.logits(mine.lora.hidden(ids))[0].log_softmax(-1)
         for at in np.flatnonzero(row["mask"]):
             one = logprobs[at - 1, int(row["ids"][at])]
-            ratio = float((one.detach() - float(row["old"][at])).exp()) if "old" in row else 1.0
+            old = float(row["old"][at]) if "old" in row else math.nan
+            ratio = 1.0 if math.isnan(old) else float((one.detach() - old).exp())
             gain = float(row.get("advantage", 1.0))
             if (ratio > 1 - LOW) if gain < 0 else (ratio < 1 + HIGH):  # else it has come far enough
                 total = total - min(ratio, CAP) * gain * one
@@ -67,12 +77,12 @@ def expected_norm(model: Path, batch: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.parametrize("micro_tokens", [4096, 64, 1])
-@pytest.mark.parametrize("make", [rows, demonstrated])
+@pytest.mark.parametrize("make", [rows, demonstrated, anchored])
 def test_the_loss_is_a_mean_over_tokens_with_weights_that_are_cut_off(model: Path, make: Any, micro_tokens: int):
     norm, logprobs = learner(model, micro_tokens).learn(make(), 1e-3)
     assert norm == pytest.approx(expected_norm(model, make()), rel=1e-4)
     whole = learner(model).learn(make(), 1e-3)[1]
-    assert [len(one) for one in logprobs] == [5] * 5
+    assert [len(one) for one in logprobs] == [5] * len(make())
     torch.testing.assert_close(logprobs, whole, atol=1e-4, rtol=1e-4)
 
 
@@ -194,6 +204,18 @@ def test_each_round_learns_from_every_row_once_in_another_order():
     assert all(sorted(one) == list(range(10)) for one in rounds)
     assert len({tuple(one) for one in rounds}) == 3
     assert in_rounds(range(10), "7/3", 3, 4) == parts, "the same after a cut"
+
+
+def test_demonstrations_come_along_so_many_for_each_rollout_and_the_same_ones_again():
+    training = object.__new__(Training)
+    training.args, training.anchors = Namespace(anchor=0.25, seed=3), demonstrated() + demonstrated(1)
+    first, again, other = (training._anchors(place, 16) for place in ("7/0", "7/0", "7/1"))
+    assert len(first) == 4 and all(row["advantage"] == 1.0 and np.isnan(row["old"]).all() for row in first)
+    places = [[row["ids"].tolist() for row in some] for some in (first, again, other)]
+    assert places[0] == places[1] != places[2]
+    assert len(training._anchors("7/0", 400)) == 10, "each of them once"
+    training.args.anchor = 0.0
+    assert training._anchors("7/0", 16) == []
 
 
 def test_the_rate_rises_to_what_was_asked_for_and_stays():
