@@ -24,8 +24,8 @@ from rollyard.embedded.weights import find_model
 
 TRAIN = Path(__file__).with_name("train.py")
 END_S = 30.0
-SHARE = """where NVIDIA's MPS runs: so much of the GPU, at most, is for learning; without it the engine's many small
-kernels wait for the trainer's few large ones"""
+SHARE = """where NVIDIA's MPS runs: the trainer has no more than that of the GPU, and the lower priority; else the
+engine's many small kernels wait for its few large ones"""
 
 
 def main() -> int:
@@ -46,7 +46,7 @@ def options(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", help="the engine's")
     parser.add_argument("--device", default="auto", help="the engine's")
     parser.add_argument("--tf32", action="store_true", help="the engine's")
-    parser.add_argument("--trainer-share", type=int, metavar="PERCENT", help=SHARE)
+    parser.add_argument("--trainer-share", type=int, choices=range(1, 101), metavar="PERCENT", help=SHARE)
     parser.add_argument("--service-python", default=sys.executable, help="for a service in an environment of its own")
     parser.add_argument("rest", nargs="*", help="train.py's own, after --")
     return parser.parse_args(given)
@@ -83,6 +83,8 @@ def running(args: argparse.Namespace) -> Iterator[list[str]]:
 
 def train(given: Sequence[str], share: int | None = None, stdout: int | None = None) -> int:
     command = [sys.executable, str(TRAIN), *given]
+    if share and not Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).exists():
+        print("--trainer-share does nothing here: MPS does not run (nvidia-cuda-mps-control -d)", file=sys.stderr)
     more = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share), "CUDA_MPS_CLIENT_PRIORITY": "1"} if share else {}
     done = subprocess.run(command, check=False, preexec_fn=_die_with_parent, stdout=stdout, env=os.environ | more)
     return done.returncode

@@ -49,7 +49,8 @@ class Learner:
                 device = logprobs.device
                 old = torch.tensor(np.concatenate([r["old"][1:][r["mask"][1:] == 1] for r in part]), device=device)
                 gain = torch.tensor([r["advantage"] for r in part], device=device).repeat_interleave(counts)
-                ratio, (low, high) = (logprobs.detach() - old).exp().nan_to_num(1.0), self.args.clip
+                old = torch.where(old.isnan(), logprobs.detach(), old)
+                ratio, (low, high) = (logprobs.detach() - old).exp(), self.args.clip
                 is_near = torch.where(gain > 0, ratio < 1 + high, ratio > 1 - low)
                 loss = -(is_near * ratio.clamp(max=self.args.cap) * gain * logprobs).sum() / tokens
             else:
@@ -121,6 +122,12 @@ def in_rounds(rows: Sequence[Any], seed: str, rounds: int, minibatches: int) -> 
     chance, size = random.Random(seed), -(-len(rows) // minibatches)
     orders = [chance.sample(rows, len(rows)) for _ in range(rounds)]
     return [order[start : start + size] for order in orders for start in range(0, len(rows), size)]
+
+
+def anchors(rows: Sequence[dict[str, np.ndarray]], seed: str, count: int) -> list[dict[str, Any]]:
+    """Some demonstrations, as if they had just been sampled (`old` is no number) and were better than the rest."""
+    some = random.Random(seed).sample(rows, min(len(rows), count))
+    return [{**row, "old": np.full(len(row["ids"]), np.nan, np.float32), "advantage": 1.0} for row in some]
 
 
 def risen(lr: float, step: int, rise: int) -> float:

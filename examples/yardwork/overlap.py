@@ -46,7 +46,7 @@ def main() -> None:
             for name, staleness in (("decoupled", 1), ("coupled", 0)):
                 out = args.out / f"{name}-{latency_s:g}"
                 fixed = ["--out", out, "--start", args.start, "--steps", args.steps, "--test-tasks", 0]
-                fixed += ["--tool-latency-s", latency_s, "--max-staleness", staleness]
+                fixed += ["--tool-latency-s", latency_s, "--max-staleness", staleness, "--anchor", 0]
                 fixed += ["--validate-every", 10 * args.steps, "--save-every", 10 * args.steps]
                 out.mkdir(parents=True)
                 with _Busy(out / "gpu.csv") as busy:

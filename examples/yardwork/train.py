@@ -8,8 +8,8 @@
 2. RL. A draw hands out groups whose rewards differ (DAPO's dynamic sampling), advantages are GRPO's, the loss is a mean
    over tokens, each token's weight is its importance ratio, cut off at `--cap`, and a token that has come as far as
    `--clip` is left alone. While a batch is learned from, `--rounds` times, the next one is being sampled by the weights
-   before (`--max-staleness 1`); 0 takes turns instead. What is solved every time is in no such group, and a wrong use
-   of the same words elsewhere unteaches it: so some demonstrations are learned again with each batch (`--anchor`).
+   before (`--max-staleness 1`); 0 takes turns instead. What is nearly always solved is in few of such
+   groups, and wrong uses of its words elsewhere unteach it: so some demonstrations are learned along (`--anchor`).
 
 Everything is in `--out`. Cut it anywhere, run it again, and it goes on from the last checkpoint: what is random depends
 on the seed and the step alone, and the draw is told which batches the checkpoint knows. `--minutes 8` cuts it.
@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner import Learner, has_saved, in_rounds, risen
+from learner import Learner, anchors, has_saved, in_rounds, risen
 from log import Log, by_lag
 
 import rollyard
@@ -56,7 +56,7 @@ def options() -> argparse.Namespace:
     add("--bf16", action="store_true", help="compute in bfloat16, if the device can; weights stay float32")
     add("--levels", default="1-2", help="of the tasks, in training and in testing")
     add("--families", default="all")
-    add("--start", type=Path, help="an adapter to begin RL with, instead of a warm start")
+    add("--start", type=Path, help="an adapter to begin RL with, instead of a warm start, and without demonstrations")
     add("--rank", type=int, default=8)
     add("--micro-tokens", type=int, default=32768, help="in one forward pass")
     add("--demonstrations", type=int, default=512)
@@ -75,7 +75,7 @@ def options() -> argparse.Namespace:
     add("--rise", type=int, default=5, help="steps over which it rises: Adam's first ones go as far for noise")
     add("--cap", type=float, default=2.0, help="of importance weights")
     add("--clip", type=float, nargs=2, default=(0.2, 0.28), help="a token's ratio is driven no further down, or up")
-    add("--anchor", type=float, default=0.25, help="demonstrations learned with rollouts: so many for each of these")
+    add("--anchor", type=float, default=0.125, help="demonstrations learned again for each rollout: one for eight")
     add("--max-staleness", type=int, default=1, help="0: sampling and learning take turns")
     add("--tool-latency-s", type=float, default=0.0, help="each tool call takes so much longer (to measure)")
     add("--keep", default="spread", help="which groups are handed out: spread, or all")
@@ -259,7 +259,7 @@ class Training:
             seed=args.seed,
             epochs=1000,
         )
-        self.anchors = self.demonstrations() if args.anchor else []
+        self.anchors = self.demonstrations() if args.anchor and not args.start else []
         self.push(done)
         draw.rewind(batch=done, version=done)
         for step in range(done + 1, args.steps + 1):
@@ -297,6 +297,7 @@ class Training:
 
     def _learn(self, batch: Any, step: int) -> dict[str, Any]:
         arrays = collate(batch.groups, advantages="grpo")
+        assert np.isfinite(arrays["logprobs"]).all(), "a token without a logprob"
         sizes = arrays["attention_mask"].sum(1)
         rows = [
             {
@@ -310,9 +311,12 @@ class Training:
         ]
         parts = in_rounds(rows, f"{self.args.seed}/{step}", self.args.rounds, self.args.minibatches)
         lr = risen(self.args.lr, step, self.args.rise)
-        learned = (
-            self.learner.learn([*part, *self._anchors(f"{step}/{n}", len(part))], lr) for n, part in enumerate(parts)
-        )
+        places = [f"{self.args.seed}/{step}/{number}" for number in range(len(parts))]
+        more = [
+            anchors(self.anchors, place, round(self.args.anchor * len(part)))
+            for place, part in zip(places, parts, strict=True)
+        ]
+        learned = (self.learner.learn([*part, *some], lr) for part, some in zip(parts, more, strict=True))
         norms, logprobs = zip(*learned, strict=True)
         records = [rollout.record for group in batch.groups for rollout in group.rollouts]
         timings = [record.timings or {} for record in records]
@@ -326,12 +330,6 @@ class Training:
             "stages_s": {n: float(np.mean([t.get(n) or 0.0 for t in timings])) for n in ("init_s", "run_s", "eval_s")},
             "by_lag": by_lag(parts[0], logprobs[0][: len(parts[0])], step - 1),
         }
-
-    def _anchors(self, place: str, rollouts: int) -> list[dict[str, Any]]:
-        """Some demonstrations, as if they had just been sampled (`old` is no number) and were better than the rest."""
-        count = min(len(self.anchors), round(self.args.anchor * rollouts))
-        some = random.Random(f"{self.args.seed}/{place}").sample(self.anchors, count)
-        return [{**row, "old": np.full(len(row["ids"]), np.nan, np.float32), "advantage": 1.0} for row in some]
 
 
 def _name(out: Path) -> str:

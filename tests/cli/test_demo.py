@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.cli import main
-from rollyard.cli._demo_model import FAMILIES, demo_tasks
+from rollyard.cli._demo_model import TRAINED, demo_tasks
 from rollyard.embedded.weights import weights_digest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,12 +90,12 @@ def test_wrong_usage_is_one_line(options: list[str], says: str, capsys: pytest.C
 def test_the_tasks_are_held_out_and_spread_over_families_and_levels():
     data = [task["data"] for task in demo_tasks(12)]
     assert {one["split"] for one in data} == {"held_out"}
-    assert {one["family"] for one in data[: len(FAMILIES)]} == set(FAMILIES)
+    assert {one["family"] for one in data[: len(TRAINED)]} == set(TRAINED)
     levels = [one["level"] for one in data]
     assert set(levels) == {1, 2} and min(levels.count(1), levels.count(2)) >= 4
-    everything = [json.dumps(task) for task in demo_tasks(2 * len(FAMILIES) + 5)]
+    everything = [json.dumps(task) for task in demo_tasks(2 * len(TRAINED) + 5)]
     assert len(set(everything)) == len(everything)
-    assert {task["data"]["family"] for task in demo_tasks(2 * len(FAMILIES))} == set(FAMILIES)
+    assert {task["data"]["family"] for task in demo_tasks(2 * len(TRAINED))} == set(TRAINED)
     assert demo_tasks(5) == demo_tasks(12)[:5]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ from tests.cli.test_demo_model import marked
 from tests.embedded.environment import environ, make_tiny_model
 from tests.trainers.environment import ROOT, trainer_python
 
-SHARE = ["--trainer-share", "30"]
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
@@ -30,7 +30,7 @@ def alone(model: Path, folder: Path) -> list[str]:
     places = ["--model", str(model), "--data", str(folder / "data"), "--service-python", sys.executable]
     trained = ["--out", str(folder / "out"), "--demonstrations", "4", "--test-tasks", "2", "--levels", "1"]
     program = str(ROOT / "examples" / "yardwork" / "alone.py")
-    return [str(trainer_python("local")), program, *places, "--device", "cpu", *SHARE, "--", *trained]
+    return [str(trainer_python("local")), program, *places, "--device", "cpu", "--", *trained]
 
 
 def test_an_engine_whose_port_is_taken_is_a_sentence(tiny: Path, tmp_path: Path):
@@ -40,6 +40,26 @@ def test_an_engine_whose_port_is_taken_is_a_sentence(tiny: Path, tmp_path: Path)
         done = subprocess.run(alone(tiny, tmp_path), env=environ(tmp_path), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "rollyard engine ended with 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_share_of_the_gpu_is_the_trainers_alone(tmp_path: Path):
+    """`train.py` is a script here that tells its environment; there is no MPS, which is said."""
+    script = tmp_path / "train.py"
+    script.write_text("import os; print({n: v for n, v in os.environ.items() if 'CUDA_MPS' in n})")
+    program = (
+        f"import alone, pathlib; alone.TRAIN = pathlib.Path({str(script)!r}); alone.train([], 30); alone.train([])"
+    )
+    folder = str(ROOT / "examples" / "yardwork")
+    environment = {**environ(tmp_path), "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "none")}
+    environment["PYTHONPATH"] += f":{folder}"
+    command = [str(trainer_python("local")), "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    first, second = map(ast.literal_eval, done.stdout.splitlines())
+    assert first.items() - second.items() == {
+        ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "30"),
+        ("CUDA_MPS_CLIENT_PRIORITY", "1"),
+    }
+    assert "--trainer-share does nothing here" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -54,8 +74,6 @@ def test_who_ends_it_ends_what_it_started(tiny: Path, tmp_path: Path, number: si
             assert process.stdout is not None
             assert process.stdout.readline().startswith(b"test raw"), (tmp_path / "errors").read_text()
             assert len(marked(mark)) >= 4  # itself, the engine, the service, the trainer
-            sharing = marked("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=30")
-            assert sharing and all("train.py" in one for one in sharing), "only the trainer has a share"
             process.send_signal(number)
             assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
             give_up = time.monotonic() + 60

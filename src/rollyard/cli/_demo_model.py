@@ -36,7 +36,7 @@ SEED = 3
 
 LEVELS = (1, 2)
 
-FAMILIES = (
+TRAINED = (
     "find_content",
     "find_size",
     "find_name",
@@ -114,10 +114,10 @@ class Played:
 
 def demo_tasks(count: int) -> list[dict[str, Any]]:
     """Held-out tasks, spread over families and levels; the first ones of more are the same."""
-    size = len(LEVELS) * len(FAMILIES)
+    size = len(LEVELS) * len(TRAINED)
     rounds = -(-count // size)
     chosen = {"split": "held_out", "seed": str(SEED), "levels": f"{LEVELS[0]}-{LEVELS[-1]}", "rules": "trained"}
-    chosen["families"] = ",".join(FAMILIES)
+    chosen["families"] = ",".join(TRAINED)
     pool = [dict(task) for task in YardworkEnvironment().generate({**chosen, "count": str(rounds * size)})]
     # A step of about 0.4 of the whole, without a common divisor, visits everything once and jumps between families.
     step = next(step for step in range(int(0.41 * size), size) if math.gcd(step, size) == 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,11 @@ import torch
 log = logging.getLogger("rollyard.embedded")
 S = TypeVar("S")
 R = TypeVar("R")
+
+
+def at_device(device: torch.device) -> AbstractContextManager[object]:
+    """Whoever launches something of their own says where: else it is the first GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Graphs:

@@ -3,9 +3,9 @@
 
 `attend_one`: a new token's key and value are stored, and it looks at all of its sequence, block by block. In plain
 torch every step has to gather all keys and values of all rows. `rotate`: rotary embeddings of queries and keys at once,
-where transformers tells ten things. Triton comes with torch on Linux. Where it is not there, or gives other numbers
-(`Model.take_pool` and `fusing.py` try), the plain way is taken. Sums are in float32 and in an order of their own, so a
-row's result depends on nothing but itself.
+where transformers tells ten things. Triton comes with a torch that is built for CUDA. Where it is not there, or gives
+other numbers (`Model.take_pool` and `fusing.py` try), the plain way is taken. Both compute in float32, and a row's
+result depends on nothing but itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollyard.embedded.paged import BLOCK_TOKENS
 
-MEMBERS = 4  # queries of one program: more of them than that would not fit into its registers
+MOST_SUMS = 256  # queries × size of a value in one program; 64 registers of each thread
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def attend_one(
     kv_heads, value_size = new[1].shape[1], new[1].shape[-1]
     made = torch.empty((rows, heads, 1, value_size), dtype=query.dtype, device=query.device)
     groups = heads // kv_heads
-    count = min(groups, MEMBERS)
+    count = max(1, min(groups, 4, MOST_SUMS // triton.next_power_of_2(value_size)))
     launch: Any = _attend  # Triton's own way to be called
     launch[(rows, kv_heads, -(-groups // count))](
         query.contiguous(),
@@ -160,6 +160,11 @@ def attend_one(
 
 
 @triton.jit
+def _load(at, is_one):
+    return tl.load(at, mask=is_one, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _rotate(
     query, key, cos, sin, new_query, new_key, tokens, heads, more_heads,
     query_row, query_head, query_token, key_row, key_head, key_token, angle_row, angle_token,
@@ -169,21 +174,23 @@ def _rotate(
     at = tl.arange(0, HALF)
     is_one, half = at < SIZE // 2, SIZE // 2
     angle = row * angle_row + token * angle_token + at
-    cos_a, cos_b = tl.load(cos + angle, mask=is_one), tl.load(cos + angle + half, mask=is_one)
-    sin_a, sin_b = tl.load(sin + angle, mask=is_one), tl.load(sin + angle + half, mask=is_one)
+    cos_a, cos_b = _load(cos + angle, is_one), _load(cos + angle + half, is_one)
+    sin_a, sin_b = _load(sin + angle, is_one), _load(sin + angle + half, is_one)
     if head < heads:
         source = query + row * query_row + head * query_head + token * query_token + at
         target = new_query + ((row * heads + head) * tokens + token) * SIZE + at
     else:
         source = key + row * key_row + (head - heads) * key_head + token * key_token + at
         target = new_key + ((row * more_heads + head - heads) * tokens + token) * SIZE + at
-    a, b = tl.load(source, mask=is_one), tl.load(source + half, mask=is_one)
-    tl.store(target, a * cos_a - b * sin_a, mask=is_one)
-    tl.store(target + half, b * cos_b + a * sin_b, mask=is_one)
+    a, b = _load(source, is_one), _load(source + half, is_one)
+    kind = new_query.dtype.element_ty
+    tl.store(target, (a * cos_a - b * sin_a).to(kind), mask=is_one)
+    tl.store(target + half, (b * cos_b + a * sin_b).to(kind), mask=is_one)
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`query` and `key` are (rows, heads, tokens, size), `cos` and `sin` (rows or 1, tokens, size)."""
+    """`query` and `key` are (rows, heads, tokens, size), the last without gaps; `cos` and `sin` (rows or 1, tokens,
+    size)."""
     rows, heads, tokens, size = query.shape
     made, more = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key))
     cos, sin = cos.contiguous(), sin.contiguous()

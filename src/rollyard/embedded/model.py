@@ -25,13 +25,15 @@ from torch import Tensor
 
 from rollyard.embedded.adapters import Adapter, BadAdapter, is_adapter, read_adapter
 from rollyard.embedded.attention import NAME, Kv, Row, attention
-from rollyard.embedded.fusing import find_rotation, fuse_norms, fuse_rotations
-from rollyard.embedded.paged import BLOCK_TOKENS, Batches, LayerShape, PagedKv, Pool, find_kernel
+from rollyard.embedded.fusing import find_kernels, fuse_norms, fuse_rotations
+from rollyard.embedded.graphs import at_device
+from rollyard.embedded.paged import BLOCK_TOKENS, Batches, LayerShape, PagedKv, Pool
 from rollyard.embedded.sampling import NO_NUMBERS, Draw, Drawn
 
 log = logging.getLogger("rollyard.embedded")
 
 CHECK_TOKENS = 12
+FUSED = frozenset({"cuda"})  # where kernels of our own are tried
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # nats; half precision rounds sums in another order
 _COARSE_TOLERANCE, _HALF_TOLERANCE = 0.1, 0.5
 
@@ -142,25 +144,28 @@ class Model:
             self._pool = Pool(self._shapes, tokens // BLOCK_TOKENS + 1, dtype, self.device)
         except RuntimeError as error:
             raise Unsupported(f"there is no memory for a cache of {tokens} tokens: take a smaller one") from error
-        kernel = find_kernel() if self.device.type == "cuda" else None
-        if self.device.type == "cuda":
-            self._fuse()
-        self._batches = Batches(self._module, self._pool, self.device, kernel)
-        try:
-            self._compare()
-        except Unsupported as error:
-            if kernel is None:
-                raise
-            log.warning("our kernel cannot be used here: the plain way is taken", extra={"error": str(error)})
+        if self.device.type not in FUSED or not self._take_fused(self._pool):
             self._batches = Batches(self._module, self._pool, self.device)
             self._compare()
         return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
-    def _fuse(self) -> None:
-        fuse_norms(self._module)
-        sizes = {shape.key_size for shape in self._shapes.values()}
-        if (rotate := find_rotation()) and len(sizes) == 1:
-            fuse_rotations(self._module, sizes.pop(), rotate)
+    def _take_fused(self, pool: Pool) -> bool:
+        """With kernels of our own, if the model gives the same by them; else it is as it was."""
+        kernels = find_kernels()
+        with at_device(self.device):
+            fuse_norms(self._module)
+            sizes = {shape.key_size for shape in self._shapes.values()}
+            if kernels and len(sizes) == 1:
+                fuse_rotations(self._module, sizes.pop(), kernels.rotate)
+        self._batches = Batches(self._module, pool, self.device, kernels.attend_one if kernels else None)
+        try:
+            self._compare()
+        except Unsupported as error:
+            log.warning("our kernels cannot be used here: the plain way is taken", extra={"error": str(error)})
+            self._module = _twin(self._given)
+            self._module.set_attn_implementation(NAME)
+            return False
+        return True
 
     def forget_numbers(self) -> None:
         """After weights that gave no numbers: none of what they left may be multiplied by zero."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rollyard.embedded.bursts import Rows, advance
-from rollyard.embedded.graphs import Graphs
+from rollyard.embedded.graphs import Graphs, at_device
 
 if TYPE_CHECKING:
     from rollyard.embedded.model import Piece
@@ -197,15 +196,6 @@ def paged_attention(
     return mixed.to(query.dtype).view(rows, heads, tokens, values.shape[-1])
 
 
-def find_kernel() -> Kernel | None:
-    """Ours, if there is Triton."""
-    try:
-        from rollyard.embedded.kernels import attend_one
-    except ImportError:
-        return None
-    return attend_one
-
-
 class Batches:
     """The pieces of a step, through the model. Used by one thread at a time."""
 
@@ -219,7 +209,7 @@ class Batches:
 
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """The logits after the last token of each piece that wants them, in their order."""
-        with self._at_device():
+        with at_device(self._device):
             return self._forward(pieces)
 
     def burst(self, pieces: Sequence[Piece], draws: Sequence[Draw], count: int) -> tuple[Tensor, Tensor]:
@@ -228,7 +218,7 @@ class Batches:
         if self._is_rounded:
             rows, blocks = _power(rows, LEAST_ROWS), _power(blocks, LEAST_BLOCKS)
         packed = torch.from_numpy(_packed(pieces, rows, 1, blocks))
-        with self._at_device():
+        with at_device(self._device):
             given, play = self._graphs.of(
                 ("burst", rows, blocks),
                 lambda: Rows.padding(rows, blocks, self._device),
@@ -238,9 +228,6 @@ class Batches:
             for _ in range(count):
                 play()
         return given.tokens[: len(pieces), :count], given.logprobs[: len(pieces), :count]
-
-    def _at_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:
         groups = self._groups(pieces)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 
-os.environ["TRITON_INTERPRET"] = (
-    "1"  # for our kernels; Triton asks when torch imports it
-)
+os.environ["TRITON_INTERPRET"] = "1"  # for our kernels; Triton asks when torch imports it
 
 import pytest
 import torch

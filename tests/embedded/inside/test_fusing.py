@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama import modeling_llama
 
 from rollyard.embedded.fusing import fuse_norms, fuse_rotations
+from rollyard.embedded.model import Model
 from tests.embedded.inside.parts import SHAPE, tiny
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
@@ -58,7 +60,71 @@ def test_a_kernel_that_fails_is_not_used(caplog: pytest.LogCaptureFixture):
         raise RuntimeError("no compiler\nat all")
 
     assert fuse_rotations(tiny(), SIZE["llama"], fail) == 0
-    assert "our kernel for rotations cannot be used here" in caplog.text
+    assert [record.message for record in caplog.records] == ["rotations stay as they are: ours failed"], "said once"
+
+
+def test_what_somebody_else_has_put_there_stays():
+    module = tiny()
+    for layer in module.model.layers:
+        layer.self_attn.forward = layer.self_attn.forward
+    assert fuse_rotations(module, SIZE["llama"], Turn()) == 0
+
+
+def test_what_was_not_tried_goes_to_theirs():
+    """Only a part of each head is turned by some, or by angles for all heads, or what is turned lies with gaps."""
+    module, turn = tiny(), Turn()
+    fuse_rotations(module, SIZE["llama"], turn)
+    ours = module.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"]
+    query, key = torch.randn(2, 2, 3, 4, 8)
+    cos, sin = torch.randn(2, 2, 4, 8)
+    gaps = torch.randn(2, 3, 8, 4).transpose(2, 3)
+    tried = turn.calls
+    plain = modeling_llama.apply_rotary_pos_emb
+    for given in (
+        (query, key, cos, sin, 1),
+        (gaps, key, cos, sin),
+        (query, gaps, cos, sin),
+        (query, key, cos.double(), sin),
+    ):
+        for mine, theirs in zip(ours(*given), plain(*given), strict=True):
+            assert torch.equal(mine, theirs)
+    assert turn.calls == tried
+    ours(query, key, cos, sin)
+    assert turn.calls == tried + 1
+
+
+class Broken:
+    """What passes when it is tried, and fails at the model's own sizes."""
+
+    attend_one = None
+
+    @staticmethod
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if query.shape[1] != 2:
+            raise RuntimeError("out of registers")
+        return modeling_llama.apply_rotary_pos_emb(query, key, cos, sin)
+
+
+def test_a_model_that_our_kernels_fail_runs_as_it_came(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("rollyard.embedded.model.FUSED", {"cpu"})
+    monkeypatch.setattr("rollyard.embedded.model.find_kernels", lambda: Broken)
+    model = Model(tiny())
+    model.check()
+    model.take_pool(64)
+    assert "our kernels cannot be used here: the plain way is taken" in caplog.text
+    assert not any("forward" in vars(part) for part in model._module.modules()), "as it came"
+
+
+def test_a_model_that_they_suit_has_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    turn = Turn()
+    monkeypatch.setattr("rollyard.embedded.model.FUSED", {"cpu"})
+    monkeypatch.setattr("rollyard.embedded.model.find_kernels", lambda: Namespace(rotate=turn, attend_one=None))
+    model = Model(tiny())
+    model.check()
+    model.take_pool(64)
+    assert turn.calls >= 2 * SHAPE["num_hidden_layers"] and not caplog.records
 
 
 def test_a_model_without_rotations_has_none():

@@ -19,21 +19,25 @@ from rollyard.embedded.paged import BLOCK_TOKENS, LayerShape, Paged, Pool, paged
 LENGTHS = (0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS - 1, 100)
 
 COMPILE = """
+import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from rollyard.embedded import kernels
 
 def of(kernel, pointers, sizes):
+    pointers = {name: kind.format(dtype) for name, kind in pointers.items()}
     kinds = {n: pointers.get(n, "constexpr" if n in sizes else "i32") for n in kernel.arg_names}
     places = {(kernel.arg_names.index(n),): value for n, value in sizes.items()}
     made = compile(ASTSource(kernel, kinds, places), target=GPUTarget("cuda", 90, 32))
     return len(made.asm["cubin"])
 
-floats = dict.fromkeys(["query", "key", "value", "keys", "values", "out"], "*fp32")
+dtype = sys.argv[1]
+floats = dict.fromkeys(["query", "key", "value", "keys", "values", "out"], "*{}")
 many = floats | {"table": "*i64", "places": "*i64", "scale": "fp32"}
-sizes = {"KEY_SIZE": 64, "VALUE_SIZE": 64, "KEY": 64, "VALUE": 64, "BLOCK": 32, "COUNT": 3}
-assert of(kernels._attend, many, sizes)
-floats = dict.fromkeys(["query", "key", "cos", "sin", "new_query", "new_key"], "*fp32")
+for count in (1, 3, 4):
+    sizes = {"KEY_SIZE": 64, "VALUE_SIZE": 64, "KEY": 64, "VALUE": 64, "BLOCK": 32, "COUNT": count}
+    assert of(kernels._attend, many, sizes)
+floats = dict.fromkeys(["query", "key", "cos", "sin", "new_query", "new_key"], "*{}")
 assert of(kernels._rotate, floats, {"SIZE": 64, "HALF": 32})
 """
 
@@ -76,7 +80,8 @@ def test_queries_and_keys_are_turned(size: int, rows: int):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_a_compiler_for_gpus_takes_them(tmp_path: Path):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_compiler_for_gpus_takes_them(dtype: str, tmp_path: Path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", COMPILE, dtype], check=True, env=environment)

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner import Learner, has_saved, in_rounds, risen
+from learner import Learner, anchors, has_saved, in_rounds, risen
 from log import Log, by_lag
-from train import Training
 
 from tests.embedded.inside.parts import prompt_of, tiny
 
@@ -206,16 +205,14 @@ def test_each_round_learns_from_every_row_once_in_another_order():
     assert in_rounds(range(10), "7/3", 3, 4) == parts, "the same after a cut"
 
 
-def test_demonstrations_come_along_so_many_for_each_rollout_and_the_same_ones_again():
-    training = object.__new__(Training)
-    training.args, training.anchors = Namespace(anchor=0.25, seed=3), demonstrated() + demonstrated(1)
-    first, again, other = (training._anchors(place, 16) for place in ("7/0", "7/0", "7/1"))
+def test_demonstrations_come_along_as_many_as_asked_for_and_the_same_ones_again():
+    known = demonstrated() + demonstrated(1)
+    first, again, other = (anchors(known, seed, 4) for seed in ("3/7/0", "3/7/0", "3/7/1"))
     assert len(first) == 4 and all(row["advantage"] == 1.0 and np.isnan(row["old"]).all() for row in first)
-    places = [[row["ids"].tolist() for row in some] for some in (first, again, other)]
-    assert places[0] == places[1] != places[2]
-    assert len(training._anchors("7/0", 400)) == 10, "each of them once"
-    training.args.anchor = 0.0
-    assert training._anchors("7/0", 16) == []
+    ids = [[row["ids"].tolist() for row in some] for some in (first, again, other)]
+    assert ids[0] == ids[1] != ids[2]
+    assert len(anchors(known, "3/7/0", 400)) == 10, "each of them once"
+    assert anchors([], "3/7/0", 4) == anchors(known, "3/7/0", 0) == []
 
 
 def test_the_rate_rises_to_what_was_asked_for_and_stays():
