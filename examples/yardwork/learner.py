@@ -130,9 +130,11 @@ def anchors(rows: Sequence[dict[str, np.ndarray]], seed: str, count: int) -> lis
     return [{**row, "old": np.full(len(row["ids"]), np.nan, np.float32), "advantage": 1.0} for row in some]
 
 
-def risen(lr: float, step: int, rise: int) -> float:
-    """From nearly nothing to all of it, in so many steps."""
-    return lr * min(1.0, step / rise)
+def rate(lr: float, step: int, rise: int, steps: int, fall: float) -> float:
+    """From nearly nothing to all of it in `rise` steps, and from there to `fall` of it at the last."""
+    if step <= rise:
+        return lr * step / rise
+    return lr * (1 - (1 - fall) * (step - rise) / (steps - rise))
 
 
 def can_bf16(device: str) -> bool:

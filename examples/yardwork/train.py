@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner import Learner, anchors, has_saved, in_rounds, risen
+from learner import Learner, anchors, has_saved, in_rounds, rate
 from log import Log, by_lag
 
 import rollyard
@@ -73,6 +73,7 @@ def options() -> argparse.Namespace:
     add("--rounds", type=int, default=2, help="how often a batch is learned from: sampling is what takes the time")
     add("--lr", type=float, default=3e-4)
     add("--rise", type=int, default=5, help="steps over which it rises: Adam's first ones go as far for noise")
+    add("--fall", type=float, default=0.1, help="what is left of it at the last step: noise is forgotten on the way")
     add("--cap", type=float, default=2.0, help="of importance weights")
     add("--clip", type=float, nargs=2, default=(0.2, 0.28), help="a token's ratio is driven no further down, or up")
     add("--anchor", type=float, default=0.125, help="demonstrations learned again for each rollout: one for eight")
@@ -310,7 +311,7 @@ class Training:
             for n, size in enumerate(sizes)
         ]
         parts = in_rounds(rows, f"{self.args.seed}/{step}", self.args.rounds, self.args.minibatches)
-        lr = risen(self.args.lr, step, self.args.rise)
+        lr = rate(self.args.lr, step, self.args.rise, self.args.steps, self.args.fall)
         places = [f"{self.args.seed}/{step}/{number}" for number in range(len(parts))]
         more = [
             anchors(self.anchors, place, round(self.args.anchor * len(part)))

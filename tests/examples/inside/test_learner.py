@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner import Learner, anchors, has_saved, in_rounds, risen
+from learner import Learner, anchors, has_saved, in_rounds, rate
 from log import Log, by_lag
 
 from tests.embedded.inside.parts import prompt_of, tiny
@@ -215,5 +215,8 @@ def test_demonstrations_come_along_as_many_as_asked_for_and_the_same_ones_again(
     assert anchors([], "3/7/0", 4) == anchors(known, "3/7/0", 0) == []
 
 
-def test_the_rate_rises_to_what_was_asked_for_and_stays():
-    assert [risen(1e-3, step, 4) for step in (1, 2, 4, 5, 90)] == [2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3]
+def test_the_rate_rises_to_what_was_asked_for_and_falls_until_the_last_step():
+    found = [rate(1e-3, step, 4, 14, 0.1) for step in (1, 2, 4, 9, 14)]
+    assert found == pytest.approx([2.5e-4, 5e-4, 1e-3, 5.5e-4, 1e-4])
+    assert [rate(1e-3, step, 4, 14, 1.0) for step in (4, 9, 14)] == [1e-3] * 3
+    assert rate(1e-3, 3, 5, 3, 0.1) == pytest.approx(6e-4), "it may have no time to fall"
