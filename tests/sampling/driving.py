@@ -131,11 +131,19 @@ class Driven:
         """Before the last one was begun there was room by the stated rule."""
         drawing, config, progress = self.drawing, self.config, self.drawing.progress
         complete, opened = len(self.of(GroupState.COMPLETE)), len(self.open()) - 1
+        ahead = opened - (self._late() if config.on_stale is OnStale.DELIVER else 0)
         rate = 1.0 if config.on_stale is OnStale.WAIT else 0.05  # the least there is; at most is tested by hand
         missing = drawing.batch.want - drawing.batch.delivered if drawing.batch else 0
-        assert complete + opened * rate < max(progress.want * (config.max_staleness + 1) - progress.handed, missing)
+        assert complete + ahead * rate < max(progress.want * (config.max_staleness + 1) - progress.handed, missing)
         if config.max_groups_in_flight is not None:
             assert opened + 1 <= config.max_groups_in_flight
+
+    def _late(self) -> int:
+        """Open groups that half a batch of later ones has overtaken."""
+        orders = [self.groups[name].order for name in self.open()]
+        ended = [group.order for group in self.groups.values() if group.state is not GroupState.OPEN]
+        most = max(1, self.drawing.progress.want // 2)
+        return sum(sum(later > order for later in ended) >= most for order in orders)
 
     def check(self) -> None:
         drawing, figures = self.drawing, self.drawing.progress.figures
