@@ -27,7 +27,8 @@ def main() -> None:
     device = choose_device(given.device)
     model = load_module(given.model, device=device, dtype=choose_dtype(given.dtype, device)).eval()
     dtype = str(model.dtype).removeprefix("torch.")
-    _say({"device": device, "dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__})
+    about = {"device": device, "dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    _say(about | ({"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}))
     for line in sys.stdin:
         _say({"token_ids": _answer(model, **json.loads(line))})
 
