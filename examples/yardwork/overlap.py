@@ -3,10 +3,14 @@
     python examples/yardwork/overlap.py --start ADAPTER --out runs/overlap --json -- --run-slots 96 -- --want 16
 
 Decoupled is `--max-staleness 1`: the next batch is sampled while this one is learned from. Coupled is 0: the same code
-takes turns. Everything else is the same: one engine, one service, weights to begin with, tasks, seeds, sizes. The first
-`--skip` steps warm up and do not count; decoupled comes first, and what the engine records on its first sizes of
-batches later than that counts against it. Tokens are those that a gradient was taken of. What follows the first -- goes
-to `alone.py`, and what follows the second to `train.py`.
+takes turns, in two ways (`pace` in train.py): `coupled` begins what the batch still needs, `coupled_oversampled` more
+than that at once, and throws away what is left over. `ratio` is against the faster of these. Everything else is the
+same: one engine, one service, weights to begin with, tasks, seeds, sizes.
+
+The engine records each size of batch when it first meets it, so some steps that do not count come first (`--warm-up`),
+and the first `--skip` of each run do not count either. Tokens are those that a gradient was taken of. What is there
+already is in overlap.json, should somebody pull the plug. What follows the first -- goes to `alone.py`, and what
+follows the second to `train.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,11 @@ from typing import Any
 
 import alone
 
+WAYS = {
+    "decoupled": ["--max-staleness", "1"],
+    "coupled": ["--max-staleness", "0"],
+    "coupled_oversampled": ["--max-staleness", "0", "--surplus", "cancel"],
+}
 QUERY = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
 
 
@@ -35,6 +44,8 @@ def main() -> None:
     parser.add_argument("--latency-s", type=float, nargs="+", default=[0.0, 0.1, 1.0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--skip", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, default=6, help="steps before anything is measured")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(given)
     if args.out.exists():  # what is there is of other weights, or cut
@@ -42,22 +53,34 @@ def main() -> None:
     found: dict[str, Any] = {}
     parts = alone.options(["--data", str(args.out / "service"), *services])
     with alone.running(parts) as told:
+
+        def run(name: str, latency_s: float, steps: int, way: Sequence[str]) -> dict[str, float | None]:
+            out = args.out / name
+            fixed = ["--out", out, "--start", args.start, "--steps", steps, "--test-tasks", 0, "--anchor", 0]
+            fixed += ["--tool-latency-s", latency_s, "--validate-every", 10 * steps, "--save-every", 10 * steps]
+            out.mkdir(parents=True)
+            with _Busy(out / "gpu.csv") as busy:
+                if alone.train([*told, *map(str, fixed), *way, *train], parts.trainer_share, sys.stderr.fileno()):
+                    raise SystemExit(f"{name} did not come to its end: see above")
+            return measured(out, args.skip, busy)
+
+        for way in args.ways if args.warm_up else ():
+            run(f"warm-up-{way}", args.latency_s[0], args.skip + args.warm_up, WAYS[way])
         for latency_s in args.latency_s:
-            for name, staleness in (("decoupled", 1), ("coupled", 0)):
-                out = args.out / f"{name}-{latency_s:g}"
-                fixed = ["--out", out, "--start", args.start, "--steps", args.steps, "--test-tasks", 0]
-                fixed += ["--tool-latency-s", latency_s, "--max-staleness", staleness, "--anchor", 0]
-                fixed += ["--validate-every", 10 * args.steps, "--save-every", 10 * args.steps]
-                out.mkdir(parents=True)
-                with _Busy(out / "gpu.csv") as busy:
-                    if alone.train([*told, *map(str, fixed), *train], parts.trainer_share, sys.stderr.fileno()):
-                        raise SystemExit(f"{name} at {latency_s:g} s did not come to its end: see above")
-                found[f"{name}_{latency_s:g}"] = measured(out, args.skip, busy)
-            pair = (found[f"{name}_{latency_s:g}"]["tokens_per_s"] for name in ("decoupled", "coupled"))
-            found[f"ratio_{latency_s:g}"] = next(pair) / next(pair)
-            if not args.json:
-                print(f"tool latency {latency_s:g} s: {found[f'ratio_{latency_s:g}']:.2f} times the tokens per second")
+            for way in args.ways:
+                found[f"{way}_{latency_s:g}"] = run(f"{way}-{latency_s:g}", latency_s, args.steps, WAYS[way])
+                found |= ratios(found, latency_s)
+                (args.out / "overlap.json").write_text(json.dumps(found))
+                per_s = found[f"{way}_{latency_s:g}"]["tokens_per_s"]
+                print(f"{way} at a tool latency of {latency_s:g} s: {per_s:.0f} tokens/s", file=sys.stderr, flush=True)
     print(json.dumps(found) if args.json else json.dumps(found, indent=2))
+
+
+def ratios(found: dict[str, Any], latency_s: float) -> dict[str, float]:
+    """Of tokens per second: decoupled to the fastest of those that take turns, if there are both."""
+    per_s = {way: found[name]["tokens_per_s"] for way in WAYS if (name := f"{way}_{latency_s:g}") in found}
+    ours = per_s.pop("decoupled", None)
+    return {f"ratio_{latency_s:g}": ours / max(per_s.values())} if ours is not None and per_s else {}
 
 
 def measured(out: Path, skip: int, busy: _Busy) -> dict[str, float | None]:

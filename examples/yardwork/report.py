@@ -17,6 +17,7 @@ from typing import Any
 
 Line = dict[str, Any]
 STAGES = {"raw": "the model as it comes", "warm": "warm start", "rl": "after RL", "more-warm": "further warm start"}
+STAGES |= {"more-warm-best": "further warm start, at its best"}
 WAYS = {"test": "", "test_greedy": ", greedily", "test_new_rules": ", on rules that are never trained"}
 TIMES = {"step_s": "a step", "wait_s": "waiting for the batch", "learn_s": "learning", "push_s": "pushing weights"}
 TIMES |= {"score_s": "validating"}
@@ -47,6 +48,8 @@ def report(runs: dict[str, list[Line]], every: int) -> list[str]:
         told += ["", f"## {name}", ""]
         if warm:
             told += ["Warm start, epoch by epoch: " + ", ".join(f"{line['pass_at_1']:.2f}" for line in warm) + ".", ""]
+        if more := [f"{line['pass_at_1']:.2f}" for line in lines if line["phase"] == "more_warm"]:
+            told += ["Further warm start, after 1, 2, 4… epochs: " + ", ".join(more) + ".", ""]
         if steps:
             told += [*curve(steps, every), "", *times(steps), "", *lags(steps)]
     return told

@@ -8,7 +8,7 @@
 2. RL. A draw hands out groups whose rewards differ (DAPO's dynamic sampling), advantages are GRPO's, the loss is a mean
    over tokens, each token's weight is its importance ratio, cut off at `--cap`, and a token that has come as far as
    `--clip` is left alone. While a batch is learned from, `--rounds` times, the next one is being sampled by the weights
-   before (`--max-staleness 1`); 0 takes turns instead. What is nearly always solved is in few of such
+   before (`--max-staleness 1`); 0 takes turns instead, `pace` says how. What is nearly always solved is in few of such
    groups, and wrong uses of its words elsewhere unteach it: so some demonstrations are learned along (`--anchor`).
 
 Everything is in `--out`. Cut it anywhere, run it again, and it goes on from the last checkpoint: what is random depends
@@ -78,6 +78,7 @@ def options() -> argparse.Namespace:
     add("--clip", type=float, nargs=2, default=(0.2, 0.28), help="a token's ratio is driven no further down, or up")
     add("--anchor", type=float, default=0.125, help="demonstrations learned again for each rollout: one for eight")
     add("--max-staleness", type=int, default=1, help="0: sampling and learning take turns")
+    add("--surplus", default="carry", choices=["carry", "cancel"], help="of a batch: see `pace`")
     add("--tool-latency-s", type=float, default=0.0, help="each tool call takes so much longer (to measure)")
     add("--keep", default="spread", help="which groups are handed out: spread, or all")
     add("--max-turns", type=int, default=8)
@@ -110,15 +111,10 @@ class Training:
         self.ends = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
         self.agent = {"schemas": False}  # what the tools are, it learns from the demonstrations
         latency = {"tool_latency_s": args.tool_latency_s}
+        limits = {"max_turns": args.max_turns, "max_tokens": 320, "max_context": 1024, "run_s": 120.0}
         self.defaults: dict[str, Any] = {
             "sampling": {"temperature": 1.0, "max_tokens": 80},
-            "limits": {
-                "max_turns": args.max_turns,
-                "max_tokens": 320,
-                "max_context": 1024,
-                "run_s": 120.0,
-                "tool_s": 10.0,  # one that waits for a command without end holds up a whole evaluation
-            },
+            "limits": limits | {"tool_s": 10.0},  # one command without end would hold up a whole evaluation
             "agent": {"name": "native", "options": self.agent | latency},
         }
         self.tasks = {"levels": args.levels, "families": args.families}
@@ -233,15 +229,25 @@ class Training:
         return sum(losses) / len(losses)
 
     def more_warm(self) -> None:
-        """What the same time on the device gives without RL."""
-        rows, epoch, started = self.demonstrations(), 1000, self.learner.busy_s
-        while self.learner.busy_s - started < self.args.more_warm_s:
+        """What the same time on the device gives without RL: at its end, and where validation found it best."""
+        args, learner, rows, best = self.args, self.learner, self.demonstrations(), -1.0
+        self.log.rewind("more_warm", 0)
+        started, epoch = learner.busy_s, 0
+        while learner.busy_s - started < args.more_warm_s:
             epoch += 1
-            loss = self._epoch(rows, epoch)
-            if (epoch - 1000) % 20 == 1:
-                print(f"more warm start: {self.learner.busy_s - started:.0f} s, loss {loss:.4f}", flush=True)
-        self.push(epoch)
+            loss = self._epoch(rows, 1000 + epoch)
+            if epoch.bit_count() == 1:  # 1, 2, 4, 8…
+                self.push(1000 + epoch)
+                found = _pass(self.score(f"more-warm-{epoch}", VALIDATION, args.validate_tasks, 1.0))
+                self.log.write("more_warm", epoch, loss=loss, **found, busy_s=learner.busy_s - started)
+                if found["pass_at_1"] > best:
+                    best = found["pass_at_1"]
+                    learner.save(args.out / "more-warm-best", {"epoch": epoch})
+        self.push(1000 + epoch)
         self.test("more-warm")
+        learner.load(args.out / "more-warm-best")
+        self.push(1)
+        self.test("more-warm-best")
 
     # --- 2. RL
 
@@ -255,8 +261,8 @@ class Training:
             source={"environment": "yardwork", "options": self._options("train", args.seed, 40 * args.steps)},
             id=f"{self.name}-rl",
             group_size=args.group_size,
-            max_staleness=args.max_staleness,
             keep=args.keep,
+            **pace(args.max_staleness, args.surplus),
             seed=args.seed,
             epochs=1000,
         )
@@ -331,6 +337,14 @@ class Training:
             "stages_s": {n: float(np.mean([t.get(n) or 0.0 for t in timings])) for n in ("init_s", "run_s", "eval_s")},
             "by_lag": by_lag(parts[0], logprobs[0][: len(parts[0])], step - 1),
         }
+
+
+def pace(max_staleness: int, surplus: str) -> dict[str, Any]:
+    """Of a draw. With 0 nothing is sampled while a batch is learned from: `carry` begins no more than the batch still
+    needs, again and again, and loses nothing; `cancel` begins as many as the share that is kept asks for, and what is
+    left over is thrown away, in work or done."""
+    strict = "wait" if surplus == "carry" else "drop"
+    return {"max_staleness": max_staleness, "surplus": surplus, "on_stale": "deliver" if max_staleness else strict}
 
 
 def _name(out: Path) -> str:

@@ -43,6 +43,9 @@ def test_tables_of_two_runs(tmp_path: Path):
         step(2, (30, 18), (6, 0, 3), pass_at_1=0.4, score_s=1.0),
         step(3, (10, 9), (2, 0, 2)),
         {**tested, "what": "rl", "pass_at_1": 0.5, "low": 0.45, "high": 0.55},
+        {"phase": "more_warm", "step": 1, "pass_at_1": 0.21},
+        {"phase": "more_warm", "step": 2, "pass_at_1": 0.3},
+        {**tested, "what": "more-warm-best"},
     ]
     (tmp_path / "seed-0").mkdir()
     (tmp_path / "seed-0" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in one))
@@ -54,7 +57,9 @@ def test_tables_of_two_runs(tmp_path: Path):
     assert "| warm start | 0.250 (0.200 to 0.300) |  |" in lines
     assert "| warm start, greedily |  | 0.250 (0.200 to 0.300) |" in lines
     assert "| after RL | 0.500 (0.450 to 0.550) |  |" in lines
+    assert "| further warm start, at its best | 0.250 (0.200 to 0.300) |  |" in lines
     assert "Warm start, epoch by epoch: 0.10, 0.20." in lines
+    assert "Further warm start, after 1, 2, 4… epochs: 0.21, 0.30." in lines
     assert "| 1 to 2 | 0.50 | 0.50 | 0.50 | 0.75 | 0.400 |" in lines
     assert "| 3 to 3 | 0.90 | 0.00 | 0.50 | 0.75 |  |" in lines
     assert "| 4.00 s | 2.00 s | 1.50 s | 0.25 s | 0.33 s | 0.10 s | 2.00 s | 0.05 s | 4.2 |" in lines

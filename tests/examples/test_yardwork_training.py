@@ -169,3 +169,22 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(tmp_path: Path):
     assert (facts["state"], facts["reason"], facts["batch"], facts["version"]) == ("ended", "closed", STEPS, STEPS)
     assert [len(batch) for batch in batches] == [1] * STEPS
     assert len({task for (task,) in batches}) == STEPS, "no task came twice"
+
+
+def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tmp_path: Path):
+    make_tiny_model(tmp_path / "tiny", tokenizer_dir())
+    yard = Yard(tmp_path)
+    life = yard.live("--more-warm-s", "1.5", "--test-tasks", "2")
+    epochs = life.steps("more_warm")
+    assert epochs == [2**n for n in range(len(epochs))] and len(epochs) > 1 and not life.steps("rl")
+    looks = [line for line in life.lines if line["phase"] == "more_warm"]
+    assert looks[0]["busy_s"] < looks[-1]["busy_s"] and looks[-1]["loss"] < looks[0]["loss"]
+    tested = [line["what"] for line in life.lines if line["phase"] == "test"]
+    assert tested == ["raw", "warm", "more-warm", "more-warm-best"]
+    best = json.loads((yard.out / "more-warm-best" / "state.json").read_text())["epoch"]
+    assert best == max(looks, key=lambda line: (line["pass_at_1"], -line["step"]))["step"]
+
+    again = yard.live("--more-warm-s", "1.5", "--test-tasks", "2")
+    assert again.steps("more_warm")[:2] == [1, 2] and len(set(again.steps("more_warm"))) == len(
+        again.steps("more_warm")
+    )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollyard.core import GroupState
-from rollyard.core.draw import OnStale
+from rollyard.core.draw import OnStale, Surplus
 from rollyard.core.group import Stats
 from rollyard.sampling.drawing import Flying
 
@@ -49,6 +49,28 @@ def test_under_wait_nothing_is_ever_too_old(
     for group in it.of(GroupState.DELIVERED):
         assert group.staleness is not None and group.staleness <= staleness
     assert len(it.batches) > 1
+
+
+@pytest.mark.parametrize(
+    ("on_stale", "surplus"), [(OnStale.WAIT, Surplus.CARRY), (OnStale.DROP, Surplus.CANCEL)], ids=["wait", "cancel"]
+)
+@given(seed=st.integers(0, 2**32), want=st.integers(1, 6), kept=st.floats(0.3, 1))
+@settings(max_examples=30, deadline=None)
+def test_a_trainer_can_take_turns(on_stale: OnStale, surplus: Surplus, seed: int, want: int, kept: float):
+    """`max_staleness` 0, and no group is at work while a batch is learned from. With `deliver` one would be."""
+    dice = Random(seed)
+    it = Driven(config_of(200, max_staleness=0, on_stale=on_stale, surplus=surplus), want)
+    it.ask()
+    for _ in range(100):
+        if it.drawing.batch is not None:
+            it.end(dice.choice(it.open()), is_kept=dice.random() < kept)
+            continue
+        assert not it.open(), "nothing is sampled meanwhile"
+        it.raise_version()
+        it.ask()
+    assert len(it.batches) > 1
+    assert all(group.staleness == 0 for group in it.of(GroupState.DELIVERED))
+    assert on_stale is OnStale.DROP or not it.drawing.progress.figures.dropped
 
 
 def test_under_wait_the_last_places_are_kept_for_the_oldest():

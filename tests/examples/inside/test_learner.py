@@ -14,6 +14,7 @@ import pytest
 import torch
 from learner import Learner, anchors, has_saved, in_rounds, rate
 from log import Log, by_lag
+from train import pace
 
 from tests.embedded.inside.parts import prompt_of, tiny
 
@@ -220,3 +221,12 @@ def test_the_rate_rises_to_what_was_asked_for_and_falls_until_the_last_step():
     assert found == pytest.approx([2.5e-4, 5e-4, 1e-3, 5.5e-4, 1e-4])
     assert [rate(1e-3, step, 4, 14, 1.0) for step in (4, 9, 14)] == [1e-3] * 3
     assert rate(1e-3, 3, 5, 3, 0.1) == pytest.approx(6e-4), "it may have no time to fall"
+
+
+@pytest.mark.parametrize(
+    ("staleness", "surplus", "on_stale"),
+    [(1, "carry", "deliver"), (1, "cancel", "deliver"), (0, "carry", "wait"), (0, "cancel", "drop")],
+)
+def test_a_draw_without_staleness_is_strict(staleness: int, surplus: str, on_stale: str):
+    asked = {"max_staleness": staleness, "surplus": surplus, "on_stale": on_stale}
+    assert pace(staleness, surplus) == asked
