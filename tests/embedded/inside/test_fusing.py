@@ -79,7 +79,7 @@ def test_what_was_not_tried_goes_to_theirs():
     cos, sin = torch.randn(2, 2, 4, 8)
     gaps = torch.randn(2, 3, 8, 4).transpose(2, 3)
     tried = turn.calls
-    plain = modeling_llama.apply_rotary_pos_emb
+    plain: Any = modeling_llama.apply_rotary_pos_emb
     for given in (
         (query, key, cos, sin, 1),
         (gaps, key, cos, sin),
