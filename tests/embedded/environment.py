@@ -81,3 +81,4 @@ def serving(model: Path, log: Path, *options: str) -> Generator[dict[str, Any], 
                 process.wait()
                 process.stdout.close()
     assert status == 0, log.read_text(errors="replace")[-3000:]
+    assert not Path(f"/tmp/perf-{process.pid}.map").exists(), "torch's oneDNN left something"

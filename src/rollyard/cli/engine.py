@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -56,6 +57,7 @@ def engine(
         raise Trouble(f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'")
     if dtype not in DTYPES:
         raise Trouble(f"--dtype {dtype}: it is {', '.join(DTYPES)}", status=2)
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else torch leaves a /tmp/perf-PID.map on some CPUs
 
     from rollyard.embedded.batching import Settings
     from rollyard.embedded.weights import KNOWN

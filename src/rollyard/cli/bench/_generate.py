@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ def main() -> None:
     for name in ("--model", "--device", "--dtype"):
         parser.add_argument(name, required=True)
     given = parser.parse_args()
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # as `rollyard engine` does
 
     import torch
 
