@@ -37,7 +37,13 @@ class Log:
 
     def rewind(self, phase: str, step: int) -> None:
         """Forgets what the checkpoint does not know."""
-        kept = [line for line in self.lines() if line["phase"] != phase or line["step"] <= step]
+        self._keep([line for line in self.lines() if line["phase"] != phase or line["step"] <= step])
+
+    def forget(self, phase: str, *tested: str) -> None:
+        """All of a phase, and those tests."""
+        self._keep([line for line in self.lines() if line["phase"] != phase and line.get("what") not in tested])
+
+    def _keep(self, kept: Sequence[dict[str, Any]]) -> None:
         fresh = self.path.with_suffix(".new")
         fresh.write_text("".join(json.dumps(line) + "\n" for line in kept))
         fresh.replace(self.path)
@@ -67,3 +73,9 @@ def by_lag(rows: Sequence[dict[str, Any]], logprobs: Sequence[Any], version: int
         str(lag): {"tokens": len(g), "mean": float(np.mean(g)), "p99": float(np.quantile(g, 0.99)), "max": max(g)}
         for lag, g in sorted(found.items())
     }
+
+
+def passed(result: dict[str, Any]) -> dict[str, float]:
+    """Of an evaluation's result."""
+    found = result["all"]["pass_at"]["1"]
+    return {"pass_at_1": found["mean"], "low": found["low"], "high": found["high"]}

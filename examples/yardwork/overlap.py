@@ -4,8 +4,8 @@
 
 Decoupled is `--max-staleness 1`: the next batch is sampled while this one is learned from. Coupled is 0: the same code
 takes turns, in two ways (`pace` in train.py): `coupled` begins what the batch still needs, `coupled_oversampled` more
-than that at once, and throws away what is left over. `ratio` is against the faster of these. Everything else is the
-same: one engine, one service, weights to begin with, tasks, seeds, sizes.
+than that at once, and throws away what is left over. Everything else is the same: one engine, one service, weights to
+begin with, tasks, seeds, sizes.
 
 The engine records each size of batch when it first meets it, so some steps that do not count come first (`--warm-up`),
 and the first `--skip` of each run do not count either. Tokens are those that a gradient was taken of. What is there
@@ -30,7 +30,7 @@ import alone
 WAYS = {
     "decoupled": ["--max-staleness", "1"],
     "coupled": ["--max-staleness", "0"],
-    "coupled_oversampled": ["--max-staleness", "0", "--surplus", "cancel"],
+    "coupled_oversampled": ["--max-staleness", "0", "--oversample"],
 }
 QUERY = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
 
@@ -44,10 +44,14 @@ def main() -> None:
     parser.add_argument("--latency-s", type=float, nargs="+", default=[0.0, 0.1, 1.0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--skip", type=int, default=2)
-    parser.add_argument("--warm-up", type=int, default=6, help="steps before anything is measured")
+    parser.add_argument("--warm-up", type=int, default=6, help="steps of each way before anything is measured")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(given)
+    if not 0 <= args.skip < args.steps or args.warm_up < 0:
+        parser.error("--skip: fewer than --steps; --warm-up: 0 or more")
+    if len({*args.ways}) < len(args.ways) or len({*args.latency_s}) < len(args.latency_s):
+        parser.error("--ways, --latency-s: each once")
     if args.out.exists():  # what is there is of other weights, or cut
         raise SystemExit(f"{args.out} is there already: give another --out, or delete it")
     found: dict[str, Any] = {}
@@ -60,27 +64,28 @@ def main() -> None:
             fixed += ["--tool-latency-s", latency_s, "--validate-every", 10 * steps, "--save-every", 10 * steps]
             out.mkdir(parents=True)
             with _Busy(out / "gpu.csv") as busy:
-                if alone.train([*told, *map(str, fixed), *way, *train], parts.trainer_share, sys.stderr.fileno()):
+                if alone.train([*told, *train, *map(str, fixed), *way], parts.trainer_share, sys.stderr.fileno()):
                     raise SystemExit(f"{name} did not come to its end: see above")
-            return measured(out, args.skip, busy)
+            return measured(out, args.skip, busy) if steps > args.skip else {}
 
         for way in args.ways if args.warm_up else ():
-            run(f"warm-up-{way}", args.latency_s[0], args.skip + args.warm_up, WAYS[way])
+            run(f"warm-up-{way}", args.latency_s[0], args.warm_up, WAYS[way])
         for latency_s in args.latency_s:
             for way in args.ways:
                 found[f"{way}_{latency_s:g}"] = run(f"{way}-{latency_s:g}", latency_s, args.steps, WAYS[way])
                 found |= ratios(found, latency_s)
-                (args.out / "overlap.json").write_text(json.dumps(found))
+                (args.out / "new.json").write_text(json.dumps(found))
+                (args.out / "new.json").replace(args.out / "overlap.json")
                 per_s = found[f"{way}_{latency_s:g}"]["tokens_per_s"]
                 print(f"{way} at a tool latency of {latency_s:g} s: {per_s:.0f} tokens/s", file=sys.stderr, flush=True)
     print(json.dumps(found) if args.json else json.dumps(found, indent=2))
 
 
 def ratios(found: dict[str, Any], latency_s: float) -> dict[str, float]:
-    """Of tokens per second: decoupled to the fastest of those that take turns, if there are both."""
+    """Of tokens per second: decoupled to each of those that take turns, as far as they are there."""
     per_s = {way: found[name]["tokens_per_s"] for way in WAYS if (name := f"{way}_{latency_s:g}") in found}
     ours = per_s.pop("decoupled", None)
-    return {f"ratio_{latency_s:g}": ours / max(per_s.values())} if ours is not None and per_s else {}
+    return {f"ratio_{way}_{latency_s:g}": ours / theirs for way, theirs in per_s.items()} if ours is not None else {}
 
 
 def measured(out: Path, skip: int, busy: _Busy) -> dict[str, float | None]:

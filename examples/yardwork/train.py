@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from learner import Learner, anchors, has_saved, in_rounds, rate
-from log import Log, by_lag
+from log import Log, by_lag, passed
 
 import rollyard
 from rollyard.client.batching import collate
@@ -78,7 +78,7 @@ def options() -> argparse.Namespace:
     add("--clip", type=float, nargs=2, default=(0.2, 0.28), help="a token's ratio is driven no further down, or up")
     add("--anchor", type=float, default=0.125, help="demonstrations learned again for each rollout: one for eight")
     add("--max-staleness", type=int, default=1, help="0: sampling and learning take turns")
-    add("--surplus", default="carry", choices=["carry", "cancel"], help="of a batch: see `pace`")
+    add("--oversample", action="store_true", help="where they take turns: begin more than a batch needs (see `pace`)")
     add("--tool-latency-s", type=float, default=0.0, help="each tool call takes so much longer (to measure)")
     add("--keep", default="spread", help="which groups are handed out: spread, or all")
     add("--max-turns", type=int, default=8)
@@ -89,7 +89,10 @@ def options() -> argparse.Namespace:
     add("--minutes", type=float, help="save, and end, after so many")
     add("--tensorboard", action="store_true")
     add("--wandb", metavar="PROJECT")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.oversample and args.max_staleness:
+        parser.error("--oversample: that is for --max-staleness 0, where sampling and learning take turns")
+    return args
 
 
 class Cut(Exception):
@@ -163,7 +166,7 @@ class Training:
             if f"test{tag}" in known or not self.args.test_tasks:
                 continue
             result = self.score(f"{what}-test{tag}", TEST, self.args.test_tasks, heat, rules)
-            self.log.write(f"test{tag}", 0, what=what, **_pass(result), result=result)
+            self.log.write(f"test{tag}", 0, what=what, **passed(result), result=result)
 
     def wants_test(self, what: str) -> bool:
         return bool(self.args.test_tasks) and not self.log.has_tested(what)
@@ -209,11 +212,11 @@ class Training:
             loss = self._epoch(rows, epoch)
             self.push(epoch)
             result = self.score(f"warm-{epoch}", VALIDATION, args.validate_tasks, 1.0)
-            score = _pass(result)["pass_at_1"]
+            score = passed(result)["pass_at_1"]
             is_best = score > state["best"]
             waited = 0 if is_best else state["waited"] + 1
             state = {"epoch": epoch, "best": max(score, state["best"]), "waited": waited}
-            self.log.write("warm", epoch, loss=loss, **_pass(result), busy_s=self.learner.busy_s)
+            self.log.write("warm", epoch, loss=loss, **passed(result), busy_s=self.learner.busy_s)
             if is_best:
                 self.learner.save(out / "best", state)
             self.learner.save(out / "warm", state)
@@ -229,16 +232,19 @@ class Training:
         return sum(losses) / len(losses)
 
     def more_warm(self) -> None:
-        """What the same time on the device gives without RL: at its end, and where validation found it best."""
+        """What the same time on the device gives without RL: at its end, and where validation found it best. It has no
+        checkpoints: cut, it begins again."""
+        if self.log.has_tested("more-warm-best"):
+            return
         args, learner, rows, best = self.args, self.learner, self.demonstrations(), -1.0
-        self.log.rewind("more_warm", 0)
+        self.log.forget("more_warm", "more-warm", "more-warm-best")
         started, epoch = learner.busy_s, 0
         while learner.busy_s - started < args.more_warm_s:
             epoch += 1
             loss = self._epoch(rows, 1000 + epoch)
             if epoch.bit_count() == 1:  # 1, 2, 4, 8…
                 self.push(1000 + epoch)
-                found = _pass(self.score(f"more-warm-{epoch}", VALIDATION, args.validate_tasks, 1.0))
+                found = passed(self.score(f"more-warm-{epoch}", VALIDATION, args.validate_tasks, 1.0))
                 self.log.write("more_warm", epoch, loss=loss, **found, busy_s=learner.busy_s - started)
                 if found["pass_at_1"] > best:
                     best = found["pass_at_1"]
@@ -262,7 +268,7 @@ class Training:
             id=f"{self.name}-rl",
             group_size=args.group_size,
             keep=args.keep,
-            **pace(args.max_staleness, args.surplus),
+            **pace(args.max_staleness, oversample=args.oversample),
             seed=args.seed,
             epochs=1000,
         )
@@ -277,7 +283,7 @@ class Training:
                 facts = self._learn(batch, step)
             self.push(step)
             if step % args.validate_every == 0:
-                facts |= _pass(self.score(f"rl-{step}", VALIDATION, args.validate_tasks, 1.0))
+                facts |= passed(self.score(f"rl-{step}", VALIDATION, args.validate_tasks, 1.0))
             facts |= {name: self.spent[name] - before.get(name, 0.0) for name in self.spent}
             self.log.write("rl", step, **facts, step_s=time.monotonic() - started, figures=batch.figures)
             is_over = time.monotonic() > self.ends
@@ -339,12 +345,14 @@ class Training:
         }
 
 
-def pace(max_staleness: int, surplus: str) -> dict[str, Any]:
-    """Of a draw. With 0 nothing is sampled while a batch is learned from: `carry` begins no more than the batch still
-    needs, again and again, and loses nothing; `cancel` begins as many as the share that is kept asks for, and what is
-    left over is thrown away, in work or done."""
-    strict = "wait" if surplus == "carry" else "drop"
-    return {"max_staleness": max_staleness, "surplus": surplus, "on_stale": "deliver" if max_staleness else strict}
+def pace(max_staleness: int, *, oversample: bool) -> dict[str, Any]:
+    """Of a draw. With 0 nothing is sampled while a batch is learned from: no more is begun than the batch still needs,
+    again and again, and nothing is lost. Oversampled, as many are begun as the kept share asks for, and what is left
+    over is thrown away, at work or done: that takes less time, and leans towards short rollouts."""
+    if max_staleness:
+        return {"max_staleness": max_staleness}
+    strict = {"on_stale": "drop", "surplus": "cancel"} if oversample else {"on_stale": "wait"}
+    return {"max_staleness": 0, **strict}
 
 
 def _name(out: Path) -> str:
@@ -353,11 +361,6 @@ def _name(out: Path) -> str:
     if not kept.exists() or not kept.read_text():
         kept.write_text(f"{out.resolve().name}-{secrets.token_hex(3)}")
     return kept.read_text()
-
-
-def _pass(result: dict[str, Any]) -> dict[str, float]:
-    found = result["all"]["pass_at"]["1"]
-    return {"pass_at_1": found["mean"], "low": found["low"], "high": found["high"]}
 
 
 def main() -> None:

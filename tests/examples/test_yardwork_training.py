@@ -1,8 +1,8 @@
 """The reference trainer as a person starts it, with a tiny model: cut after each phase, killed, and run to its end.
 
-One run with four lives. Engine, service and trainer are real processes of `alone.py`, and all of them end with each
-life. The model is random and earns no reward, so what is looked at is the way, not what is learned from it (that is in
-`inside`): which steps there are, what a step tells, and whether a new life goes on where the checkpoint is.
+The first run has four lives. Engine, service and trainer are real processes of `alone.py`, and all of them end with
+each life. The model is random and earns no reward, so what is looked at is the way, not what is learned from it (that
+is in `inside`): which steps there are, what a step tells, and whether a new life goes on where the checkpoint is.
 """
 
 from __future__ import annotations
@@ -174,17 +174,41 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(tmp_path: Path):
 def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tmp_path: Path):
     make_tiny_model(tmp_path / "tiny", tokenizer_dir())
     yard = Yard(tmp_path)
-    life = yard.live("--more-warm-s", "1.5", "--test-tasks", "2")
+    options = ("--more-warm-s", "1.5", "--test-tasks", "2")
+    life = yard.live(*options)
     epochs = life.steps("more_warm")
     assert epochs == [2**n for n in range(len(epochs))] and len(epochs) > 1 and not life.steps("rl")
     looks = [line for line in life.lines if line["phase"] == "more_warm"]
     assert looks[0]["busy_s"] < looks[-1]["busy_s"] and looks[-1]["loss"] < looks[0]["loss"]
-    tested = [line["what"] for line in life.lines if line["phase"] == "test"]
-    assert tested == ["raw", "warm", "more-warm", "more-warm-best"]
-    best = json.loads((yard.out / "more-warm-best" / "state.json").read_text())["epoch"]
-    assert best == max(looks, key=lambda line: (line["pass_at_1"], -line["step"]))["step"]
+    tests = ["raw", "warm", "more-warm", "more-warm-best"]
+    assert [line["what"] for line in life.lines if line["phase"] == "test"] == tests
+    best = yard.out / "more-warm-best"
+    assert json.loads((best / "state.json").read_text())["epoch"] == 1, "none earns a reward, so the first stays"
+    pushed = (yard.out / "pushed" / "adapter_model.safetensors").read_bytes()
+    assert pushed == (best / "adapter_model.safetensors").read_bytes(), "what was tested last"
 
-    again = yard.live("--more-warm-s", "1.5", "--test-tasks", "2")
-    assert again.steps("more_warm")[:2] == [1, 2] and len(set(again.steps("more_warm"))) == len(
-        again.steps("more_warm")
-    )
+    assert yard.live(*options).lines == life.lines, "it is done"
+
+    file = yard.out / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in life.lines[:-1]))  # cut before its last test
+    again = yard.live(*options)
+    assert again.steps("more_warm")[:2] == [1, 2], "it begins again"
+    assert [line["what"] for line in again.lines if line["phase"] == "test"] == tests
+    assert [line["what"] for line in again.lines if line["phase"] == "test_greedy"] == tests[1:]
+
+
+def test_what_is_for_turns_is_refused_without_them(tmp_path: Path):
+    train = ROOT / "examples" / "yardwork" / "train.py"
+    command = [
+        str(trainer_python("local")),
+        str(train),
+        "--model",
+        "x",
+        "--engine",
+        "y",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run([*command, "--oversample"], env=environ(tmp_path), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--oversample: that is for --max-staleness 0" in done.stderr
+    assert not (tmp_path / "out").exists()

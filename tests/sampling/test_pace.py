@@ -57,7 +57,7 @@ def test_under_wait_nothing_is_ever_too_old(
 @given(seed=st.integers(0, 2**32), want=st.integers(1, 6), kept=st.floats(0.3, 1))
 @settings(max_examples=30, deadline=None)
 def test_a_trainer_can_take_turns(on_stale: OnStale, surplus: Surplus, seed: int, want: int, kept: float):
-    """`max_staleness` 0, and no group is at work while a batch is learned from. With `deliver` one would be."""
+    """`max_staleness` 0, and no group is at work while a batch is learned from."""
     dice = Random(seed)
     it = Driven(config_of(200, max_staleness=0, on_stale=on_stale, surplus=surplus), want)
     it.ask()
@@ -198,3 +198,16 @@ def test_a_huge_batch_is_begun_and_handed_out_without_looking_at_all_groups_for_
     flying.looks = 0
     assert [handed.id for handed in it.drawing.hand_out()] == [one.id for one in begun]
     assert flying.looks < 10
+
+
+def test_without_staleness_alone_a_trainer_does_not_take_turns():
+    """What was begun too much, by the share that was kept so far, goes on under `deliver`."""
+    it = Driven(config_of(200, max_staleness=0), want=3)
+    dice = Random(1)
+    it.ask()
+    while len(it.batches) < 4:
+        if it.drawing.batch is None:
+            it.raise_version()
+            it.ask()
+        it.end(dice.choice(it.open()), is_kept=dice.random() < 0.5)
+    assert it.drawing.batch is None and it.open()

@@ -223,10 +223,7 @@ def test_the_rate_rises_to_what_was_asked_for_and_falls_until_the_last_step():
     assert rate(1e-3, 3, 5, 3, 0.1) == pytest.approx(6e-4), "it may have no time to fall"
 
 
-@pytest.mark.parametrize(
-    ("staleness", "surplus", "on_stale"),
-    [(1, "carry", "deliver"), (1, "cancel", "deliver"), (0, "carry", "wait"), (0, "cancel", "drop")],
-)
-def test_a_draw_without_staleness_is_strict(staleness: int, surplus: str, on_stale: str):
-    asked = {"max_staleness": staleness, "surplus": surplus, "on_stale": on_stale}
-    assert pace(staleness, surplus) == asked
+def test_a_draw_without_staleness_is_strict():
+    assert pace(1, oversample=False) == {"max_staleness": 1}, "all else by default, as runs that were cut had it"
+    assert pace(0, oversample=False) == {"max_staleness": 0, "on_stale": "wait"}
+    assert pace(0, oversample=True) == {"max_staleness": 0, "on_stale": "drop", "surplus": "cancel"}
