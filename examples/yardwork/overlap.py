@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ WAYS = {
     "coupled": ["--max-staleness", "0"],
     "coupled_oversampled": ["--max-staleness", "0", "--oversample"],
 }
+THROWN_AWAY = ("filtered", "lost")  # rewards that do not differ; what was left over
 QUERY = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
 
 
@@ -58,7 +60,7 @@ def main() -> None:
     parts = alone.options(["--data", str(args.out / "service"), *services])
     with alone.running(parts) as told:
 
-        def run(name: str, latency_s: float, steps: int, way: Sequence[str]) -> dict[str, float | None]:
+        def run(name: str, latency_s: float, steps: int, way: Sequence[str]) -> _Busy:
             out = args.out / name
             fixed = ["--out", out, "--start", args.start, "--steps", steps, "--test-tasks", 0, "--anchor", 0]
             fixed += ["--tool-latency-s", latency_s, "--validate-every", 10 * steps, "--save-every", 10 * steps]
@@ -66,41 +68,61 @@ def main() -> None:
             with _Busy(out / "gpu.csv") as busy:
                 if alone.train([*told, *train, *map(str, fixed), *way], parts.trainer_share, sys.stderr.fileno()):
                     raise SystemExit(f"{name} did not come to its end: see above")
-            return measured(out, args.skip, busy) if steps > args.skip else {}
+            return busy
 
         for way in args.ways if args.warm_up else ():
             run(f"warm-up-{way}", args.latency_s[0], args.warm_up, WAYS[way])
         for latency_s in args.latency_s:
             for way in args.ways:
-                found[f"{way}_{latency_s:g}"] = run(f"{way}-{latency_s:g}", latency_s, args.steps, WAYS[way])
+                name = f"{way}-{latency_s:g}"
+                busy = run(name, latency_s, args.steps, WAYS[way])
+                found[f"{way}_{latency_s:g}"] = measured(args.out / name, args.skip, busy)
                 found |= ratios(found, latency_s)
                 (args.out / "new.json").write_text(json.dumps(found))
                 (args.out / "new.json").replace(args.out / "overlap.json")
-                per_s = found[f"{way}_{latency_s:g}"]["tokens_per_s"]
-                print(f"{way} at a tool latency of {latency_s:g} s: {per_s:.0f} tokens/s", file=sys.stderr, flush=True)
+                speed = found[f"{way}_{latency_s:g}"]["tokens_per_s"]
+                print(f"{way} at a tool latency of {latency_s:g} s: {speed:.0f} tokens/s", file=sys.stderr, flush=True)
     print(json.dumps(found) if args.json else json.dumps(found, indent=2))
 
 
-def ratios(found: dict[str, Any], latency_s: float) -> dict[str, float]:
-    """Of tokens per second: decoupled to each of those that take turns, as far as they are there."""
-    per_s = {way: found[name]["tokens_per_s"] for way in WAYS if (name := f"{way}_{latency_s:g}") in found}
-    ours = per_s.pop("decoupled", None)
-    return {f"ratio_{way}_{latency_s:g}": ours / theirs for way, theirs in per_s.items()} if ours is not None else {}
+def ratios(found: dict[str, Any], latency_s: float) -> dict[str, Any]:
+    """Of tokens per second: decoupled to each of those that take turns, as far as they are there; and where 95 of 100
+    such ratios lie if each run's steps are drawn again (that is the noise of steps, not of runs)."""
+    steps = {way: found[name]["steps"] for way in WAYS if (name := f"{way}_{latency_s:g}") in found}
+    ours, told = steps.pop("decoupled", None), {}
+    for way, theirs in steps.items() if ours else ():
+        chance = random.Random(way)
+        again = sorted(
+            per_s(chance.choices(ours, k=len(ours))) / per_s(chance.choices(theirs, k=len(theirs))) for _ in range(2000)
+        )
+        told[f"ratio_{way}_{latency_s:g}"] = per_s(ours) / per_s(theirs)
+        told[f"range_{way}_{latency_s:g}"] = [again[50], again[-51]]
+    return told
 
 
-def measured(out: Path, skip: int, busy: _Busy) -> dict[str, float | None]:
+def per_s(steps: Sequence[Sequence[float]]) -> float:
+    """Of steps: tokens and seconds of each."""
+    return sum(tokens for tokens, _ in steps) / sum(took_s for _, took_s in steps)
+
+
+def measured(out: Path, skip: int, busy: _Busy) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["phase"] == "rl"][skip:]
     took_s = sum(step["step_s"] for step in steps)
     over = (out / "metrics.jsonl").stat().st_mtime  # the last step is its last line
+    tokens = {name: sum(step["figures"][f"tokens_{name}"] for step in steps) for name in ("delivered", *THROWN_AWAY)}
+    pairs = [[step["tokens_trained"], step["step_s"]] for step in steps]
     return {
-        "tokens_per_s": sum(step["tokens_trained"] for step in steps) / took_s,
+        "tokens_per_s": per_s(pairs),
         "step_s": took_s / len(steps),
         "learn_s": sum(step["learn_s"] for step in steps) / len(steps),
         "wait_s": sum(step["wait_s"] for step in steps) / len(steps),
+        "run_s": sum(step["stages_s"]["run_s"] for step in steps) / len(steps),
+        "thrown_away_share": sum(tokens[name] for name in THROWN_AWAY) / sum(tokens.values()),
         "staleness": sum(step["staleness"] for step in steps) / len(steps),
         "learn_share": sum(step["learn_s"] for step in steps) / took_s,
         "gpu_busy_share": busy.share(over - took_s, over),
+        "steps": pairs,
     }
 
 

@@ -45,7 +45,8 @@ def test_each_way_is_measured_on_one_service(tmp_path: Path):
     ways = {name: found[f"{name}_0.05"] for name in ("decoupled", "coupled", "coupled_oversampled")}
     for name, one in ways.items():
         assert one["tokens_per_s"] > 0 and one["step_s"] >= one["learn_s"] > 0
-        assert one["gpu_busy_share"] is None
+        assert one["gpu_busy_share"] is None and one["run_s"] > 0
+        assert name != "coupled" or one["thrown_away_share"] == 0  # all are kept, and no more are begun
         lines = [json.loads(line) for line in (out / f"{name}-0.05" / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert (out / f"warm-up-{name}" / "metrics.jsonl").read_text().count("\n") == 1
@@ -54,6 +55,9 @@ def test_each_way_is_measured_on_one_service(tmp_path: Path):
     ours, *others = (one["tokens_per_s"] for one in ways.values())
     ratios = [found["ratio_coupled_0.05"], found["ratio_coupled_oversampled_0.05"]]
     assert ratios == pytest.approx([ours / other for other in others])
+    for way in ("coupled", "coupled_oversampled"):
+        low, high = found[f"range_{way}_0.05"]
+        assert low <= found[f"ratio_{way}_0.05"] <= high
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
