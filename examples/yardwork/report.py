@@ -1,4 +1,4 @@
-"""What came of some runs of `train.py`, as Markdown: pass@1, curves, where the time went, logprobs by lag.
+"""What came of some runs of `train.py`, as Markdown: pass@1, by family too, curves, where time went, logprobs by lag.
 
     python examples/yardwork/report.py runs/seed-0 runs/seed-1 runs/seed-2 [--every 10]
 
@@ -41,7 +41,7 @@ def read(path: Path) -> list[Line]:
 
 
 def report(runs: dict[str, list[Line]], every: int) -> list[str]:
-    told = ["## Held-out pass@1", "", *table(["", *runs], tests(runs))]
+    told = ["## Held-out pass@1", "", *table(["", *runs], tests(runs)), *families(runs)]
     for name, lines in runs.items():
         warm = [line for line in lines if line["phase"] == "warm"]
         steps = [line for line in lines if line["phase"] == "rl"]
@@ -61,6 +61,24 @@ def tests(runs: dict[str, list[Line]]) -> Iterable[list[str]]:
             row = [_tested(lines, phase, what) for lines in runs.values()]
             if any(row):
                 yield [stage + way, *row]
+
+
+def families(runs: dict[str, list[Line]]) -> list[str]:
+    """As trained weights sample, stage by stage: a column for each family."""
+    found = [
+        (f"{name}, {stage}", line["result"]["by"])
+        for name, lines in runs.items()
+        for what, stage in STAGES.items()
+        for line in lines
+        if what != "raw" and line["phase"] == "test" and line.get("what") == what and line.get("result", {}).get("by")
+    ]
+    columns = sorted({family for _, by in found for family in by})
+    rows = [[row, *(_of_family(by.get(family)) for family in columns)] for row, by in found]
+    return ["", *table(["", *columns], rows)] if rows else []
+
+
+def _of_family(family: Line | None) -> str:
+    return f"{family['pass_at']['1']['mean']:.2f}" if family else ""
 
 
 def _tested(lines: Sequence[Line], phase: str, what: str) -> str:

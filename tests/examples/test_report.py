@@ -35,6 +35,7 @@ def step(number: int, rewards: tuple[int, int], groups: tuple[int, int, int], **
 
 def test_tables_of_two_runs(tmp_path: Path):
     tested = {"phase": "test", "step": 0, "pass_at_1": 0.25, "low": 0.2, "high": 0.3}
+    families = {name: {"pass_at": {"1": {"mean": mean}}} for name, mean in (("total", 0.25), ("chain", 0.75))}
     one = [
         {"phase": "warm", "step": 1, "pass_at_1": 0.1},
         {"phase": "warm", "step": 2, "pass_at_1": 0.2},
@@ -42,7 +43,7 @@ def test_tables_of_two_runs(tmp_path: Path):
         step(1, (10, 2), (4, 1, 1)),
         step(2, (30, 18), (6, 0, 3), pass_at_1=0.4, score_s=1.0),
         step(3, (10, 9), (2, 0, 2)),
-        {**tested, "what": "rl", "pass_at_1": 0.5, "low": 0.45, "high": 0.55},
+        {**tested, "what": "rl", "pass_at_1": 0.5, "low": 0.45, "high": 0.55, "result": {"by": families}},
         {"phase": "more_warm", "step": 1, "pass_at_1": 0.21},
         {"phase": "more_warm", "step": 2, "pass_at_1": 0.3},
         {**tested, "what": "more-warm-best"},
@@ -58,6 +59,8 @@ def test_tables_of_two_runs(tmp_path: Path):
     assert "| warm start, greedily |  | 0.250 (0.200 to 0.300) |" in lines
     assert "| after RL | 0.500 (0.450 to 0.550) |  |" in lines
     assert "| further warm start, at its best | 0.250 (0.200 to 0.300) |  |" in lines
+    at = lines.index("|  | chain | total |")
+    assert lines[at + 2 : at + 4] == ["| seed-0, after RL | 0.75 | 0.25 |", ""]
     assert "Warm start, epoch by epoch: 0.10, 0.20." in lines
     assert "Further warm start, after 1, 2, 4… epochs: 0.21, 0.30." in lines
     assert "| 1 to 2 | 0.50 | 0.50 | 0.50 | 0.75 | 0.400 |" in lines
