@@ -1,6 +1,8 @@
 """Installing agent programs: real pip and tarballs, from a folder; nothing half made is ever there."""
 
 import asyncio
+import fcntl
+import functools
 import gzip
 import io
 import subprocess
@@ -84,6 +86,19 @@ async def test_two_at_once_make_it_once(tmp_path: Path):
     said: list[str] = []
     folders = await asyncio.gather(*(it.install(pip(), said.append, source=tmp_path / "wheels") for it in shelves))
     assert folders[0] == folders[1] and said.count("pip installs tiny==1.0") == 1
+
+
+async def test_who_waits_for_another_says_so(tmp_path: Path):
+    wheel(tmp_path / "wheels")
+    (tmp_path / "agents").mkdir()
+    said: asyncio.Queue[str] = asyncio.Queue()
+    tell = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, said.put_nowait)
+    with (tmp_path / "agents/.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        install = asyncio.create_task(AgentShelf(tmp_path / "agents").install(pip(), tell, source=tmp_path / "wheels"))
+        assert await said.get() == "waiting for another install"
+        assert not install.done() and said.empty()
+    assert (await install).is_dir() and await said.get() == "pip installs tiny==1.0"
 
 
 async def test_what_fails_leaves_nothing_and_what_a_killed_one_left_is_cleared(tmp_path: Path):
