@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import functools
 import gzip
 import io
 import subprocess
@@ -92,7 +91,11 @@ async def test_who_waits_for_another_says_so(tmp_path: Path):
     wheel(tmp_path / "wheels")
     (tmp_path / "agents").mkdir()
     said: asyncio.Queue[str] = asyncio.Queue()
-    tell = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, said.put_nowait)
+    loop = asyncio.get_running_loop()
+
+    def tell(text: str) -> None:
+        loop.call_soon_threadsafe(said.put_nowait, text)
+
     with (tmp_path / "agents/.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         install = asyncio.create_task(AgentShelf(tmp_path / "agents").install(pip(), tell, source=tmp_path / "wheels"))
