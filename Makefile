@@ -16,7 +16,7 @@ demo: ## a small trained model solves tasks in real sandboxes on this machine, a
 TRAIN_DEMO ?= --run-slots 12 --max-running 16 -- --out runs/train-demo --bf16 --families find_content,find_size \
   --levels 1 --demonstrations 48 --passes 1 --warm-batch 8 --warm-lr 3e-3 --max-epochs 3 --validate-tasks 12 \
   --test-tasks 0 --want 2 --group-size 6 --steps 4 --validate-every 4 --rounds 1 --minibatches 1 \
-  --lr 1e-3 --micro-tokens 2048
+  --lr 3e-4 --micro-tokens 2048
 
 train-demo: ## the same training on two easy families, on the CPU: ten minutes, or twenty without bfloat16
 	@scripts/setup demo
