@@ -18,7 +18,7 @@ TRAIN_DEMO ?= --run-slots 12 --max-running 16 -- --out runs/train-demo --bf16 --
   --test-tasks 0 --want 2 --group-size 6 --steps 4 --validate-every 4 --rounds 1 --minibatches 1 \
   --lr 3e-4 --micro-tokens 2048
 
-train-demo: ## the same training on two easy families, on the CPU: ten minutes, or twenty without bfloat16
+train-demo: ## the same training on two easy families, on the CPU: half an hour on two cores without bfloat16
 	@scripts/setup demo
 	.venv/bin/python examples/yardwork/alone.py $(TRAIN_DEMO)
 
