@@ -1,6 +1,14 @@
 # Two commands do everything on a fresh Debian machine: `make demo` and `make test`.
-.PHONY: help setup demo train-demo test quick check bench lock clean
+.PHONY: help setup demo train-demo test quick soak check bench lock clean
 .DEFAULT_GOAL := help
+
+# Tests start hundreds of Python processes: each would compile every module again if none kept the result.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Test processes. Most tests wait for other processes, so there are two for each CPU. TESTS: arguments for pytest.
+WORKERS ?= $(shell cpus=$$(nproc); echo $$((cpus < 8 ? 2 * cpus : 16)))
+PYTEST = .venv/bin/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
+BENCHES = shell ipython sandbox gateway pipeline stages restart draw weights engine fleet survive endurance
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,11 +33,15 @@ train-demo: ## the same training on two easy families, on the CPU: half an hour 
 test: ## the whole test suite, with the real vLLM and real tokenizers
 	@scripts/setup dev
 	@scripts/real-parts
-	.venv/bin/pytest
+	$(PYTEST)
 
-quick: ## the test suite without its slow parts
+quick: ## the tests that take seconds, without vLLM and the trainers
 	@scripts/setup dev
-	.venv/bin/pytest -m "not slow and not vllm"
+	$(PYTEST) -m "not slow and not vllm and not trainers and not local"
+
+soak: ## chaos, kills and endurance at full size, one table at the end (SOAK=NAME: only that one)
+	@scripts/setup dev
+	@.venv/bin/python -m tests.soak $(SOAK)
 
 check: ## lint, format and types
 	@scripts/setup dev
@@ -39,7 +51,7 @@ check: ## lint, format and types
 
 bench: ## every benchmark, with its peers
 	@scripts/setup dev
-	@for name in shell ipython sandbox gateway pipeline stages restart; do .venv/bin/rollyard bench $$name || exit 1; done
+	@for name in $(BENCHES); do .venv/bin/rollyard bench $$name || exit 1; done
 
 lock: ## write the lock files anew
 	@scripts/lock

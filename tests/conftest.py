@@ -1,25 +1,134 @@
-"""Shared by all tests. In CI (ROLLYARD_NO_SKIPS=1) a skip is a failure: it would hide a hole."""
+"""Shared by all tests: what a worker owns, which tests run together, and what a whole run reports.
 
-import contextlib
+In CI (ROLLYARD_NO_SKIPS=1) a skip is a failure: it would hide a hole.
+"""
+
+from __future__ import annotations
+
+import json
 import os
+import random
 import signal
+import sys
+import tempfile
 from collections.abc import Generator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-from rollyard.sandbox._cgroup_files import own_folders
-from tests import real_vllm
+from rollyard.testing.store_postgres import PgServer, find_postgres
+from tests import real_vllm, worker
+
+# Hundreds of processes are started from this checkout. Each would compile the package again if none kept the result.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 NO_SKIPS = os.environ.get("ROLLYARD_NO_SKIPS") == "1"
+SLOW_S = 10.0
+GROUP = "xdist_group"
+SLOW_MARKS = {"slow", "vllm", "trainers", "local"}
+
+collect_ignore = ["with_torch"]  # tests/embedded/test_with_torch.py runs it elsewhere
+
+FIRST = ("vllm", "torch", "ray", "slurm", "user", "podman")
+"""Groups that take minutes. They start first, so that no worker is left alone with one at the end."""
 
 
-def pytest_configure() -> None:
-    """A suite that a script starts in the background ignores these, and so would the programs that it interrupts."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in random order")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A suite that a script starts in the background ignores these, and so would the programs that it interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    if not is_controller(config):
+        owned = worker.Ownership()
+        owned.take()
+        config.add_cleanup(owned.give_back)
+
+
+def is_controller(config: pytest.Config) -> bool:
+    """It only distributes tests to workers, and runs none."""
+    return not hasattr(config, "workerinput") and bool(getattr(config.option, "tx", None))
+
+
+# --- which tests run together, and in which order -------------------------------------------------------------
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """All tests of a file go to one worker, and all tests of an `xdist_group`, whatever file they are in.
+
+    xdist 3.8 writes groups into an attribute of tests that pytest 9 no longer has. So the first worker writes them
+    into a file, and this class reads it when all workers have collected their tests.
+    """
+
+    @cached_property
+    def _groups(self) -> dict[str, str]:
+        return json.loads(_groups_file().read_text())
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self._groups.get(nodeid) or nodeid.partition("::")[0]
+
+
+def _groups_file() -> Path:
+    """In the controller."""
+    return Path(tempfile.gettempdir(), f"rollyard-test-groups-{os.getpid()}")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupScheduling:
+    config.add_cleanup(lambda: _groups_file().unlink(missing_ok=True))
+    return GroupScheduling(config, log)  # type: ignore[arg-type]
+
+
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["groups_file"] = str(_groups_file())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if worker.NAME == "gw0" and (given := getattr(session.config, "workerinput", None)):
+        groups = {item.nodeid: mark.args[0] for item in session.items if (mark := item.get_closest_marker(GROUP))}
+        draft = Path(given["groups_file"] + ".draft")
+        draft.write_text(json.dumps(groups))
+        draft.rename(given["groups_file"])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        chance = random.Random(seed)
+        chance.shuffle(items)
+        places = {path: chance.random() for path in sorted({item.path for item in items})}
+        items.sort(key=lambda item: places[item.path])
+    for item in items:
+        if (group := _shared_part(item)) is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=_turn)
+
+
+def _shared_part(item: pytest.Item) -> str | None:
+    """What this test shares with tests of other files; it is started once."""
+    if item.get_closest_marker("vllm") is not None:
+        return "vllm"
+    if "postgres" in getattr(item, "fixturenames", ()) or "[postgres" in item.name:
+        return "postgres"
+    return None
+
+
+def _turn(item: pytest.Item) -> int:
+    """Long groups first, then files with slow tests, then the rest; the order is stable otherwise."""
+    group = item.get_closest_marker(GROUP)
+    if group is not None and group.args[0] in FIRST:
+        return FIRST.index(group.args[0])
+    return len(FIRST) + (item.get_closest_marker("slow") is None)
+
+
+# --- what a run reports ---------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True)
@@ -31,26 +140,30 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.longrepr = f"skipped, though skips are failures here: {reason}"
+    # What a hostile test printed may be no valid text, which xdist cannot send.
+    report.sections = [(_sendable(name), _sendable(content)) for name, content in report.sections]
     return report
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_groups_left() -> Generator[None, None, None]:
-    """Control groups of services that a test killed: their next start would sweep them, and there is none.
-
-    Removes what holds no process, and only what came since: thousands of them slow every walk of the tree down.
-    """
-    before = set(_groups())
-    yield
-    for group in set(_groups()) - before:
-        for folder in [*group.glob("*/"), group]:
-            with contextlib.suppress(OSError):  # something lives in it
-                folder.rmdir()
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _groups() -> list[Path]:
-    at = {Path(folder) for folder, _ in own_folders("/proc").values()}
-    return [group for folder in at for group in folder.glob("rollyard-*/")]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tests over 10 s that are not marked slow: `make quick` would run them."""
+    reports = [report for name in ("passed", "failed") for report in terminalreporter.stats.get(name, [])]
+    slow = {
+        report.nodeid: report.duration
+        for report in reports
+        if report.when == "call" and report.duration > SLOW_S and not SLOW_MARKS & set(report.keywords)
+    }
+    if slow:
+        terminalreporter.section(f"unmarked tests that took more than {SLOW_S:g} s")
+        for nodeid, seconds in sorted(slow.items(), key=lambda pair: -pair[1]):
+            terminalreporter.write_line(f"{seconds:6.1f} s  {nodeid}")
+
+
+# --- shared parts ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +177,15 @@ def vllm_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_url(vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
-    """A real vLLM, started once for all tests."""
+    """A real vLLM, started once for all tests: those that use it are in the group `vllm`."""
     with real_vllm.serving(vllm_folder, tmp_path_factory.mktemp("vllm") / "log") as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Generator[PgServer, None, None]:
+    """A real PostgreSQL server, started once: tests that use it are in the group `postgres`."""
+    if find_postgres() is None:
+        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
+    with PgServer(port=worker.free_port()) as server:
+        yield server

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.worker import free_port
 
 START_S = 240.0
 
@@ -27,9 +28,7 @@ def installed() -> Path | None:
 @contextmanager
 def serving(folder: Path, log_path: Path) -> Generator[str, None, None]:
     """Its URL, while it runs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with ExitStack() as stack, log_path.open("wb") as log:
         sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-"))  # it leaves them where they are
         process = subprocess.Popen(

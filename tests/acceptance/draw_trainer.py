@@ -12,7 +12,7 @@ from pathlib import Path
 from rollyard import AsyncClient
 
 WANT = 4
-ACK_EVERY = 5
+ACK_EVERY = 5  # a death between two acknowledgements has batches delivered again
 
 
 async def main(url: str, token: str, journal: Path, on_stale: str, batches: int, tasks: Path) -> None:

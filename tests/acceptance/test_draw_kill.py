@@ -1,4 +1,4 @@
-"""Fifty batches of a draw while the service and its trainer are killed, again and again.
+"""Batches of a draw while the service and its trainer are killed, again and again.
 
 Every group is delivered once; nothing is dropped under `deliver`; nothing is outside the bound under `wait`; what a
 restarted trainer gets again is what it got before; and in the end the engines have no session left.
@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 
 from rollyard import AsyncClient
+from rollyard.core import Json
 from tests.acceptance.test_kill import Service, call, engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-BATCHES = 50
-SERVICE_KILLS = 8
-TRAINER_KILLS = 8
 TASKS = 60
 
-SCRIPT = {
+SCRIPT: dict[str, Json] = {
     "rules": [
         {"if": "write good", "turns": [call("shell", command="echo good > out.txt"), call("finish")]},
     ],
@@ -39,7 +37,8 @@ def task(number: int) -> dict[str, Any]:
 
 
 class Trainer:
-    def __init__(self, service: Service, folder: Path, on_stale: str) -> None:
+    def __init__(self, service: Service, folder: Path, on_stale: str, batches: int) -> None:
+        self._batches = batches
         self._service = service
         self._folder = folder
         self._on_stale = on_stale
@@ -50,7 +49,7 @@ class Trainer:
         script = Path(__file__).with_name("draw_trainer.py")
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(script), self._service.url, self._service.token, str(self.journal)),
-            *(self._on_stale, str(BATCHES), str(self._folder / "tasks.jsonl")),
+            *(self._on_stale, str(self._batches), str(self._folder / "tasks.jsonl")),
             env={**os.environ, "PYTHONPATH": ""},
         )
 
@@ -86,23 +85,27 @@ class Trainer:
 
 
 @pytest.mark.parametrize("on_stale", ["deliver", "wait"])
-async def test_fifty_batches_with_deaths_on_both_sides(tmp_path: Path, on_stale: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tests.acceptance.test_kill.SCRIPT", SCRIPT)
+async def test_batches_with_deaths_on_both_sides(tmp_path: Path, on_stale: str) -> None:
+    await deaths_on_both_sides(tmp_path, on_stale, batches=12, kills=2)
+
+
+async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kills: int) -> dict[str, int]:
+    """`kills` of the service and as many of the trainer. Raises AssertionError if a group is lost or delivered twice."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task(number)) + "\n" for number in range(TASKS)))
-    async with engine(tmp_path) as engine_url:
-        service = Service(tmp_path, engine_url)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task(number)) + "\n" for number in range(TASKS)))
+    async with engine(folder, SCRIPT) as engine_url:
+        service = Service(folder, engine_url)
         await service.start()
-        trainer = Trainer(service, tmp_path, on_stale)
+        trainer = Trainer(service, folder, on_stale, batches)
         await trainer.start()
-        deaths = ["service"] * SERVICE_KILLS + ["trainer"] * TRAINER_KILLS
+        deaths = ["service", "trainer"] * kills
         chance.shuffle(deaths)
         try:
             for victim in deaths:
-                await trainer.gets(chance.randint(1, 3))
-                await asyncio.sleep(chance.uniform(0.0, 0.5))
+                await trainer.gets(chance.randint(1, 2))
+                await asyncio.sleep(chance.uniform(0.0, 0.2))
                 if trainer.is_done:
                     break
                 if victim == "service":
@@ -123,22 +126,23 @@ async def test_fifty_batches_with_deaths_on_both_sides(tmp_path: Path, on_stale:
             await trainer.kill()
             await service.stop()
     entries = trainer.entries()
-    batches: dict[int, dict[str, Any]] = {}
+    got: dict[int, dict[str, Any]] = {}
     for entry in entries:
-        assert batches.setdefault(entry["number"], entry) == entry, "a batch that came again is the same"
-    assert sorted(batches) == list(range(1, BATCHES + 1))
-    groups = [group for number in sorted(batches) for group in batches[number]["groups"]]
+        assert got.setdefault(entry["number"], entry) == entry, "a batch that came again is the same"
+    assert sorted(got) == list(range(1, batches + 1))
+    groups = [group for number in sorted(got) for group in got[number]["groups"]]
     names = [group["id"] for group in groups]
-    assert len(names) == len(set(names)) == 4 * BATCHES, "every group once"
+    assert len(names) == len(set(names)) == 4 * batches, "every group once"
     assert all(sorted(group["rewards"]) == [0.0, 1.0] for group in groups), "only groups with signal"
     assert all(tokens for group in groups for tokens in group["tokens"])
     figures = facts["figures"]
     assert figures["dropped"] == figures["cancelled"] == figures["void"] == 0
-    assert figures["delivered"] == 4 * BATCHES
+    assert figures["delivered"] == 4 * batches
     ends = ("open", "complete", "delivered", "filtered", "failed")
     assert figures["admitted"] == sum(figures[name] for name in ends)
-    assert len(entries) > len(batches), "the kills hit something"
+    assert len(entries) > len(got), "the kills hit something"
     if on_stale == "wait":
-        for number, batch in batches.items():
+        for number, batch in got.items():
             for group in batch["groups"]:
                 assert batch["version"] - group["admitted"] <= 1, (number, group["id"])
+    return {"batches": len(got), "batches_got": len(entries), "kills": 2 * kills, "groups": len(groups)}

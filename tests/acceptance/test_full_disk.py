@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from rollyard import AsyncClient
 from rollyard.core import RollyardError
+from tests.worker import free_port
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -22,9 +22,7 @@ TASK = {"environment": "math", "data": {"question": "x" * 2000, "answer": "4"}}
 async def test_a_full_disk_ends_the_service_with_a_reason_and_not_with_a_hang(tmp_path: Path):
     if shutil.which("unshare") is None:
         pytest.skip("unshare (util-linux) is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = {
         "DATA_DIR": str(tmp_path / "data"),
         "PORT": str(port),

@@ -20,11 +20,10 @@ from rollyard import AsyncClient
 from rollyard.client import Record, ServiceUnreachable
 from rollyard.core import Json
 from rollyard.testing.tokenizer_files import tokenizer_dir
+from tests.worker import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROLLOUTS = 500
-KILLS = 20
 MARK = "ROLLYARD_KILL_TEST"
 
 
@@ -32,7 +31,7 @@ def call(name: str, **arguments: str) -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
 
 
-SCRIPT = {
+SCRIPT: dict[str, Json] = {
     "rules": [
         {"if": "write good", "turns": [call("shell", command="echo good > out.txt"), call("finish")]},
         {"if": "write bad", "turns": [call("shell", command="echo bad > out.txt"), call("finish")]},
@@ -52,8 +51,8 @@ def reward(number: int) -> float:
 
 
 @asynccontextmanager
-async def engine(folder: Path) -> AsyncGenerator[str, None]:
-    (folder / "script.json").write_text(json.dumps(SCRIPT))
+async def engine(folder: Path, script: dict[str, Json] = SCRIPT) -> AsyncGenerator[str, None]:
+    (folder / "script.json").write_text(json.dumps(script))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollyard.testing.scripted_engine", "--latency-s", "0.05"),
         *("--script", str(folder / "script.json"), "--tokenizer", str(tokenizer_dir())),
@@ -74,7 +73,7 @@ class Service:
         self._folder = folder
         self._engine = engine_url
         self._process: asyncio.subprocess.Process | None = None
-        self.port = 0
+        self.port = free_port()
 
     async def start(self) -> None:
         settings = {
@@ -95,7 +94,6 @@ class Service:
         )
         while not url_file.exists():
             await asyncio.sleep(0.05)
-        self.port = int(url_file.read_text().strip().rpartition(":")[2])
 
     async def kill(self) -> None:
         assert self._process is not None
@@ -128,22 +126,28 @@ def sandboxes_below(folder: Path) -> list[str]:
     return found
 
 
-async def test_nothing_is_lost_or_invented_in_twenty_deaths(tmp_path: Path):
+async def test_nothing_is_lost_or_invented_when_the_service_is_killed(tmp_path: Path):
+    await killed_service(tmp_path, rollouts=75, kills=4)
+
+
+async def killed_service(folder: Path, *, rollouts: int, kills: int) -> dict[str, int]:
+    """Raises AssertionError if a rollout was lost, ended twice or got another reward, or a sandbox is left."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    async with engine(tmp_path) as engine_url:
-        service = Service(tmp_path, engine_url)
+    async with engine(folder) as engine_url:
+        service = Service(folder, engine_url)
         await service.start()
-        ids = [f"r{number}" for number in range(ROLLOUTS)]
+        ids = [f"r{number}" for number in range(rollouts)]
         try:
             submit = asyncio.create_task(_submit_all(service, ids))
-            for _ in range(KILLS):
-                await asyncio.sleep(chance.uniform(0.1, 1.5))
+            for _ in range(kills):
+                await _some_run(service)
+                await asyncio.sleep(chance.uniform(0.0, 0.5))
                 await service.kill()
                 await service.start()
             await submit
-            records = await _read_all(service)
+            records = await _read_all(service, rollouts)
         finally:
             await service.stop()
     assert sorted(record.id for record in records) == sorted(ids), "each has exactly one terminal record"
@@ -154,9 +158,20 @@ async def test_nothing_is_lost_or_invented_in_twenty_deaths(tmp_path: Path):
     ]
     assert not wrong
     assert max(record.attempt for record in records) > 1, "the kills hit something"
-    async with asyncio.timeout(10):
-        while sandboxes_below(tmp_path):
+    async with asyncio.timeout(30):
+        while sandboxes_below(folder):
             await asyncio.sleep(0.1)
+    return {"rollouts": len(records), "kills": kills, "attempts": sum(record.attempt for record in records)}
+
+
+async def _some_run(service: Service) -> None:
+    """Until rollouts are in RUN, or all that were submitted have ended: a kill is to hit something."""
+    async with AsyncClient(service.url, service.token, retry_s=30) as client:
+        while True:
+            states = (await client.status())["states"]
+            if states["run"] or (states["ended"] and not sum(states.values()) - states["ended"]):
+                return
+            await asyncio.sleep(0.02)
 
 
 async def _submit_all(service: Service, ids: list[str]) -> None:
@@ -173,12 +188,12 @@ async def _submit_all(service: Service, ids: list[str]) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _read_all(service: Service) -> list[Record]:
+async def _read_all(service: Service, count: int) -> list[Record]:
     """The terminal order, page by page, until everything that was submitted has ended."""
     records: list[Record] = []
     after: str | None = None
     async with AsyncClient(service.url, service.token) as client:
-        while len(records) < ROLLOUTS:
+        while len(records) < count:
             page = await client.list(state="ended", after=after, limit=200, wait_s=10)
             records += page.rollouts
             after = page.next or after

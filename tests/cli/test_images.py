@@ -84,10 +84,12 @@ def podman_works() -> bool:
     return program is not None and subprocess.run([program, "info"], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.skipif(not podman_works() or not BUSYBOX.exists(), reason="podman does not work on this machine")
+@pytest.mark.xdist_group("podman")
 async def test_a_dockerfile_is_built_by_the_engine_that_works_here(
     cli: Cli, tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    if not podman_works() or not BUSYBOX.exists():
+        pytest.skip("podman does not work on this machine")
     storage = tmp_path / "storage.conf"  # its own store: nothing is left in this machine's
     lines = ('driver = "vfs"', f'graphroot = "{tmp_path}/graph"', f'runroot = "{tmp_path}/run"')
     storage.write_text("[storage]\n" + "\n".join(lines) + "\n")

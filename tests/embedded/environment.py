@@ -33,7 +33,7 @@ def environ(home: Path) -> dict[str, str]:
     """One thread: beside other tests, more of them only wait for each other."""
     paths = {"PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **paths, **quiet, "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, **paths, **quiet}
 
 
 def make_tiny_model(folder: Path, tokenizer: Path) -> Path:
@@ -44,11 +44,11 @@ def make_tiny_model(folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def run_inside(file: Path, home: Path, limit_s: float) -> None:
-    """A file of tests, in a process of that environment: all of them pass, and none is skipped."""
-    options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={file.parent}", f"--basetemp={home / 'inside'}"]
+def run_inside(folder: Path, home: Path, limit_s: float) -> None:
+    """A folder of tests, in a process of that environment: all of them pass, and none is skipped."""
+    options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", f"--basetemp={home / 'inside'}"]
     done = subprocess.run(
-        [str(trainer_python("local")), "-m", "pytest", *options, str(file)],
+        [str(trainer_python("local")), "-m", "pytest", *options, str(folder)],
         cwd=ROOT,
         env=environ(home / "hf"),
         capture_output=True,

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from rollyard.core import Json
 from rollyard.sandbox import _kernel as kernel
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.fleet.fleet_site import ProcessNode
+from tests.worker import free_port
 
 MAX_ATTEMPTS = 8
 GROUP_SIZE = 4
@@ -80,7 +80,7 @@ class Head:
 
     def __init__(self, folder: Path, engine_url: str, lease_s: float, **more: Json) -> None:
         self.data_dir = folder / "head"
-        self.port = _free_port()
+        self.port = free_port()
         self._log = (folder / "head.log").open("ab")
         self._process: subprocess.Popen[bytes] | None = None
         settings: dict[str, Json] = {
@@ -356,9 +356,3 @@ async def _exit_of(process: subprocess.Popen[bytes]) -> int:
         while (status := process.poll()) is None:
             await asyncio.sleep(0.02)
     return status
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

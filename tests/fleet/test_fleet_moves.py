@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.testing.script import Reply
-from rollyard.testing.store_postgres import PgServer, find_postgres
+from rollyard.testing.store_postgres import PgServer
 from tests.fleet.fleet_site import loop_node, nodes_of, open_head, until
 from tests.fleet.test_fleet import all_ended
 from tests.service.site import engine_table, finish, scripted
@@ -41,15 +41,11 @@ async def test_nodes_are_restarted_one_after_another_and_no_attempt_counts_as_lo
 
 
 @pytest.mark.slow
-async def test_a_head_on_another_machine_goes_on_with_the_same_database_and_nodes(tmp_path: Path) -> None:
+async def test_a_head_on_another_machine_goes_on_with_the_same_database_and_nodes(
+    tmp_path: Path, postgres: PgServer
+) -> None:
     """Another data folder is another machine: nothing but the database and the nodes is left of the first head."""
-    if find_postgres() is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    with PgServer() as server:
-        await _change_machines(tmp_path, server.url)
-
-
-async def _change_machines(tmp_path: Path, url: str) -> None:
+    url = postgres.create_database("moves")
     async with scripted(Reply(finish(), latency_s=1.0)) as engine:
         table = engine_table(engine)
         async with open_head(tmp_path / "a", engines=[table], store=url, node_lease_s=20) as site:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -14,25 +13,16 @@ from rollyard.fleet.ray_host import RayHost, RayUnavailable, driver_environment
 from tests.fleet import netns
 
 INSIDE = Path(__file__).parent / "inside"
-FILE = INSIDE / "test_ray_host.py"
-LIMIT_S = 110.0
+LIMIT_S = 880.0
 GIB = 1 << 30
 
 
-def names_in(file: Path) -> list[str]:
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [
-        node.name
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, functions) and node.name.startswith("test_")
-    ]
-
-
+@pytest.mark.xdist_group("ray")
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("test", names_in(FILE))
-def test_on_a_real_cluster(test: str, tmp_path: Path):
-    netns.run_test_inside(f"{FILE}::{test}", tmp_path, limit_s=LIMIT_S)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("file", ["test_ray_host.py", "test_ray_ends.py"])
+def test_on_a_real_cluster(file: str, tmp_path: Path):
+    netns.run_test_inside(str(INSIDE / file), tmp_path, limit_s=LIMIT_S)
 
 
 def test_nothing_of_the_service_imports_ray():

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fleet.slurm_cluster import NODES, SlurmCluster, slurm_cluster, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 RUNTIME = "apptainer" if shutil.which("apptainer") else "bubblewrap"

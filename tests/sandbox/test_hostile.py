@@ -1,30 +1,51 @@
-"""Every isolating runtime, every attack; and on this machine no limit is missing."""
+"""Every isolating runtime, every attack that it can change the outcome of; and on this machine no limit is missing.
+
+One runtime is under all attacks: what one of them broke, the next would show."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from rollyard.sandbox import LocalRuntime, SandboxSpec
+from rollyard.sandbox._runtime import LaunchedRuntime
 from rollyard.testing.sandbox_conformance import started
 from rollyard.testing.sandbox_hostile import CASES, LIMITS, Case
 from tests.sandbox.runtimes import ATTACKED, ISOLATED
 
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("name", ATTACKED)
-async def test_the_attack_fails(name: str, case: Case, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    async with ISOLATED[name](root=root) as runtime:
-        await case.run(runtime)
-    assert not list(root.glob("sbx_*"))
+PAIRS = [
+    pytest.param(name, case, id=f"{name}-{case.name}", marks=pytest.mark.xdist_group(f"hostile-{name}"))
+    for name in ATTACKED
+    for case in CASES
+    if case.is_on_root or name != "bubblewrap-folder"
+]
 
 
-@pytest.mark.parametrize("name", ATTACKED)
-async def test_no_limit_is_missing(name: str, tmp_path: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runtime(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncGenerator[LaunchedRuntime, None]:
+    async with ISOLATED[request.param](root=tmp_path_factory.mktemp(request.param) / "root") as runtime:
+        yield runtime
+
+
+@in_one_loop
+@pytest.mark.parametrize(("runtime", "case"), PAIRS, indirect=["runtime"])
+async def test_the_attack_fails(runtime: LaunchedRuntime, case: Case) -> None:
+    await case.run(runtime)
+    assert not list(runtime.layer_root.parent.glob("sbx_*"))
+
+
+@in_one_loop
+@pytest.mark.parametrize("runtime", ATTACKED, indirect=True)
+async def test_no_limit_is_missing(runtime: LaunchedRuntime) -> None:
     """Else the cases on limits would show nothing."""
-    async with ISOLATED[name](root=tmp_path) as runtime, started(runtime, SandboxSpec(limits=LIMITS)) as sandbox:
+    async with started(runtime, SandboxSpec(limits=LIMITS)) as sandbox:
         for limit in ("memory", "processes", "disk", "open_files"):
             assert sandbox.limits_in_force[limit] != "none", dict(sandbox.limits_in_force)
 
@@ -36,6 +57,5 @@ async def test_no_case_attacks_the_machine_itself(tmp_path: Path) -> None:
                 await case.run(runtime)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_names_its_control(case: Case) -> None:
-    assert len(case.control) > 40
+def test_every_case_names_its_control() -> None:
+    assert [case.name for case in CASES if len(case.control) <= 40] == []

@@ -15,7 +15,10 @@ from rollyard.sandbox import OciRuntime, SandboxLimits, SandboxSpec
 from rollyard.testing.sandbox_conformance import eventually, started
 from tests.sandbox.runtimes import OciByPodman
 
-pytestmark = pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed"),
+    pytest.mark.xdist_group("podman"),
+]
 
 SPEC = SandboxSpec(owner="test")
 

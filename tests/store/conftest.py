@@ -7,14 +7,13 @@ where it is not installed, its tests are skipped.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import asyncpg
 import pytest
 
 from rollyard.store import PostgresStore, SqliteStore
-from rollyard.testing.store_postgres import PgServer, find_postgres
+from rollyard.testing.store_postgres import PgServer
 
 _numbers = itertools.count(1)
 
@@ -60,14 +59,6 @@ AnyOpener = SqliteOpener | PostgresOpener
 @pytest.fixture
 def open_store(tmp_path: Path) -> SqliteOpener:
     return SqliteOpener(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PgServer]:
-    if find_postgres() is None:
-        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
-    with PgServer() as server:
-        yield server
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from rollyard.store import PostgresStore, Stale, StoreLocked, StoreUnusable
 from rollyard.testing.store_conformance import INIT, QUEUED, READY, advance, completed, submission, trajectory
 from rollyard.testing.store_postgres import PgServer
 from tests.store.conftest import PostgresOpener
+from tests.worker import free_port
 
 LOCKS = "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'"
 WRITERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = 'COMMIT' AND pid <> pg_backend_pid()"
@@ -107,7 +108,7 @@ async def test_a_reader_whose_connection_is_lost_is_replaced(open_postgres: Post
 
 
 async def test_a_server_that_stops_and_starts_loses_nothing_acknowledged() -> None:
-    with PgServer() as server:
+    with PgServer(port=free_port()) as server:
         acknowledged: set[str] = set()
         store = await PostgresStore.open(server.url)
         await store.put_run(Run("run"), {})

@@ -32,8 +32,9 @@ def find_postgres() -> Path | None:
 class PgServer:
     """See the module. `stop` and `start` are for tests of what happens then; leaving the `with` deletes everything."""
 
-    def __init__(self, *options: str) -> None:
-        """Options of `postgres`, instead of OPTIONS (which are fast, and lose data when the machine fails)."""
+    def __init__(self, *options: str, port: int | None = None) -> None:
+        """Options of `postgres`, instead of OPTIONS (which are fast, and lose data when the machine fails). Without a
+        port it takes one that is free now."""
         programs = find_postgres()
         if programs is None:
             raise FileNotFoundError("PostgreSQL's initdb was not found: apt-get install postgresql")
@@ -41,7 +42,7 @@ class PgServer:
         self._options = options or OPTIONS
         self._user = "postgres" if os.getuid() == 0 else None
         self._is_up = False
-        self.port = _free_port()
+        self.port = port or _free_port()
 
     @property
     def url(self) -> str:

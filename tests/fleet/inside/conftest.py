@@ -1,4 +1,4 @@
-"""These tests start Ray clusters: `tests/fleet/test_ray.py` runs each in a place with only a loopback of its own."""
+"""These tests start Ray clusters: `tests/fleet/test_ray.py` runs them in a place with only a loopback of its own."""
 
 from __future__ import annotations
 
@@ -15,23 +15,46 @@ from tests.fleet.inside.ray_parts import RAY_TOKEN, Cluster, Front
 collect_ignore_glob = [] if netns.is_inside() else ["test_*.py"]
 
 
-@pytest.fixture(autouse=True)
-def ray_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Path, None, None]:
+@pytest.fixture(scope="session", autouse=True)
+def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
     """Where Ray keeps its sockets, whose paths are at most 107 bytes long: pytest's own folders are too deep."""
-    folder = Path(tempfile.mkdtemp(prefix="ry-", dir="/tmp"))
-    monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(netns.ROOT))  # where the nodes' entry is
-    monkeypatch.setenv("ROLLYARD_DATA_DIR", str(tmp_path / "data"))
-    yield folder
+    folder, home = Path(tempfile.mkdtemp(prefix="ry-", dir="/tmp")), tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("HOME", str(home))
+        patch.setenv("PYTHONPATH", str(netns.ROOT))  # where the nodes' entry is
+        patch.setenv("ROLLYARD_DATA_DIR", str(home / "data"))
+        yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Generator[Cluster, None, None]:
-    """A real Ray cluster of one node; it wants a token."""
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", RAY_TOKEN)
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(ray_folder: Path) -> Generator[Cluster, None, None]:
+    """A real Ray cluster of one node, started once; it wants a token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", RAY_TOKEN)
+        cluster = Cluster()
+    with cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster, token: None) -> Generator[Cluster, None, None]:
+    """The shared cluster, which is as it was before when the test ends."""
+    yield shared_cluster
+    shared_cluster.do("restore")
+
+
+@pytest.fixture
+def own_cluster(token: None) -> Generator[Cluster, None, None]:
+    """For a test that breaks it."""
     with Cluster() as cluster:
         yield cluster
 

@@ -17,6 +17,8 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
+from rollyard.fleet.ray_host import RayHost
+
 ENTRY = "tests.fleet.inside.ray_parts:run_node"
 RAY_TOKEN = "0123456789abcdef" * 4
 WITHIN_S = 60.0
@@ -146,3 +148,11 @@ async def gone(pidfd: int) -> None:
     ready, _, _ = await asyncio.to_thread(select.select, [pidfd], [], [], WITHIN_S)
     os.close(pidfd)
     assert ready, "the process goes on"
+
+
+def host_of(address: str | None, front: Front, **settings: int) -> RayHost:
+    return RayHost(address, front.url, front.token, node_settings=settings, entry=ENTRY)
+
+
+def alive(host: RayHost) -> set[str]:
+    return {node.name for node in host.nodes() if node.is_alive}

@@ -1,4 +1,4 @@
-"""Nodes on a real Ray cluster; each test has a cluster, and a place with only a loopback, of its own."""
+"""Nodes on a real Ray cluster, which all tests share but those that break it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.fleet.ray_host import RayHost, RayUnavailable
-from tests.fleet.inside.ray_parts import ENTRY, RAY_TOKEN, Cluster, Front, gone, until
+from rollyard.fleet.ray_host import RayUnavailable
+from tests.fleet.inside.ray_parts import ENTRY, RAY_TOKEN, Cluster, Front, alive, gone, host_of, until
 
 pytestmark = pytest.mark.timeout(100)
-
-
-def host_of(address: str | None, front: Front, **settings: int) -> RayHost:
-    return RayHost(address, front.url, front.token, node_settings=settings, entry=ENTRY)
-
-
-def alive(host: RayHost) -> set[str]:
-    return {node.name for node in host.nodes() if node.is_alive}
 
 
 async def test_every_ray_node_has_one_node_and_they_come_and_go_with_it(cluster: Cluster, front: Front):
@@ -153,57 +145,3 @@ async def test_ray_wants_its_token(cluster: Cluster, front: Front, monkeypatch: 
         async with host_of(cluster.address, front):
             pass
     assert front.hellos.empty()
-
-
-async def test_the_head_outlives_ray(cluster: Cluster, front: Front, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")  # 60 where nobody says otherwise
-    async with host_of(cluster.address, front) as host:
-        await front.hello()
-        driver = host.driver_pid
-        assert driver is not None
-        ended = os.pidfd_open(driver)
-        cluster.do("kill_gcs")
-        await gone(ended)
-        await until(lambda: "driver ended" in host.error)
-
-
-async def test_a_cluster_of_our_own_is_reached_from_nowhere_and_ends_with_us(
-    front: Front, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("ROLLYARD_RUN_SLOTS", "5")
-    async with host_of(None, front) as host:
-        hello = await front.hello()
-        assert hello["run_slots"] == 5
-        await until(lambda: len(alive(host)) == 1)
-        shown = subprocess.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True).stdout
-        listening = {fields[1].split(":")[0] for line in shown.splitlines() if (fields := line.split())[3] == "0A"}
-        assert listening <= {"0100007F", "0000000000000000FFFF00000100007F"}
-        ray = [os.pidfd_open(pid) for pid in ray_processes()]
-        assert ray
-    for process in ray:
-        await gone(process)
-
-
-async def test_a_cluster_of_our_own_ends_with_its_driver_and_is_started_again(front: Front):
-    async with host_of(None, front) as host:
-        await front.hello()
-        ray = [os.pidfd_open(pid) for pid in ray_processes()]
-        assert ray and host.driver_pid is not None
-        os.kill(host.driver_pid, signal.SIGKILL)
-        for process in ray:
-            await gone(process)
-        await front.hello()
-        await until(lambda: host.error == "")
-
-
-def ray_processes() -> list[int]:
-    """Raylets, the GCS, and nodes: all programs of Ray's in this PID namespace."""
-    found: list[int] = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if any(word in words for word in (b"/raylet/raylet", b"gcs_server", b"ray::NodeActor")):
-            found.append(int(folder.name))
-    return found

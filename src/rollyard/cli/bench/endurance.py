@@ -27,8 +27,10 @@ SETTLE_S = 10.0
 KINDS = ("processes", "mounts", "descriptors", "folders", "cgroups")
 
 
-async def bench_endurance(*, quick: bool = False, runtime: str = "bubblewrap") -> dict[str, Json]:
-    count = QUICK_SANDBOXES if quick else SANDBOXES
+async def bench_endurance(
+    *, quick: bool = False, runtime: str = "bubblewrap", sandboxes: int | None = None
+) -> dict[str, Json]:
+    count = sandboxes or (QUICK_SANDBOXES if quick else SANDBOXES)
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name, adopting():
         place, root = Path(name), Path(name, "root")
         images = await asyncio.to_thread(make_images, place)

@@ -34,10 +34,12 @@ WITHIN_S = {"bubblewrap": 1.0, "apptainer": 2.0, "oci": 6.0, "local": 1.0}
 """The kill is somewhere in the first so many seconds: from the first starts to a full house."""
 
 
-async def bench_survive(*, quick: bool = False, runtime: str = "bubblewrap") -> dict[str, Json]:
+async def bench_survive(
+    *, quick: bool = False, runtime: str = "bubblewrap", kills: int | None = None
+) -> dict[str, Json]:
     if runtime not in WITHIN_S:
         raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(WITHIN_S)}", 2)
-    kills = QUICK_KILLS if quick else KILLS
+    kills = kills or (QUICK_KILLS if quick else KILLS)
     survivors = swept = left = 0
     gone_s: list[float] = []
     starting: list[int] = []

@@ -20,7 +20,7 @@ from rollyard.embedded.calls import Call
 from rollyard.embedded.server import Engine
 from rollyard.engines.base import GenerateRequest, Generation, VersionSpan
 from rollyard.engines.vllm import VllmEngine
-from tests.embedded.inside.parts import ask, batcher_of, plain_logprobs, prompt_of, run, served, tiny
+from tests.with_torch.parts import ask, batcher_of, plain_logprobs, prompt_of, run, served, tiny
 
 ENDLESS = Sampling(extra={"ignore_eos": True})
 
@@ -55,13 +55,13 @@ async def post(engine: Engine, path: str, body: Any = None) -> tuple[int, Any]:
 
 async def test_a_kept_call_is_frozen_and_goes_on_as_if_nothing_had_been():
     async with served(tiny()) as (engine, client):
-        whole = await client.generate(request(max_tokens=1500))
-        streaming = Streaming(client, request("again", max_tokens=1500))
+        whole = await client.generate(request(max_tokens=600))
+        streaming = Streaming(client, request("again", max_tokens=600))
         await streaming.at_least(3)
         assert await client.control.pause(PauseMode.KEEP)
         sampled = engine._batcher.running[0].sampled
         await client.healthy()
-        assert engine._batcher.running[0].sampled == sampled < 1500, "nothing is sampled after the reply"
+        assert engine._batcher.running[0].sampled == sampled < 600, "nothing is sampled after the reply"
         assert not streaming.task.done()
         assert await client.control.clear_cache()
         assert await client.control.resume()
@@ -106,7 +106,7 @@ async def _is_paused(client: VllmEngine) -> bool:
 
 async def test_versions_change_at_the_token_from_which_they_hold():
     async with served(tiny()) as (_, client):
-        streaming = Streaming(client, request(max_tokens=2000))
+        streaming = Streaming(client, request(max_tokens=600))
         await streaming.at_least(2)
         await client.control.pause(PauseMode.KEEP)
         assert await client.control.set_version(7)
@@ -114,8 +114,8 @@ async def test_versions_change_at_the_token_from_which_they_hold():
         await client.control.resume()
         found = await streaming.task
         (before, after) = found.versions
-        assert (before.version, before.start, after.version, after.end) == (-1, 0, 7, 2000)
-        assert 2 <= before.end == after.start < 2000
+        assert (before.version, before.start, after.version, after.end) == (-1, 0, 7, 600)
+        assert 2 <= before.end == after.start < 600
         assert (await client.generate(request("next"))).versions == (VersionSpan(7, 0, 12),)
 
 

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from rollyard.embedded.fusing import fuse_norms, fuse_rotations
 from rollyard.embedded.model import Model
-from tests.embedded.inside.parts import SHAPE, tiny
+from tests.with_torch.parts import SHAPE, tiny
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 SIZE = {"llama": SHAPE["hidden_size"] // SHAPE["num_attention_heads"], "qwen3": 16}

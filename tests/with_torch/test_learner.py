@@ -16,7 +16,7 @@ from learner import Learner, anchors, has_saved, in_rounds, rate
 from log import Log, by_lag
 from train import pace
 
-from tests.embedded.inside.parts import prompt_of, tiny
+from tests.with_torch.parts import prompt_of, tiny
 
 CAP = 1.5
 LOW, HIGH = 0.6, 9.0

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from rollyard.embedded.adapters import CONFIG, WEIGHTS
 from rollyard.embedded.model import Unsupported
 from rollyard.engines.base import VersionSpan
-from tests.embedded.inside.parts import checked, served, tiny
-from tests.embedded.inside.test_server import post, request
+from tests.with_torch.parts import checked, served, tiny
+from tests.with_torch.test_server import post, request
 
 UP, QUERY = "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"
 RANK, ALPHA = 4, 8.0

@@ -12,7 +12,7 @@ import torch
 from lora import PROJECTIONS, Lora
 
 from rollyard.embedded.adapters import read_adapter
-from tests.embedded.inside.parts import prompt_of, tiny
+from tests.with_torch.parts import prompt_of, tiny
 
 RANK, ALPHA = 4, 6.0
 NAMES = [name for names in PROJECTIONS.values() for name in names]

@@ -1,17 +1,22 @@
 # pyright: reportMissingImports=false
-"""These tests run where torch is: `tests/embedded/test_inside.py` starts them in an environment of their own."""
+"""These tests run where torch is: `tests/embedded/test_with_torch.py` starts all of them in one process of an
+environment of their own, without the other conftest files."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # for our kernels; Triton asks when torch imports it
+# As Python does for whoever runs train.py: its parts import each other by name.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "yardwork"))
 
 import pytest
 import torch
 
-from tests.embedded.inside.parts import CACHES, KINDS, SETTINGS, tiny
+from tests.with_torch.parts import CACHES, KINDS, SETTINGS, tiny
 
 
 @pytest.fixture(autouse=True)

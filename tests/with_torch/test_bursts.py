@@ -15,7 +15,7 @@ from rollyard.embedded.bursts import advance
 from rollyard.embedded.graphs import Graphs
 from rollyard.embedded.model import Model
 from rollyard.embedded.paged import BLOCK_TOKENS
-from tests.embedded.inside.parts import ask, batcher_of, ids_of, logprobs_of, prompt_of, run, tiny
+from tests.with_torch.parts import ask, batcher_of, ids_of, logprobs_of, prompt_of, run, tiny
 
 PLAIN = [
     ask(prompt_of(5), 20, 1),

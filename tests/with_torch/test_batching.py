@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollyard.embedded.batching import Batcher, Request
-from tests.embedded.inside.parts import (
+from tests.with_torch.parts import (
     CACHES,
     END,
     SETTINGS,

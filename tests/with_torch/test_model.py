@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForC
 
 from rollyard.embedded.model import Model, Piece, Unsupported, load_module, load_tokenizer
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.embedded.inside.parts import SHAPE, VOCABULARY, checked, prompt_of, tiny
+from tests.with_torch.parts import SHAPE, VOCABULARY, checked, prompt_of, tiny
 
 
 @torch.no_grad()

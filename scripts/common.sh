@@ -1,0 +1,71 @@
+# Sourced by the scripts that install something.
+#
+#   step NAME COMMAND…          run a command quietly and print one line: its name and how long it took. If it fails,
+#                               print the end of its output and return its status. `step -q`: no line for a command
+#                               that had nothing to do (under 2 s).
+#   python_install PYTHON ARGUMENT…   install packages into that Python's environment: with uv, which takes a tenth of
+#                               the time, or with pip where uv cannot be had.
+#
+# Set `program` to the name that starts each line, and `uv` to a path (see `find_uv`).
+
+say() { echo "$program: $*" >&2; }
+
+step() {
+  local least_s=0
+  [ "$1" != -q ] || { least_s=2 && shift; }
+  local name=$1 started=$SECONDS output status=0
+  shift
+  output=$(mktemp)
+  "$@" >"$output" 2>&1 || status=$?
+  if [ "$status" = 0 ]; then
+    [ $((SECONDS - started)) -lt "$least_s" ] ||
+      say "$(printf '%-58s %3d s' "$name" $((SECONDS - started)))"
+  else
+    say "$name failed after $((SECONDS - started)) s (status $status):"
+    grep -v '^WARNING: Location ' "$output" | tail -n 15 >&2
+  fi
+  rm -f "$output"
+  return "$status"
+}
+
+find_uv() { # prints the path of uv, or nothing
+  command -v uv 2>/dev/null || { [ -x .venv/bin/uv ] && echo "$PWD/.venv/bin/uv"; } || true
+}
+
+# uv does not read pip's configuration. Where a machine has one (a mirror, a folder of wheels, a certificate), uv gets
+# the same. pip's extra indexes are left out: uv would prefer them, and the hashes of the lock files are PyPI's.
+use_pip_configuration() { # PYTHON
+  local name value
+  while IFS='=' read -r name value; do
+    value=${value#\'}
+    value=${value%\'}
+    case ${name##*.} in
+    index-url) export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$value}" ;;
+    find-links) export UV_FIND_LINKS="${UV_FIND_LINKS:-$(echo $value | tr ' ' ',')}" ;;
+    cert) export SSL_CERT_FILE="${SSL_CERT_FILE:-$value}" ;;
+    esac
+  done < <("$1" -m pip config list 2>/dev/null || true)
+}
+
+python_install() {
+  local python=$1
+  shift
+  if [ -n "${uv:-}" ]; then
+    "$uv" pip install --python "$python" "$@" && return 0
+    echo "uv could not do it; trying pip"
+  fi
+  local arguments=() argument
+  for argument in "$@"; do # what pip does not know: it compiles by itself
+    case $argument in --compile-bytecode | --torch-backend=*) ;; *) arguments+=("$argument") ;; esac
+  done
+  "$python" -m pip install --disable-pip-version-check "${arguments[@]}"
+}
+
+# A CPU build of torch: from the folder of wheels that pip is configured with, else from PyTorch's own index for CPUs,
+# which uv knows by name, else whatever the package index has.
+install_torch() { # PYTHON torch==VERSION
+  if [ -z "${UV_FIND_LINKS:-}" ] && [ -n "${uv:-}" ]; then
+    "$uv" pip install --python "$1" --torch-backend=cpu "$2" && return 0
+  fi
+  python_install "$1" "$2"
+}

@@ -1,0 +1,1 @@
+"""The full-size forms of tests that the suite runs small: `make soak`, or `python -m tests.soak [NAME …]`."""

@@ -1,0 +1,78 @@
+"""The scenarios. Each raises AssertionError when something was lost, invented or left behind, and returns figures."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.cli.bench.endurance import bench_endurance
+from rollyard.cli.bench.survive import bench_survive
+from rollyard.core import Json
+from tests.acceptance.test_draw_kill import deaths_on_both_sides
+from tests.acceptance.test_kill import killed_service
+from tests.fleet.test_chaos import DEEDS, broken_fleet, rows_of
+
+Figures = Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One full-size run, in an empty folder."""
+
+    name: str
+    what: str
+    run: Callable[[Path], Awaitable[Figures]]
+
+
+async def _kill(folder: Path) -> Figures:
+    return await killed_service(folder, rollouts=500, kills=20)
+
+
+async def _draw(folder: Path) -> Figures:
+    figures: dict[str, Json] = {}
+    for on_stale in ("deliver", "wait"):
+        (folder / on_stale).mkdir()
+        found = await deaths_on_both_sides(folder / on_stale, on_stale, batches=50, kills=8)
+        figures |= {f"{on_stale}_{name}": value for name, value in found.items()}
+    return figures
+
+
+async def _fleet(folder: Path) -> Figures:
+    count = 2000
+    deeds = (*DEEDS, "kill_node", "kill_head", "kill_node")
+    async with broken_fleet(folder, nodes=4, count=count, deeds=deeds) as fleet:
+        pass
+    rows = rows_of(fleet)
+    assert rows == (count, count, 0, "ended", "ended"), rows
+    return {"rollouts": count, "deeds": len(deeds)}
+
+
+async def _survive(folder: Path) -> Figures:
+    figures: dict[str, Json] = {}
+    for runtime in ("bubblewrap", "apptainer"):
+        metrics = (await bench_survive(runtime=runtime))["metrics"]
+        assert isinstance(metrics, dict)
+        assert (metrics["survivors"], metrics["left_after_sweep"]) == (0, 0), metrics
+        figures |= {f"{runtime}_{name}": metrics[name] for name in ("kills", "survivors", "swept")}
+    return figures
+
+
+async def _endurance(folder: Path) -> Figures:
+    figures: dict[str, Json] = {}
+    for runtime in ("bubblewrap", "apptainer"):
+        metrics = (await bench_endurance(runtime=runtime))["metrics"]
+        assert isinstance(metrics, dict)
+        left = {name: value for name, value in metrics.items() if name.endswith("_more") and value}
+        assert not left, left
+        figures |= {f"{runtime}_{name}": metrics[name] for name in ("sandboxes", "per_s")}
+    return figures
+
+
+SCENARIOS = (
+    Scenario("kill", "500 rollouts, the service killed 20 times", _kill),
+    Scenario("draw", "50 batches of a draw, service and trainer killed 8 times each, twice", _draw),
+    Scenario("fleet", "2,000 rollouts on a fleet whose nodes and head are killed and frozen", _fleet),
+    Scenario("survive", "60 kills of a service with 50 sandboxes starting, for each runtime", _survive),
+    Scenario("endurance", "10,000 sandboxes, for each runtime", _endurance),
+)

@@ -1,0 +1,89 @@
+"""What one test worker owns, so that several of them run side by side on one machine.
+
+pytest-xdist starts the workers; without it there is one. Each has ports below the range that the kernel hands out by
+itself, uids for its sandboxes, a folder in memory for control files, and control groups of its own. Programs that a
+test starts inherit all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from rollyard.sandbox import _namespaced
+from rollyard.sandbox._cgroup_files import own_folders
+
+PORTS = 1000
+FIRST_PORT = 12_000
+"""Linux gives out 32768 and up: to clients, and to servers that ask for any port."""
+
+UIDS = 4096
+CONTROLLERS = ("memory", "pids", "cpu")
+
+NAME = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+NUMBER = int(NAME.removeprefix("gw"))
+
+_ports = itertools.cycle(range(FIRST_PORT + PORTS * NUMBER, FIRST_PORT + PORTS * (NUMBER + 1)))
+
+
+def free_port() -> int:
+    """A port that nothing else on this machine will take until the caller's server does."""
+    for port in itertools.islice(_ports, PORTS):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"all ports of test worker {NAME} are in use")
+
+
+def own_uids() -> range:
+    first = _namespaced.UIDS.start + UIDS * NUMBER
+    return range(first, first + UIDS)
+
+
+class Ownership:
+    """Takes what the worker owns for as long as its session lasts."""
+
+    def __init__(self) -> None:
+        self._runtime_dir = Path(tempfile.mkdtemp(prefix="rollyard-tests-", dir="/dev/shm"))
+        self._groups: list[tuple[Path, Path]] = []  # ours, and the one we came from
+
+    def take(self) -> None:
+        os.environ["XDG_RUNTIME_DIR"] = str(self._runtime_dir)
+        uids = own_uids()
+        os.environ["ROLLYARD_SANDBOX_UIDS"] = f"{uids.start}-{uids.stop - 1}"
+        defaults = _namespaced.NamespacedRuntime.__init__.__kwdefaults__
+        assert defaults is not None and "uids" in defaults
+        defaults["uids"] = uids
+        self._enter_groups()
+
+    def give_back(self) -> None:
+        for ours, parent in self._groups:
+            with contextlib.suppress(OSError):
+                (parent / "cgroup.procs").write_text(str(os.getpid()))
+            _remove_groups(ours)
+        shutil.rmtree(self._runtime_dir, ignore_errors=True)
+
+    def _enter_groups(self) -> None:
+        """One below each group that this process is in. Only of cgroup v1, and only as root: a v2 group that has
+        processes can have no controlled groups below it, so there the sandboxes' groups stay side by side."""
+        found = own_folders("/proc")
+        for folder in {found[name][0] for name in CONTROLLERS if name in found}:
+            parent, ours = Path(folder), Path(folder, self._runtime_dir.name)
+            with contextlib.suppress(OSError):
+                ours.mkdir()
+                (ours / "cgroup.procs").write_text(str(os.getpid()))
+                self._groups.append((ours, parent))
+
+
+def _remove_groups(folder: Path) -> None:
+    """The group and those below it that hold no process. Killed services leave some, which their next start would
+    sweep."""
+    for below, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            Path(below).rmdir()
