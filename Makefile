@@ -8,7 +8,6 @@ unexport PYTHONDONTWRITEBYTECODE
 # Test processes. Most tests wait for other processes, so there are two for each CPU. TESTS: arguments for pytest.
 WORKERS ?= $(shell cpus=$$(nproc); echo $$((cpus < 8 ? 2 * cpus : 16)))
 PYTEST = .venv/bin/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
-BENCHES = shell ipython sandbox gateway pipeline stages restart draw weights engine fleet survive endurance
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,9 +48,10 @@ check: ## lint, format and types
 	.venv/bin/ruff format --check
 	.venv/bin/pyright
 
-bench: ## every benchmark, with its peers
+bench: ## every benchmark, with its peers: an hour or two (BENCH=--quick: rough figures in half an hour)
 	@scripts/setup dev
-	@for name in $(BENCHES); do .venv/bin/rollyard bench $$name || exit 1; done
+	@scripts/setup demo
+	@.venv/bin/rollyard bench all $(BENCH)
 
 lock: ## write the lock files anew
 	@scripts/lock

@@ -60,6 +60,8 @@ class Ownership:
         defaults = _namespaced.NamespacedRuntime.__init__.__kwdefaults__
         assert defaults is not None and "uids" in defaults
         defaults["uids"] = uids
+        # Threads of a product that wait for each other do so by spinning: with other workers beside them, for long.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._enter_groups()
 
     def give_back(self) -> None:

@@ -90,7 +90,7 @@ async def test_batches_with_deaths_on_both_sides(tmp_path: Path, on_stale: str) 
 
 
 async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kills: int) -> dict[str, int]:
-    """`kills` of the service and as many of the trainer. Raises AssertionError if a group is lost or delivered twice."""
+    """`kills` of the service and as many of the trainer. AssertionError: a group was lost or delivered twice."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -119,7 +119,7 @@ async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kil
                 draw = await yard.get_draw("d")
                 facts = await draw.status()
                 await draw.close()
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(90):
                     while any(one["sessions"] or one["in_flight"] for one in await yard.engines()):
                         await asyncio.sleep(0.1)
         finally:

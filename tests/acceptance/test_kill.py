@@ -158,7 +158,7 @@ async def killed_service(folder: Path, *, rollouts: int, kills: int) -> dict[str
     ]
     assert not wrong
     assert max(record.attempt for record in records) > 1, "the kills hit something"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while sandboxes_below(folder):
             await asyncio.sleep(0.1)
     return {"rollouts": len(records), "kills": kills, "attempts": sum(record.attempt for record in records)}

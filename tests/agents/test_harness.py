@@ -347,7 +347,7 @@ WAITS: dict[str, tuple[str, Sequence[str | Reply], Callable[[Site], Any]]] = {
 
 
 async def sampled(yard: Site, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while len([it for it in yard.engines[0].calls if it.session_id]) < count:
             await asyncio.sleep(0.01)
 

@@ -18,7 +18,7 @@ from rollyard.client import AsyncClient
 
 async def test_the_head_has_all_that_hollow_nodes_hand_over() -> None:
     async with (
-        asyncio.timeout(50),
+        asyncio.timeout(90),
         open_head(40) as head,
         hollow_nodes(head, Load(nodes=3, slots=2)) as nodes,
         AsyncClient(head.served.url, head.served.token) as client,
@@ -36,7 +36,7 @@ async def test_a_hollow_node_is_leased_no_more_than_it_has_places_for() -> None:
     """It holds what it has for good, so what is out is what the head believes to fit."""
     load = Load(nodes=2, slots=3, ahead=2, hold_s=1e9)
     async with (
-        asyncio.timeout(50),
+        asyncio.timeout(90),
         open_head(40) as head,
         hollow_nodes(head, load),
         AsyncClient(head.served.url, head.served.token) as client,

@@ -216,7 +216,7 @@ async def test_an_interrupt_says_how_to_go_on(yard: Yard, tmp_path: Path):
         env={**os.environ, **yard.environ()}, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(90):
         assert b"1 rollouts submitted to run stopped" in await process.stderr.readline()
         process.send_signal(signal.SIGINT)
         rest = (await process.stderr.read()).decode()

@@ -91,7 +91,7 @@ async def test_top_goes_on_until_it_is_interrupted(yard: Yard):
         env={**os.environ, **yard.environ()}, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(90):
         await process.stdout.readline()
         async with AsyncClient(yard.url, yard.token) as client:
             (record,) = await client.submit([task()])

@@ -82,7 +82,7 @@ async def test_a_served_service_is_found_by_its_data_and_ends_on_sigterm(cli: Cl
     )  # fmt: skip
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(90):
             said = b""
             while b" at http://127.0.0.1:" not in said:
                 said += (line := await process.stderr.readline())

@@ -106,7 +106,7 @@ async def test_a_terminal_is_joined_to_the_sandbox_and_put_back(folder: Path):
 
     loop.add_reader(master, read)
     try:
-        async with asyncio.timeout(50):
+        async with asyncio.timeout(90):
             await until(b"Write 42")
             os.write(master, b"stty size; echo $((6 * 7))-$TERM\n")
             await until(b"33 77")

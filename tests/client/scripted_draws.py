@@ -156,7 +156,7 @@ class ScriptedDraws:
 
     async def asked(self, path: str, times: int) -> None:
         """Until so many calls of that path have come."""
-        async with asyncio.timeout(30), self._changed:
+        async with asyncio.timeout(90), self._changed:
             await self._changed.wait_for(lambda: len([call for call in self.calls if path in call]) >= times)
 
     @web.middleware

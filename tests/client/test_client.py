@@ -119,7 +119,7 @@ async def test_ended_follows_the_terminal_order_from_a_cursor(client: AsyncClien
     await client.create_run("mine")
     ids = [record.id for record in await client.submit([task(str(n)) for n in range(4)], run="mine")]
     seen: list[Record] = []
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(90):
         async for record in client.ended("mine"):
             seen.append(record)
             if len(seen) == 4:
@@ -127,7 +127,7 @@ async def test_ended_follows_the_terminal_order_from_a_cursor(client: AsyncClien
     assert sorted(record.id for record in seen) == sorted(ids)
     cursors = [int(str(record.cursor).removeprefix("e:")) for record in seen]
     assert cursors == sorted(cursors)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         async for record in client.ended("mine", after=seen[1].cursor):
             assert record.id == seen[2].id
             break
@@ -188,7 +188,7 @@ async def test_events_tell_every_state(client: AsyncClient):
     (record,) = await client.submit([task()], run="watched")
     await client.wait_all([other.id, record.id], timeout_s=40)
     seen: list[Event] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         async for event in client.events(after="0-0", run="watched"):  # an id of another life: a gap, then all there is
             seen.append(event)
             if event.state == "ended":

@@ -92,7 +92,7 @@ async def test_the_events_go_on_after_a_dropped_connection(yard: Yard):
             await asyncio.sleep(0)
         async with AsyncClient(yard.url, yard.token) as direct:
             (record,) = await direct.submit([task("NEVER")])
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 event = await first
                 while event.state != "run":
                     event = await anext(events)

@@ -96,7 +96,7 @@ async def test_from_a_callback_there_is_no_caller():
     made: asyncio.Future[asyncio.Task[str]] = asyncio.get_running_loop().create_future()
 
     async def work() -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(90):
             await asyncio.sleep(0)
         return "done"
 

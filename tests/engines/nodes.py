@@ -44,7 +44,7 @@ class Node:
 
     async def up(self, *ids: str) -> None:
         """When these engines, and no others, are up here."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while {s.spec.id for s in self.router.list() if s.health is Health.UP} != set(ids):
                 await asyncio.sleep(0.005)
 
@@ -79,7 +79,7 @@ class Fleet:
         await self.until(lambda: self.waiting > 0)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not is_so():
                 await self._next()
 

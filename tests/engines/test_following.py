@@ -44,7 +44,7 @@ def told(*servers: ScriptedEngine, number: int = 1, **fields: object) -> Gates:
 
 
 async def health(router: Router, engine_id: str, *wanted: Health) -> str:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while True:
             status = next(status for status in router.list() if status.spec.id == engine_id)
             if status.health in wanted:
@@ -127,7 +127,7 @@ async def test_an_engine_has_to_answer_the_node_itself() -> None:
 async def test_an_engine_that_the_head_has_not_taken_in_is_nobodys() -> None:
     async with ScriptedEngine(lambda _: "ok") as server, FollowingRouter(QUICK) as router:
         await router.follow(told(server, is_joined=False))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while router.list()[0].info is None:  # it is looked at, but for nothing
                 await asyncio.sleep(0.005)
         assert router.list()[0].health is Health.DOWN
@@ -165,7 +165,7 @@ async def test_an_engine_that_was_started_again_is_not_believed_before_the_head_
         await health(router, "e1", Health.DOWN)
         server.version = "default"  # as one that loaded its model anew
         await server.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while "started again" not in router.list()[0].stats.last_error:
                 await asyncio.sleep(0.005)
         assert router.list()[0].health is Health.DOWN
@@ -222,7 +222,7 @@ async def test_drain_lets_them_end_by_themselves_and_only_then_is_an_engine_told
         await server.busy()
         pausing = asyncio.create_task(head.policies.pause("default", holder="me", mode=PauseMode.DRAIN))
         await fleet.is_waited_for()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not node.router.is_paused("default"):
                 await asyncio.sleep(0)
         assert clock.is_running and not task.done() and not server.control.log
@@ -246,7 +246,7 @@ async def test_an_abort_after_a_drain_cuts_what_drains_and_both_are_applied_then
         await server.busy()
         draining = asyncio.create_task(head.policies.pause("default", holder="me", mode=PauseMode.DRAIN))
         await fleet.is_waited_for()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not node.router.is_paused("default"):
                 await asyncio.sleep(0)
         assert node.tasks and server.running == 1

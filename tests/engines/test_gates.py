@@ -97,7 +97,7 @@ async def test_an_engine_that_is_not_taken_in_yet_is_told_as_such() -> None:
         await asyncio.sleep(0)
         assert told and not engine_gates(router)["e1"].is_joined
         await server.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not engine_gates(router)["e1"].is_joined:
                 await asyncio.sleep(0.005)
 
@@ -181,7 +181,7 @@ class Slow:
         await going
 
     async def asked(self) -> asyncio.Future[None]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             return await self._asked.get()
 
 
@@ -289,7 +289,7 @@ async def test_a_lease_that_runs_out_is_a_quarantine_at_nodes_and_what_others_ca
         moved = asyncio.Event()
         await pause(PauseMode.KEEP, engines=["e1"], lease_s=0.01)(router)
         router.on_gates.append(moved.set)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not engine_gates(router)["e1"].is_quarantined:
                 await moved.wait()
                 moved.clear()

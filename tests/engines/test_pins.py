@@ -15,7 +15,7 @@ from tests.engines.parts import routed, spec_of
 
 
 async def health_is(router: Router, engine_id: str, health: Health) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while {one.spec.id: one.health for one in router.list()}[engine_id] is not health:
             await router.pool("default").gates_moved()
 
@@ -82,7 +82,7 @@ async def test_a_pause_that_waits_goes_through_when_the_last_engine_is_lost(is_r
             await router.remove("e1")
         else:
             await restart(server, router)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             assert (await waiting).state is PolicyState.PAUSED
         if is_removed:
             await router.add(spec_of(server))
@@ -102,5 +102,5 @@ async def test_a_pause_waits_for_the_last_of_those_who_pinned() -> None:
         pins.unpin("default", "d")
         assert await holds(router) and not waiting.done()
         pins.unpin("default", "e")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             assert (await waiting).state is PolicyState.PAUSED

@@ -28,7 +28,7 @@ def stalls_at_first(turn: Turn) -> Reply:
 
 
 async def until(router: Router, is_so: Callable[[PolicyStatus], bool]) -> PolicyStatus:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while not is_so(status := router.policies.status("default")):
             await asyncio.sleep(0.005)
     return status

@@ -29,7 +29,7 @@ from tests.trainers.environment import ROOT, trainer_python
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LIFE_S = 120.0
-STEPS, SAVE_EVERY, KILLED_AT = 7, 3, 4
+STEPS, SAVE_EVERY, KILLED_AT = 5, 2, 3
 AT_ONCE = ("--minutes", "0.0001")  # over when it is first looked at: after an epoch, or after a step
 SMALL = (
     *("--demonstrations", "8", "--max-epochs", "1", "--passes", "2", "--warm-lr", "0.01", "--test-tasks", "0"),
@@ -172,11 +172,16 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(tmp_path: Path):
 
 
 def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tmp_path: Path):
-    make_tiny_model(tmp_path / "tiny", tokenizer_dir())
-    yard = Yard(tmp_path)
-    options = ("--more-warm-s", "1.5", "--test-tasks", "2")
-    life = yard.live(*options)
-    epochs = life.steps("more_warm")
+    for seconds in (1.5, 12.0):  # the first in which this machine, as busy as it is, trains more than one epoch
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        make_tiny_model(folder / "tiny", tokenizer_dir())
+        yard = Yard(folder)
+        options = ("--more-warm-s", str(seconds), "--test-tasks", "2")
+        life = yard.live(*options)
+        epochs = life.steps("more_warm")
+        if len(epochs) > 1:
+            break
     assert epochs == [2**n for n in range(len(epochs))] and len(epochs) > 1 and not life.steps("rl")
     looks = [line for line in life.lines if line["phase"] == "more_warm"]
     assert looks[0]["busy_s"] < looks[-1]["busy_s"] and looks[-1]["loss"] < looks[0]["loss"]

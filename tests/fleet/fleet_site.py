@@ -58,7 +58,7 @@ async def loop_node(site: Site, folder: Path, name: str, **sizes: Any) -> AsyncG
     node.options = NodeOptions(name, site.url, node.token, folder / name, **sizes, head=node.head)
     running = asyncio.create_task(run_node(node.options, node.stop, on_joined=node.joined.set), name=f"node {name}")
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             joined = asyncio.create_task(node.joined.wait())
             await asyncio.wait({joined, running}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
@@ -68,7 +68,7 @@ async def loop_node(site: Site, folder: Path, name: str, **sizes: Any) -> AsyncG
     finally:
         node.stop.set()
         node.is_cut = False
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(90):
             await running
 
 
@@ -109,6 +109,6 @@ async def nodes_of(site: Site) -> dict[str, dict[str, Any]]:
 
 async def until(site: Site, *names: str) -> None:
     """Until exactly these nodes are there."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         while set(await nodes_of(site)) != set(names):
             await asyncio.sleep(0.05)

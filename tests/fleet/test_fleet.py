@@ -10,7 +10,7 @@ from tests.service.site import TRAINER, Site, engine_table, finish, scripted, sh
 
 
 async def all_ended(site: Site, count: int) -> list[dict[str, Any]]:
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(90):
         while True:
             page = (await site.get("/v1/rollouts?state=ended&limit=1000")).body["rollouts"]
             if len(page) >= count:
@@ -54,7 +54,7 @@ async def test_a_cancel_reaches_what_is_out(tmp_path: Path) -> None:
             loop_node(site, tmp_path, "n1", init_slots=1, run_slots=1, ready_slots=0),
         ):
             await site.submit("r1", "r2", "r3")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (await site.get("/v1/rollouts/r1")).body["state"] != "run":
                     await asyncio.sleep(0.02)
             for one in ("r1", "r2", "r3"):
@@ -62,7 +62,7 @@ async def test_a_cancel_reaches_what_is_out(tmp_path: Path) -> None:
             for one in ("r1", "r2", "r3"):
                 record = await site.ended(one)
                 assert record["outcome"] == "cancelled", record
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (await nodes_of(site))["n1"]["live"]:
                     await asyncio.sleep(0.02)
         await engine.idle()
@@ -75,7 +75,7 @@ async def test_what_a_lost_node_had_is_run_elsewhere_and_the_node_is_refused_whe
             loop_node(site, tmp_path, "n1") as first,
         ):
             await site.submit("r1")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (await site.get("/v1/rollouts/r1")).body["state"] != "run":
                     await asyncio.sleep(0.02)
             first.is_cut = True
@@ -86,7 +86,7 @@ async def test_what_a_lost_node_had_is_run_elsewhere_and_the_node_is_refused_whe
                 assert record["attempt"] == 2 and record["summary"]["node"] == "n2", record
                 assert [lost["code"] for lost in record["lost"]] == ["node_lost"]
                 await until(site, "n1", "n2")
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(90):
                     while sum(node["live"] for node in (await nodes_of(site)).values()):
                         await asyncio.sleep(0.02)
                 assert (await nodes_of(site))["n1"]["ended"] == 0
@@ -101,7 +101,7 @@ async def test_nodes_outlive_their_head_and_hand_over_to_the_next(tmp_path: Path
             node = await starting.__aenter__()
             try:
                 await site.submit("r1", "r2", "r3")
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(90):
                     while (await site.get("/v1/status")).body["states"]["run"] < 3:
                         await asyncio.sleep(0.02)
             except BaseException:
@@ -127,7 +127,7 @@ async def test_what_nobody_claims_after_a_restart_is_run_again(tmp_path: Path) -
             starting = loop_node(site, tmp_path, "n1")
             node = await starting.__aenter__()
             await site.submit("r1")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (await site.get("/v1/rollouts/r1")).body["state"] != "run":
                     await asyncio.sleep(0.02)
             node.is_cut = True
@@ -156,10 +156,10 @@ async def test_a_node_without_a_head_ends_what_it_has_after_a_bound(tmp_path: Pa
         loop_node(site, tmp_path, "n1") as node,
     ):
         await site.submit("r1")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             await engine.busy()
         node.is_cut = True
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             await engine.idle()
         await site.delete("/v1/rollouts/r1")
 
@@ -171,13 +171,13 @@ async def test_a_drained_node_gives_back_what_has_not_begun_and_takes_nothing(tm
         loop_node(site, tmp_path, "n1", init_slots=1, run_slots=1, ready_slots=1) as node,
     ):
         await site.submit("r1", "r2", "r3")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while (await nodes_of(site))["n1"]["live"] < 2:
                 await asyncio.sleep(0.02)
         assert (await site.post("/v1/nodes/n1/drain", token=TRAINER)).status == 403
         assert (await site.post("/v1/nodes/n9/drain")).status == 404
         assert (await site.post("/v1/nodes/n1/drain")).body["state"] in ("draining", "drained")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while (found := (await nodes_of(site))["n1"])["live"]:
                 await asyncio.sleep(0.02)
         assert found["state"] == "drained" and found["wants"] == 0
@@ -197,7 +197,7 @@ async def test_a_node_that_leaves_gives_back_at_once(tmp_path: Path) -> None:
     ):
         async with loop_node(site, tmp_path, "n1", init_slots=1, run_slots=1, ready_slots=1):
             await site.submit("r1", "r2", "r3")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (await nodes_of(site))["n1"]["live"] < 2:
                     await asyncio.sleep(0.02)
         await until(site)

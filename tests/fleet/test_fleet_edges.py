@@ -62,6 +62,6 @@ async def test_sessions_run_at_the_head_with_or_without_nodes_and_within_its_slo
             assert (await site.ended("r1"))["summary"]["node"] == "n1"
         for number in range(6):
             await site.delete(f"/v1/sessions/s{number}")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while (await site.get("/v1/status")).body["states"]["ended"] < 7:
                 await asyncio.sleep(0.05)

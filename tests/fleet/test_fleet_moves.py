@@ -24,7 +24,7 @@ async def test_nodes_are_restarted_one_after_another_and_no_attempt_counts_as_lo
             await site.submit(*(f"r{number}" for number in range(60)))
             for name in nodes:
                 assert (await site.post(f"/v1/nodes/{name}/drain")).status == 200
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(90):
                     while (await nodes_of(site))[name]["live"]:
                         await asyncio.sleep(0.02)
                 await nodes[name].__aexit__(None, None, None)  # it leaves: this is where it would be upgraded
@@ -52,7 +52,7 @@ async def test_a_head_on_another_machine_goes_on_with_the_same_database_and_node
             node = loop_node(site, tmp_path, "n1")
             running = await node.__aenter__()
             await site.submit(*(f"r{number}" for number in range(8)))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (await site.get("/v1/status")).body["states"]["run"] < 3:
                     await asyncio.sleep(0.02)
         try:

@@ -57,7 +57,7 @@ class Hand:
     async def leased(self, count: int) -> list[Key]:
         """Polls until it has got so many."""
         keys: list[Key] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while len(keys) < count:
                 orders = await self.poll(count - len(keys))
                 self.got = orders.number
@@ -98,7 +98,7 @@ async def test_what_a_node_has_given_up_is_run_elsewhere(tmp_path: Path) -> None
 async def test_what_is_on_its_way_at_a_join_is_sent_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
         await site.submit("r1")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not (missed := await hand.poll()).leases:
                 hand.got = missed.number
         hand.join()

@@ -45,12 +45,12 @@ async def node_with(site: Site, folder: Path, agent: NoopAgent) -> AsyncGenerato
         run_node(options, node.stop, agents=Agents({"noop": agent}), on_joined=node.joined.set)
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             await node.joined.wait()
         yield node
     finally:
         node.stop.set()
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(90):
             await running
 
 
@@ -59,7 +59,7 @@ async def test_a_rollout_that_comes_back_to_where_it_is_still_cleaned_up_is_run_
     async with open_head(tmp_path, node_lease_s=1) as site, node_with(site, tmp_path, agent) as node:
         try:
             await site.submit("r1", task=task(agent={"name": "noop"}))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 await agent.began.wait()
                 node.is_cut = True
                 await until(site)
@@ -83,7 +83,7 @@ async def test_a_node_that_gave_up_tells_the_head_that_never_missed_it(tmp_path:
         nodes = site.served.house.head.nodes
         nodes.settings = replace(nodes.settings, poll_s=0.2)  # one that is held already is not cut
         await site.submit("r1")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             await engine.busy()
             node.is_cut = True
             await engine.idle()
@@ -100,7 +100,7 @@ async def test_a_node_whose_head_never_comes_back_ends_when_it_is_told_to(tmp_pa
     ):
         async with loop_node(site, tmp_path, "n1") as node:
             await site.submit("r1")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 await engine.busy()
             node.url = NOWHERE
         await engine.idle()
@@ -115,7 +115,7 @@ async def test_a_place_is_offered_when_it_is_free_and_not_with_the_next_poll(tmp
         nodes.settings = replace(nodes.settings, poll_s=3600)
         async with loop_node(site, tmp_path, "n1", **sizes):
             await site.submit("r1", "r2", task={**task(), "data": waits})
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (await site.get("/v1/status")).body["states"]["eval"] < 2:
                     await asyncio.sleep(0.02)
             judged.touch()

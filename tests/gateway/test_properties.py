@@ -137,7 +137,7 @@ async def played(
     """Does all of it and checks it; the number of traces, and why there are several."""
     engine = EngineSide()
     async with (
-        asyncio.timeout(30),
+        asyncio.timeout(90),
         gateway(
             engine,
             tokenizer=speaks.tokenizer,

@@ -77,7 +77,7 @@ class Site:
         """The rollout, when its end is stored and its attempt, which lets go of what it held only then, is done."""
         rollout = await self.yard.wait(rollout_id, within_s)
         assert rollout.state is State.ENDED, f"still {rollout.state} after {within_s} s"
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(90):
             while rollout_id in self.yard.live:
                 await asyncio.sleep(0.001)
         return rollout

@@ -78,7 +78,7 @@ async def test_who_waits_is_told_of_a_cancel_that_hits_a_rollout_on_its_way_from
             for _ in range(number % 5):
                 await asyncio.sleep(0)
             await yard.yard.cancel(rollout_id)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 rollout = await waiting
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.CANCELLED

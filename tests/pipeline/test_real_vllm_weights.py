@@ -186,7 +186,7 @@ async def test_a_trainer_killed_in_between_leaves_the_engine_quarantined_until_a
                 assert (await asyncio.to_thread(trainer.stdout.readline)).strip() == b"writing"
             finally:
                 trainer.kill()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while (found := (await site.get("/v1/policies/default")).body)["state"] != "abandoned":
                 await asyncio.sleep(0.05)
         assert [(e["state"], e["paused"]) for e in found["engines"]] == [("quarantined", True)]

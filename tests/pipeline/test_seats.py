@@ -46,7 +46,7 @@ async def add(yard: Site, engine: ScriptedEngine, name: str, **fields: Any) -> N
 
 async def until(is_so: Callable[[], bool]) -> None:
     """Waits for something that no event tells."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not is_so():
             await asyncio.sleep(0.01)
 

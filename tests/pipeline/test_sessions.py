@@ -30,7 +30,7 @@ async def test_a_silent_client_is_no_stall_of_ours(tmp_path: Path):
 
 
 async def test_after_kill_9_a_begun_session_is_lost_and_a_saved_reward_is_not(tmp_path: Path):
-    async with asyncio.timeout(50), engine(tmp_path) as engine_url:
+    async with asyncio.timeout(90), engine(tmp_path) as engine_url:
         service = Service(tmp_path, engine_url)
         await service.start()
         try:

@@ -407,7 +407,7 @@ async def test_after_kill_9_the_next_pull_takes_over_what_was_downloaded(registr
     registry.held = asyncio.Event()
     await asyncio.wait_for(registry.reached.wait(), 30)
     part = next(iter(store.root.glob("*/.partial/blobs/*.part")), None)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while part is None or part.stat().st_size == 0:  # the half that was sent is on its way to the disk
             await asyncio.sleep(0.01)
             part = next(iter(store.root.glob("*/.partial/blobs/*.part")), None)

@@ -40,7 +40,7 @@ class Trainer:
 
     async def waited_for(self, count: int) -> None:
         """Until so many calls wait in /process."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while (await self.site.get("/status", token="")).body["pending_jobs"] != count:
                 await asyncio.sleep(0.01)
 

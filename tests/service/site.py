@@ -88,7 +88,7 @@ class Site:
         return answer.body["rollouts"]
 
     async def ended(self, rollout_id: str) -> dict[str, Any]:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(90):
             while True:
                 answer = await self.get(f"/v1/rollouts/{rollout_id}?wait_s=20")
                 assert answer.status == 200, answer.body

@@ -37,7 +37,7 @@ def by_hand(n: int, skills: tuple[int, ...], k: int) -> float:
 
 
 async def over(site: Site, eval_id: str = "e") -> dict[str, Any]:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(90):
         while True:
             answer = await site.get(f"/v1/evals/{eval_id}?wait_s=20")
             assert answer.status == 200, answer.body
@@ -243,7 +243,7 @@ async def test_a_change_of_weights_waits_for_it(tmp_path: Path) -> None:
         waiting = asyncio.create_task(site.post("/v1/policies/default/pause", {"wait_s": 30}))
         assert (await site.get("/v1/policies/default")).body["state"] == "running"
         await site.delete("/v1/evals/e")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             assert (await waiting).body["state"] == "paused"
 
 
@@ -306,7 +306,7 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path, was_written: bool) -> 
             await engine.busy()
             for index in range(4):
                 await site.ended(f"e.0-{index}")
-            async with asyncio.timeout(20):  # its groups are begun before it is written down that they are
+            async with asyncio.timeout(90):  # its groups are begun before it is written down that they are
                 while (done := (await site.get("/v1/evals/e")).body["done"]) < 4:
                     await asyncio.sleep(0.02)
             assert done < 12

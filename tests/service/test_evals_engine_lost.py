@@ -25,7 +25,7 @@ def port_of(engine: ScriptedEngine) -> int:
 
 
 async def engine_is(site: Site, state: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while (await site.get("/v1/policies/default")).body["engines"][0]["state"] != state:
             await asyncio.sleep(0.01)
 

@@ -55,7 +55,7 @@ async def test_an_evaluation_outlives_a_killed_service(tmp_path: Path) -> None:
         body = {"id": "e", "source": tasks(3), "k": 4}
         try:
             assert (await call("POST", "/v1/evals", body))["state"] == "running"
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(90):
                 while (await call("GET", "/v1/evals/e?wait_s=0.2"))["done"] < 4:
                     pass
         finally:
@@ -64,7 +64,7 @@ async def test_an_evaluation_outlives_a_killed_service(tmp_path: Path) -> None:
         is_slow = False
         process, url = await start(tmp_path, engine.url)
         try:
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(90):
                 while (ended := await call("GET", "/v1/evals/e?wait_s=20"))["state"] == "running":
                     pass
             assert (ended["state"], ended["done"], ended["result"]["missing"]) == ("done", 12, {})

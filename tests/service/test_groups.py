@@ -16,7 +16,7 @@ def graded(**fields: Any) -> dict[str, Any]:
 
 
 async def over(site: Site, group_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(90):
         while True:
             answer = await site.get(f"/v1/groups/{group_id}?wait_s=20")
             assert answer.status == 200, answer.body
@@ -181,7 +181,7 @@ async def test_a_cancel_while_a_groups_end_is_written_does_not_end_it_twice(tmp_
 
         monkeypatch.setattr(store, "step", gated)
         await site.post("/v1/groups", {"id": "g", "task": task(), "size": 1})
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             await writing.wait()
         cancelling = asyncio.create_task(site.served.house.sampler.groups.cancel("g"))
         await asyncio.sleep(0)  # it has looked whether the group is at work

@@ -67,7 +67,7 @@ async def test_nobody_removes_an_image_while_a_rollout_is_in_it(tmp_path: Path):
         open_site(tmp_path, runtimes=["bubblewrap"], engines=[engine_table(engine)]) as site,
     ):
         await site.post("/v1/rollouts", {"id": "r1", **wants("busy:1")})
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(90):
             while (await site.get("/v1/rollouts/r1")).body["state"] != "run":
                 await asyncio.sleep(0.02)
         with pytest.raises(ImageInUse):
@@ -75,7 +75,7 @@ async def test_nobody_removes_an_image_while_a_rollout_is_in_it(tmp_path: Path):
         assert not store.prune(max_bytes=0).images
         await site.delete("/v1/rollouts/r1")
         await site.ended("r1")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while site.served.house.yard.live:
                 await asyncio.sleep(0.02)
         store.remove("busy:1")

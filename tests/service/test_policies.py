@@ -21,7 +21,7 @@ from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_
 
 
 async def until(site: Site, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while not is_so(found := (await site.get("/v1/policies/default")).body):
             await asyncio.sleep(0.01)
     return found

@@ -78,7 +78,7 @@ async def serving(app: Any) -> AsyncGenerator[str, None]:
     )
     task = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not server.started:
                 await asyncio.sleep(0.01)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

@@ -10,11 +10,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollyard.cli._deadline import within
 from rollyard.client import AsyncClient
 from rollyard.core import Json
 from rollyard.testing.tokenizer_files import tokenizer_dir
@@ -89,7 +90,8 @@ async def engine_process(folder: Path, latency_s: float) -> AsyncGenerator[tuple
     )
     try:
         assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), START_S)
+        async with within(START_S, "starting the scripted engine", "its address on standard output"):
+            line = await process.stdout.readline()
         yield process.pid, json.loads(line)["url"]
     finally:
         await stop(process)
@@ -118,7 +120,7 @@ async def service(folder: Path, settings: Mapping[str, Json]) -> AsyncGenerator[
     try:
         assert process.stderr is not None
         notes: list[str] = []
-        async with asyncio.timeout(START_S):
+        async with within(START_S, "starting the service", lambda: f"{url_file}; it logged: {_end_of(notes)}"):
             while not url_file.exists():  # written before the line that tells it
                 line = (await process.stderr.readline()).decode(errors="replace")
                 notes.append(line)
@@ -129,6 +131,10 @@ async def service(folder: Path, settings: Mapping[str, Json]) -> AsyncGenerator[
         echo.cancel()
     finally:
         await stop(process)
+
+
+def _end_of(notes: Sequence[str]) -> str:
+    return "".join(notes)[-500:].strip() or "nothing"
 
 
 async def _echo(stream: asyncio.StreamReader) -> None:

@@ -7,7 +7,6 @@ import json
 import sys
 from typing import Any
 
-
 MEMORY = 64 << 30
 """What each node claims to have: slots follow from CPUs and memory, and these tests are about CPUs."""
 
@@ -34,7 +33,8 @@ def main() -> None:
             cluster.remove_node(nodes.pop(order["ray_id"]), allow_graceful=True)
             say({})
         elif order["do"] == "restore":
-            for actor in ray.util.list_named_actors(all_namespaces=True):
+            actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+            for actor in actors:
                 with contextlib.suppress(ValueError):  # it has ended by itself
                     ray.kill(ray.get_actor(actor["name"], actor["namespace"]), no_restart=True)
             while nodes:

@@ -12,7 +12,10 @@ import inspect
 import math
 import os
 import platform
-from collections.abc import Mapping
+import shlex
+import subprocess
+import sys
+from collections.abc import Coroutine, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from rollyard.cli._console import AsJson, Trouble, note, number, out, print_json, run, show, table
+from rollyard.cli._deadline import REMEDY
 
 BENCHES = {
     "shell": "commands in a sandbox's shell: latency and throughput",
@@ -40,7 +44,7 @@ BENCHES = {
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(BENCHES)}; without it they are listed.")
+        str | None, typer.Argument(help=f"One of {', '.join(BENCHES)}, or all; without it they are listed.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A shorter, rougher measurement.")] = False,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers, too.")] = True,
@@ -68,14 +72,19 @@ def command(
             else:
                 out().print(f"{each:<10} {what}", markup=False)
         return
-    if name not in BENCHES:
-        raise Trouble(f"there is no bench {name!r}", f"there are: {', '.join(BENCHES)}", 2)
-    measure = getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}")
+    if name not in BENCHES and name != "all":
+        raise Trouble(f"there is no bench {name!r}", f"there are: {', '.join(BENCHES)}, and all", 2)
     options = {
         "runtime": runtime, "batches": batches, "want": want, "slots": slots, "train_s": train_s,
         "stragglers": stragglers, "seed": seed, "model": model, "device": device, "dtype": dtype, "tokens": tokens,
         "prompt": prompt,
     }  # fmt: skip
+    if name == "all":
+        if chosen := [option for option, value in options.items() if value is not None]:
+            raise Trouble(f"{chosen[0]} is for one bench", f"leave --{chosen[0].replace('_', '-')} away", 2)
+        run_all(quick=quick, peers=peers, as_json=as_json)
+        return
+    measure = getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}")
     wanted: dict[str, object] = {"quick": quick, "peers": peers, **options}
     known = inspect.signature(measure).parameters
     for option, value in options.items():
@@ -83,12 +92,35 @@ def command(
             raise Trouble(f"bench {name} has no choice of {option}", f"leave --{option.replace('_', '-')} away", 2)
     chosen = {key: value for key, value in wanted.items() if key in known and value is not None}
     note(f"measuring {name}{' (quick)' if quick else ''}; the machine should be idle")
-    found = run(measure(**chosen))
+    found = _measured(name, measure(**chosen))
     result = {"bench": name, "metrics": found["metrics"], "versus": found.get("versus") or {}, "machine": machine()}
     if as_json:
         print_json(result)
     else:
         show_result(result)
+
+
+def _measured(name: str, measuring: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """What a bench returns. A deadline without a name of its own is at least that of this bench."""
+    try:
+        return run(measuring)
+    except subprocess.TimeoutExpired as error:
+        argv = error.cmd if isinstance(error.cmd, str) else shlex.join(map(str, error.cmd))
+        raise Trouble(f"bench {name}: waited {error.timeout:g} s for the end of `{argv}`", REMEDY) from error
+    except TimeoutError as error:
+        raise Trouble(f"bench {name}: ran out of time{f' ({error})' if str(error) else ''}", REMEDY) from error
+
+
+def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
+    """Each in its own process, whose memory and children are only its own. A bench that fails does not end the rest."""
+    options = [flag for flag, is_on in (("--quick", quick), ("--no-peers", not peers), ("--json", as_json)) if is_on]
+    failed: list[str] = []
+    for name in BENCHES:
+        argv = [sys.executable, "-m", "rollyard", "bench", name, *options]
+        if subprocess.run(argv, check=False).returncode != 0:
+            failed.append(name)
+    if failed:
+        raise Trouble(f"{len(failed)} of {len(BENCHES)} benches failed: {', '.join(failed)}", "the reasons are above")
 
 
 def machine() -> dict[str, object]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from rollyard.cli._console import Trouble
+from rollyard.cli._deadline import within
 from rollyard.cli.bench._fleet_hollow import HollowPlan, Tally
 from rollyard.cli.bench._fleet_parts import math_task
 from rollyard.cli.rig import Meter, Served, machine_busy_s, service, stop
@@ -179,7 +180,7 @@ async def hollow_nodes(head: Head, load: Load) -> AsyncGenerator[Nodes, None]:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(plan) + b"\n")
             listening.append(asyncio.create_task(nodes.listen(process)))
-        async with asyncio.timeout(WITHIN_S):
+        async with within(WITHIN_S, "starting hollow nodes", lambda: f"{load.nodes} to join; {nodes.joined} have"):
             await nodes.until(lambda: nodes.joined == load.nodes)
         yield nodes
     finally:
@@ -192,10 +193,14 @@ async def hollow_nodes(head: Head, load: Load) -> AsyncGenerator[Nodes, None]:
 
 async def at_saturation(queued: int, load: Load, store: str | None = None) -> tuple[Window, Head]:
     """From a tenth of the queue to nine tenths: the steady middle."""
-    async with open_head(queued, store) as head, hollow_nodes(head, load) as nodes:
-        async with asyncio.timeout(WITHIN_S):
-            await nodes.until(lambda: nodes.ended >= queued // 10)
-            return await nodes.window(lambda: nodes.ended >= queued * 9 // 10), head
+    last = queued * 9 // 10
+    async with (
+        open_head(queued, store) as head,
+        hollow_nodes(head, load) as nodes,
+        within(WITHIN_S, "saturating the head", lambda: f"{last} rollouts; {nodes.ended} ended"),
+    ):
+        await nodes.until(lambda: nodes.ended >= queued // 10)
+        return await nodes.window(lambda: nodes.ended >= last), head
 
 
 async def at_rate(per_s: float, *, nodes: int, hold_s: float, window_s: float) -> tuple[Window, float]:
@@ -205,10 +210,14 @@ async def at_rate(per_s: float, *, nodes: int, hold_s: float, window_s: float) -
     load = Load(nodes, slots, AHEAD, hold_s, eval_s=0.2)
     warm_s = 2 * hold_s + nodes * (slots + AHEAD) / per_s  # the first leases are all wanted at once
     queued = int(nodes * (slots + load.ahead) + 1.2 * offered * (warm_s + window_s))
-    async with open_head(queued) as head, hollow_nodes(head, load) as hollow:
-        async with asyncio.timeout(WITHIN_S + warm_s + window_s):
-            await hollow.until(_passed(warm_s))
-            return await hollow.window(_passed(window_s)), offered
+    limit_s = WITHIN_S + warm_s + window_s
+    async with (
+        open_head(queued) as head,
+        hollow_nodes(head, load) as hollow,
+        within(limit_s, f"loading the head with {per_s:g} rollouts/s", "news of its nodes"),
+    ):
+        await hollow.until(_passed(warm_s))
+        return await hollow.window(_passed(window_s)), offered
 
 
 async def idle(nodes: int, window_s: float) -> Window:

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from rollyard.cli._deadline import within
 from rollyard.cli.bench._fleet_parts import wait_task, write_entry_points
 from rollyard.cli.rig import machine_busy_s, service
 from rollyard.client import AsyncClient
@@ -103,7 +104,7 @@ def _add(cluster: Any) -> None:
 
 
 async def _steady(client: AsyncClient, plan: RayPlan, count: int) -> Throughput:
-    async with asyncio.timeout(WITHIN_S):
+    async with within(WITHIN_S, "starting Ray nodes", f"{count} nodes that are up"):
         while len([node for node in await client.nodes() if node["state"] == "up"]) < count:
             await asyncio.sleep(LOOK_S)
     run = f"nodes-{count}"

@@ -31,6 +31,7 @@ from statistics import median
 from typing import Any
 
 from rollyard.cli._console import Trouble, note
+from rollyard.cli._deadline import within
 from rollyard.cli.rig import stop
 from rollyard.cli.weights import get_model
 from rollyard.core import Json, Sampling
@@ -171,7 +172,7 @@ class _Ours:
 
     async def _one(self, prompt: Sequence[int], tokens: int, session_id: str = "") -> list[int]:
         request = GenerateRequest("bench", tuple(prompt), self._sampling, tokens, seed=7, session_id=session_id)
-        async with asyncio.timeout(CALL_S):
+        async with within(CALL_S, "sampling with rollyard engine", f"{tokens} tokens after a prompt of {len(prompt)}"):
             found = await self._engine.generate(request)
         if len(found.token_ids) != tokens or found.logprobs is None or not all(map(math.isfinite, found.logprobs)):
             raise RuntimeError(f"the engine gave {len(found.token_ids)} tokens of {tokens}, or no logprobs for them")
@@ -205,7 +206,7 @@ class _Generate:
         assert self._process.stdin is not None and self._process.stdout is not None
         order = {"prompts": prompts, "tokens": tokens, "has_logprobs": has_logprobs}
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        async with asyncio.timeout(CALL_S):
+        async with within(CALL_S, "sampling with transformers", f"{tokens} tokens for {len(prompts)} prompts"):
             line = await self._process.stdout.readline()
         if not line:
             raise RuntimeError("transformers' generate ended before it answered")
@@ -246,7 +247,8 @@ async def _child(argv: Sequence[str], log: Path) -> AsyncGenerator[tuple[asyncio
         )
         try:
             assert process.stdout is not None
-            line = await asyncio.wait_for(process.stdout.readline(), START_S)
+            async with within(START_S, f"starting {argv[1]}", "its first line on standard output"):
+                line = await process.stdout.readline()
             if not line:
                 said = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
                 raise Trouble(said[-1].removeprefix("rollyard: ") if said else f"{argv[1]} ended and said nothing")

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from rollyard.cli._console import Trouble, note
+from rollyard.cli._deadline import within
 from rollyard.cli.bench._fleet_head import Load, Window, at_rate, at_saturation, idle
 from rollyard.cli.bench._fleet_place import inside
 from rollyard.cli.bench._fleet_ray import RayPlan, Throughput
@@ -102,7 +103,9 @@ async def _on_ray(plan: RayPlan) -> list[Throughput]:
             *inside(program), stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr.fileno()
         )
         try:
-            async with asyncio.timeout(RAY_S):
+            async with within(
+                RAY_S, "measuring the fleet on Ray", f"runs with {', '.join(map(str, plan.nodes))} nodes"
+            ):
                 status = await process.wait()
         finally:
             if process.returncode is None:

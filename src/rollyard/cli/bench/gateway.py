@@ -34,6 +34,7 @@ from statistics import median
 import orjson
 
 from rollyard.cli._console import note
+from rollyard.cli._deadline import within
 from rollyard.cli.bench._load import Line
 from rollyard.cli.rig import START_S, Meter, engine_process, stop
 from rollyard.core import Json
@@ -368,7 +369,8 @@ async def _process(module: str, *arguments: str) -> AsyncGenerator[asyncio.subpr
 
 async def _line(process: asyncio.subprocess.Process) -> dict[str, Json]:
     assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), START_S)
+    async with within(START_S, "starting a process of the bench", "its first line on standard output"):
+        line = await process.stdout.readline()
     if not line:
         raise RuntimeError("a process of the bench ended without a word")
     return json.loads(line)

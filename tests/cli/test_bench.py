@@ -1,0 +1,128 @@
+"""What all benches share: deadlines that name what was waited for, and `bench all`."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollyard.cli import bench, rig
+from rollyard.cli._console import Trouble
+from rollyard.cli._deadline import within
+from rollyard.cli.bench import pipeline
+from tests.cli.conftest import Cli
+
+
+async def test_a_deadline_names_the_step_what_it_waited_for_and_what_to_do() -> None:
+    done = 0
+    with pytest.raises(Trouble) as caught:
+        async with within(0.01, "counting", lambda: f"5 of them; {done} came"):
+            done = 3
+            await asyncio.sleep(60)
+    assert caught.value.what == "counting: waited 0.01 s for 5 of them; 3 came"
+    assert "stop other programs" in caught.value.remedy
+
+
+async def test_a_deadline_does_not_rename_the_one_of_something_inside() -> None:
+    with pytest.raises(TimeoutError, match="the engine"):
+        async with within(60, "counting", "all"):
+            raise TimeoutError("the engine was too slow")
+
+
+class _Client:
+    """Of a service that never has more in RUN than the last figure."""
+
+    def __init__(self, *active: int) -> None:
+        self._active = list(active)
+
+    async def status(self) -> dict[str, Any]:
+        return {"pools": {"run": {"active": self._active.pop(0) if len(self._active) > 1 else self._active[0]}}}
+
+
+def _rig(*active: int) -> Any:
+    return SimpleNamespace(client=_Client(*active))
+
+
+async def test_a_machine_too_slow_for_a_full_load_is_measured_with_what_it_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await pipeline.fill(_rig(3, 10), 10) == 10
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(pipeline, "FILL_S", 0.05)
+    assert await pipeline.fill(_rig(3, 7), 10) == 7
+    assert capsys.readouterr().err == "7 of 10 rollouts are in flight after 0.05 s; the figures are for 7\n"
+    with pytest.raises(Trouble, match=r"filling RUN: waited 0.05 s for 10 rollouts, and none is in flight"):
+        await pipeline.fill(_rig(0), 10)
+
+
+@pytest.mark.slow
+async def test_a_load_that_never_fills_still_gives_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "FILL_S", 8.0)
+    monkeypatch.setattr(pipeline, "rig", _with_few_slots)
+    found = await pipeline._latency_bound(in_flight=50, latency_s=0.2, quick=True)
+    assert found["rollouts_wanted"] == 50
+    assert 0 < found["rollouts_in_flight"] <= 4  # type: ignore[operator]
+    assert found["turns_per_s"] > 0  # type: ignore[operator]
+
+
+def _with_few_slots(*arguments: Any, settings: dict[str, Any], **options: Any) -> Any:
+    return rig.rig(*arguments, settings={**settings, "run_slots": 4}, **options)
+
+
+async def test_a_service_that_does_not_start_in_time_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig, "START_S", 0.001)
+    said = await cli("bench", "restart", "--quick")
+    assert (said.status, said.out) == (1, "")
+    assert re.search(
+        r"rollyard: starting the service: waited 0.001 s for \S+/url; it logged: nothing — stop other", said.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (TimeoutError(), "bench arrow: ran out of time — stop other programs"),
+        (TimeoutError("of the page"), "bench arrow: ran out of time (of the page) — stop other programs"),
+        (subprocess.TimeoutExpired(["ldd", "a b"], 10), "bench arrow: waited 10 s for the end of `ldd 'a b'` — stop"),
+    ],
+    ids=["bare", "with a text", "program"],
+)
+async def test_any_other_deadline_names_the_bench(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    async def late(**_: object) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr("rollyard.cli.bench.arrow.bench_arrow", late)
+    said = await cli("bench", "arrow")
+    assert said.status == 1
+    assert text in said.err
+
+
+async def test_all_runs_every_bench_and_names_those_that_failed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(argv: list[str], *, check: bool) -> Any:
+        ran.append(argv)
+        return SimpleNamespace(returncode=int(argv[4] in ("shell", "draw")))
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    said = await cli("bench", "all", "--quick", "--no-peers", "--json")
+    assert said.status == 1
+    assert "2 of 13 benches failed: shell, draw — the reasons are above" in said.err
+    options = ["--quick", "--no-peers", "--json"]
+    assert ran == [[sys.executable, "-m", "rollyard", "bench", name, *options] for name in bench.BENCHES]
+
+
+async def test_all_has_no_options_of_one_bench(cli: Cli) -> None:
+    said = await cli("bench", "all", "--train-s", 3)
+    assert said.status == 2
+    assert "train_s is for one bench — leave --train-s away" in said.err
+
+
+def test_make_bench_runs_all_of_them() -> None:
+    made = subprocess.run(["make", "-n", "bench"], capture_output=True, text=True, check=True, timeout=30).stdout
+    assert "rollyard bench all" in made

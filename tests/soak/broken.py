@@ -1,0 +1,121 @@
+"""Breaks the code on purpose and shows that the suite's small form of each soak fails: `python -m tests.soak.broken`.
+
+Each defect is one replacement in a copy of the package; the named test runs against the copy. Exit status 1 if a test
+passes in spite of its defect, or fails without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rollyard
+from rollyard.cli._console import note, show, table
+
+LIMIT_S = 300.0
+"""A defect may show as a rollout that never ends; then the test does not end either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """One change of one file of the package, and the test that must fail because of it."""
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+DEFECTS = (
+    Defect(
+        "kill",
+        "a restart ends interrupted rollouts instead of running them again",
+        "store/_recovery.py",
+        "elif not is_evaluable and attempt - excused < max_attempts:",
+        "elif False:",
+        "tests/acceptance/test_kill.py::test_nothing_is_lost_or_invented_when_the_service_is_killed",
+    ),
+    Defect(
+        "draw",
+        "a restart forgets the groups of a draw that were in flight",
+        "sampling/draws.py",
+        "flying = [flock.adopt(group) for group in groups]",
+        "flying = []",
+        "tests/acceptance/test_draw_kill.py::test_batches_with_deaths_on_both_sides[deliver]",
+    ),
+    Defect(
+        "fleet",
+        "rollouts of a node that died end instead of going to another node",
+        "fleet/leasing.py",
+        "await self._settle(leased, leased.cancelled or NodeLost(",
+        "await self._settle(leased, leased.cancelled or Cancelled(",
+        "tests/fleet/test_chaos.py::test_rollouts_outlive_nodes_and_heads",
+    ),
+    Defect(
+        "survive",
+        "sandboxes do not end with their service",
+        "sandbox/_launcher.py",
+        "if self.lifeline in ready:",
+        "if self.lifeline in ready and poller.unregister(self.lifeline):",
+        "tests/acceptance/test_sandbox_endurance.py::test_a_killed_service_leaves_no_survivor[bubblewrap]",
+    ),
+    Defect(
+        "endurance",
+        "a sandbox that ended leaves its control groups behind",
+        "sandbox/_runtime.py",
+        "await self._remove([str(place.folder), str(place.control)], place.groups)",
+        "await self._remove([str(place.folder), str(place.control)])",
+        "tests/acceptance/test_sandbox_endurance.py::test_sandboxes_that_ended_leave_nothing[bubblewrap]",
+    ),
+)
+
+
+def is_caught(defect: Defect) -> bool:
+    with tempfile.TemporaryDirectory(prefix="rollyard-broken-") as name:
+        package = Path(name, "rollyard")
+        shutil.copytree(Path(rollyard.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+        file = package / defect.file
+        text = file.read_text()
+        if text.count(defect.old) != 1:
+            raise SystemExit(f"{defect.name}: {defect.file} has {text.count(defect.old)} times: {defect.old}")
+        file.write_text(text.replace(defect.old, defect.new))
+        return _status(defect.test, Path(name)) == 1
+
+
+def _status(test: str, folder: Path) -> int:
+    """Of pytest: 0 it passed, 1 it failed or did not end."""
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", test]
+    process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(folder)}, stdout=sys.stderr)
+    try:
+        return process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(2)  # its fixtures end what they started
+        process.wait()
+        return 1
+
+
+def main(names: Sequence[str]) -> int:
+    chosen = [defect for defect in DEFECTS if not names or defect.name in names]
+    made, missed = table("defect", "what is broken", "test", "result"), 0
+    for defect in chosen:
+        note(f"{defect.name}: {defect.what}")
+        found = is_caught(defect)
+        missed += not found
+        made.add_row(defect.name, defect.what, defect.test.rpartition("::")[2], "fails" if found else "STILL PASSES")
+    show(made)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.broken", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *(defect.name for defect in DEFECTS)])
+    sys.exit(main(parser.parse_args().names))
