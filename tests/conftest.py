@@ -47,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    if is_controller(config):  # workers get their folders from it
+        memory = worker.MemoryFolder()
+        memory.take()
+        config.add_cleanup(memory.give_back)
     if not is_controller(config):
         owned = worker.Ownership()
         owned.take()
@@ -164,6 +168,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 # --- shared parts ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk_path() -> Generator[Path, None, None]:
+    """A folder that is not in memory, unlike `tmp_path`: its files do not count as anybody's memory."""
+    with tempfile.TemporaryDirectory(prefix="rollyard-tests-", dir="/var/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @pytest.fixture(scope="session")

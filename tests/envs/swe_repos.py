@@ -131,9 +131,16 @@ class Hands(NoopAgent):
         return await super().run(context, messages)
 
 
+def _copy(image: str | Path, folder: Path) -> None:
+    """By hard links if both are on one filesystem."""
+    if subprocess.run(["cp", "-al", str(image), str(folder)], capture_output=True, check=False).returncode != 0:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        subprocess.run(["cp", "-a", str(image), str(folder)], check=True)
+
+
 def build(folder: Path) -> Repository:
     """The image at `folder`, and what its row is made of. A second."""
-    subprocess.run(["cp", "-al", image(is_sif=False), str(folder)], check=True)
+    _copy(image(is_sif=False), folder)
     packages = folder / "usr/lib/python3/dist-packages"
     for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
         for file in metadata.files(name) or ():
@@ -222,7 +229,7 @@ def test_wrong():
 
 def as_r2e(calc: Repository, folder: Path) -> Repository:
     """The same repository in an image as R2E-Gym has them: its hidden tests are in it."""
-    subprocess.run(["cp", "-al", str(calc.image), str(folder)], check=True)
+    _copy(calc.image, folder)
     (folder / "r2e_tests").mkdir()
     (folder / "r2e_tests/test_1.py").write_bytes(R2E_TEST)
     run = folder / "testbed/run_tests.sh"

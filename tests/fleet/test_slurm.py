@@ -60,8 +60,10 @@ def submit(slurm: SlurmCluster, at: dict[str, Any], count: int, prefix: str, *mo
     done = slurm.rollyard(
         *("submit", tasks, "--id-prefix", prefix, "--json", "--url", at["url"], "--token", token, *more)
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    failures = [(record["id"], record["failure"], record["lost"]) for record in records if record.get("failure")]
+    assert done.returncode == 0, f"{done.stderr}\n{failures[:3]}"
+    return records
 
 
 def log(slurm: SlurmCluster, name: str) -> str:

@@ -22,7 +22,7 @@ from tests.service.site import TRAINER, Site, open_site, task
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-TOKENS = 64
+TOKENS = 32
 PROMPT = tuple(range(100, 400))  # more than two blocks of its cache, which are 128 tokens on a CPU
 SAMPLING = Sampling(temperature=0.8, extra={"min_tokens": TOKENS, "ignore_eos": True})
 

@@ -372,10 +372,11 @@ async def test_who_leaves_no_process_for_the_next_command_is_to_blame(bubblewrap
                 os.close(fd)
 
 
-async def test_who_leaves_no_memory_to_fetch_its_files_is_to_blame(
-    bubblewrap: BubblewrapRuntime, tmp_path: Path
-) -> None:
-    async with started(bubblewrap, SandboxSpec(limits=SandboxLimits(memory_bytes=64 << 20))) as sandbox:
+async def test_who_leaves_no_memory_to_fetch_its_files_is_to_blame(disk_path: Path) -> None:
+    async with (
+        BubblewrapRuntime(root=disk_path / "root") as runtime,
+        started(runtime, SandboxSpec(limits=SandboxLimits(memory_bytes=64 << 20))) as sandbox,
+    ):
         if sandbox.limits_in_force["memory"] == "watchdog":
             pytest.skip("nothing but a cgroup counts files in memory")
         names = "seq 100000 | sed s/$/$(printf %060d 0)/ | xargs touch"
@@ -384,7 +385,7 @@ async def test_who_leaves_no_memory_to_fetch_its_files_is_to_blame(
         )
         assert made.status == 0, made
         with pytest.raises(MemoryLimit):
-            await sandbox.download("d", tmp_path / "d", limit_bytes=1 << 30)
+            await sandbox.download("d", disk_path / "d", limit_bytes=1 << 30)
 
 
 async def test_the_probe_says_ok_where_it_works(bubblewrap: BubblewrapRuntime, local: LocalRuntime) -> None:

@@ -295,12 +295,12 @@ async def test_what_takes_no_disk_is_not_told(
 
 
 async def test_a_deleted_file_that_is_held_is_disk(
-    told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+    told: Told, warden: Warden, keeper: Callable[..., int], disk_path: Path
 ):
     code = "f = open(sys.argv[1], 'wb'); f.write(b'x' * (8 << 20)); f.flush(); os.unlink(sys.argv[1])"
     in_memory = "fd = os.memfd_create('x'); os.write(fd, b'x' * (8 << 20))"
-    (one := tmp_path / "one").mkdir()
-    (two := tmp_path / "two").mkdir()
+    (one := disk_path / "one").mkdir()
+    (two := disk_path / "two").mkdir()
     warden.watch("memory", pid=keeper(in_memory), disk_bytes=2 * MIB, disk_folders=[one])
     warden.watch("disk", pid=keeper(code, at=two / "file"), disk_bytes=2 * MIB, disk_folders=[two])
     assert await told.limit() == ("disk", "disk")
