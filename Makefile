@@ -5,8 +5,8 @@
 # Tests start hundreds of Python processes: each would compile every module again if none kept the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Test processes. Most tests wait for other processes, so there are two for each CPU. TESTS: arguments for pytest.
-WORKERS ?= $(shell cpus=$$(nproc); echo $$((cpus < 8 ? 2 * cpus : 16)))
+# Test processes. Tests wait for other processes as often as for a CPU. TESTS: arguments for pytest.
+WORKERS ?= $(shell cpus=$$(nproc); echo $$((cpus < 15 ? cpus + 1 : 16)))
 PYTEST = .venv/bin/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
 
 help: ## what there is to make

@@ -5,6 +5,7 @@ In CI (ROLLYARD_NO_SKIPS=1) a skip is a failure: it would hide a hole.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -100,6 +101,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         draft = Path(given["groups_file"] + ".draft")
         draft.write_text(json.dumps(groups))
         draft.rename(given["groups_file"])
+    gc.collect()
+    gc.freeze()  # thousands of tests and modules are not looked at again by each collection
 
 
 @pytest.hookimpl(tryfirst=True)

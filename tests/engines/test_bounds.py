@@ -44,7 +44,7 @@ async def test_freeing_a_silent_engine_ends(http: Http, monkeypatch: pytest.Monk
 
 
 async def test_a_probe_that_takes_too_long_is_a_timeout() -> None:
-    async with ScriptedEngine() as server, Router(replace(QUICK, probe_s=0.05)) as router:
+    async with ScriptedEngine() as server, Router(replace(QUICK, probe_s=2.0)) as router:
         server.fail_next(1, "hang")
         with pytest.raises(EngineTimeout, match="did not say within"):
             await router.add(spec_of(server))
@@ -52,7 +52,7 @@ async def test_a_probe_that_takes_too_long_is_a_timeout() -> None:
 
 
 async def test_an_engine_that_hangs_at_its_trial_stays_down() -> None:
-    async with ScriptedEngine() as server, routed(server, settings=replace(QUICK, probe_s=0.05)) as router:
+    async with ScriptedEngine() as server, routed(server, settings=replace(QUICK, probe_s=2.0)) as router:
         await server.stop()
         while router.list()[0].health != "down":
             await asyncio.sleep(0.002)

@@ -28,7 +28,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 def run_as_user(*selection: str, timeout_s: float) -> None:
     """pytest with these arguments, as the user; AssertionError with each inner failure if it does not pass."""
-    with tempfile.TemporaryDirectory(prefix="rollyard-user-") as name:
+    # Not where other temporary files are, which may be memory: without control groups, that counts as the sandbox's.
+    with tempfile.TemporaryDirectory(prefix="rollyard-user-", dir="/var/tmp") as name:
         home = Path(name)
         (home / "tmp").mkdir()
         (home / "passwd").write_text(Path("/etc/passwd").read_text() + f"tester:x:{UID}:{UID}::{home}:/bin/sh\n")
