@@ -8,6 +8,8 @@ import pytest
 from rollyard.cli._tasks import read_tasks
 from tests.envs.yard import RUNTIMES, rewards, workshop
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "environments.jsonl"
 
 

@@ -19,6 +19,8 @@ from rollyard.cli.bench.endurance import bench_endurance
 from rollyard.cli.bench.sandbox import bench_sandbox
 from rollyard.cli.bench.survive import bench_survive
 
+pytestmark = pytest.mark.slow
+
 KILLS, SANDBOXES = 2, 100
 PROGRAMS = {"bubblewrap": "bwrap", "apptainer": "apptainer"}
 

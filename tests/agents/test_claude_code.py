@@ -18,7 +18,7 @@ READ = call("Read", file_path=FILE)
 EDIT = call("Edit", file_path=FILE, old_string="wrold", new_string="world", replace_all=False)
 WRITE = call("Write", file_path="/workspace/more.txt", content="é\n")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="session")

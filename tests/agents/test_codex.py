@@ -16,7 +16,7 @@ from rollyard.tokens import verify
 from tests.agents.harness_parts import call, greeting_task, installed, plays, preset, said
 from tests.pipeline.site import site
 
-pytestmark = pytest.mark.timeout(180)  # the first on a machine fetches it
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # the first on a machine fetches it
 
 NAME = "codex"
 PATCH = "*** Begin Patch\n*** Update File: greeting.txt\n@@\n-Hello, wrold!\n+Hello, world!\n*** End Patch"

@@ -43,6 +43,8 @@ from rollyard.tokens import verify_trace
 from rollyard.tools.base import Tool
 from tests.pipeline.site import Site, site
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(init_s=20, run_s=20, eval_s=20, tool_s=10, model_s=10, max_turns=12)
 CHAIN: dict[str, Json] = {"family": "chain", "template": "t0", "level": 2, "seed": 42, "split": "train"}
 

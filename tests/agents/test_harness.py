@@ -24,6 +24,8 @@ from tests.agents.harness_parts import PROGRAM, call, greeting_task, plays, pyth
 from tests.pipeline.site import Site
 from tests.pipeline.site import site as whole_site
 
+pytestmark = pytest.mark.slow
+
 FIX = call("sh", command="sed -i s/wrold/world/ greeting.txt")
 LOOK = call("sh", command="cat greeting.txt")
 SOLVES = (LOOK, FIX, "Done.")

@@ -15,6 +15,8 @@ import pytest
 from rollyard.agents.install import AgentShelf, InstallError
 from rollyard.agents.preset import Preset, read_preset
 
+pytestmark = pytest.mark.slow
+
 
 def wheel(folder: Path, name: str = "tiny", version: str = "1.0", code: str = "") -> None:
     """A package of one module, as pip reads it."""

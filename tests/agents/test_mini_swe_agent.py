@@ -18,7 +18,7 @@ from tests.pipeline.site import site
 NAME = "mini-swe-agent"
 TURNS = tuple(said(turn) for turn in preset(NAME).try_.turns)
 
-pytestmark = pytest.mark.timeout(300)  # the first on a machine fetches it, and builds our Python
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first on a machine fetches it, and builds our Python
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ TURNS = (
     "Done.\n" + call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
 )
 
-pytestmark = pytest.mark.timeout(300)  # the first on a machine fetches it, and builds our Python
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first on a machine fetches it, and builds our Python
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from tests.agents.harness_parts import CACHE, PROGRAM
 from tests.agents.test_install import wheel
 from tests.cli.conftest import Cli
 
+pytestmark = pytest.mark.slow
+
 TINY = """
 name = "tiny"
 version = "1.0"

@@ -15,6 +15,8 @@ from rollyard.cli._deadline import within
 from rollyard.cli.bench import pipeline
 from tests.cli.conftest import Cli
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_deadline_names_the_step_what_it_waited_for_and_what_to_do() -> None:
     done = 0

@@ -6,6 +6,8 @@ import pytest
 
 from rollyard.cli.bench import arrow
 
+pytestmark = pytest.mark.slow
+
 
 async def test_both_forms_of_a_page_are_measured_under_the_same_names(monkeypatch: pytest.MonkeyPatch):
     for name, value in (("GROUPS", 2), ("MEMBERS", 2), ("TOKENS", 160)):

@@ -15,6 +15,8 @@ from rollyard.cli.bench._fleet_parts import NAME, TOKENS, write_entry_points
 from rollyard.cli.bench._fleet_ray import RayPlan, Throughput, waits
 from rollyard.client import AsyncClient
 
+pytestmark = pytest.mark.slow
+
 
 async def test_the_head_has_all_that_hollow_nodes_hand_over() -> None:
     async with (

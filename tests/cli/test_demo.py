@@ -14,6 +14,8 @@ from rollyard.cli import main
 from rollyard.cli._demo_model import TRAINED, demo_tasks
 from rollyard.embedded.weights import weights_digest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 ANY_PYTHON = ("--engine-python", sys.executable)  # it is not asked for torch; no test here lets it start
 

@@ -17,6 +17,8 @@ from rollyard.client import Record
 from rollyard.envs.yardwork import demonstration, make
 from rollyard.testing.tokenizer_files import tokenizer_dir
 
+pytestmark = pytest.mark.slow
+
 WRONG = '<tool_call>\n{"name": "finish", "arguments": {"answer": "no idea"}}\n</tool_call>'
 
 

@@ -22,6 +22,8 @@ from rollyard.sandbox.limits import Limiter
 from rollyard.sandbox.python import portable_python
 from rollyard.service.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 LINE = "29 1 8:1 / {point} rw,relatime - {kind} source rw\n"
 ROOT = LINE.format(point="/", kind="ext4")
 

@@ -21,6 +21,8 @@ from tests.cli.conftest import Cli
 from tests.cli.test_submit import lines
 from tests.client.served import Yard, served, task
 
+pytestmark = pytest.mark.slow
+
 ANSWERS = {"What is 6 times 7?": "42", "What is 3 plus 4?": "7", "What is 9 minus 1?": "8"}
 SKILL = (2, 4, 0)
 """Of four samples of each, so many are right: the first ones, by the index in the rollout's id."""

@@ -13,6 +13,8 @@ from rollyard.sandbox.images import ImageStore
 from tests.cli.conftest import Cli
 from tests.sandbox.registry import BUSYBOX, Registry, file, folder, pack, tar
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

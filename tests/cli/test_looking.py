@@ -10,6 +10,8 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.cli.conftest import Cli
 from tests.client.served import Yard, task
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def ended(yard: Yard) -> str:

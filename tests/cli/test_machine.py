@@ -13,6 +13,8 @@ import pytest
 from rollyard.cli.bench import BENCHES, machine, picture, show_result
 from tests.cli.conftest import Cli
 
+pytestmark = pytest.mark.slow
+
 
 async def test_config_shows_no_password_of_a_store(cli: Cli, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ROLLYARD_STORE", "postgresql://rollyard:hunter2@db.example/rollouts")

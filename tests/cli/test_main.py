@@ -13,6 +13,8 @@ from rollyard.cli._reference import reference
 from rollyard.cli.app import app
 from tests.cli.conftest import Cli
 
+pytestmark = pytest.mark.slow
+
 HEAVY = {"aiohttp", "pyarrow", "fastapi", "torch", "numpy", "msgspec", "orjson", "tokenizers"}
 
 

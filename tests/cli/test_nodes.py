@@ -4,8 +4,12 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Cli
 from tests.fleet.fleet_site import ProcessNode, open_head, until
+
+pytestmark = pytest.mark.slow
 
 
 async def test_a_node_is_listed_drained_resumed_and_leaves(cli: Cli, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.client.served import task
 
+pytestmark = pytest.mark.slow
+
 TASK = {
     "environment": "shell",
     "data": {

@@ -12,6 +12,8 @@ from rollyard.client import AsyncClient
 from tests.cli.conftest import Cli
 from tests.client.served import Yard, task
 
+pytestmark = pytest.mark.slow
+
 
 def lines(path: Path, *tasks: object) -> Path:
     path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in tasks))

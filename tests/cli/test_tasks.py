@@ -29,6 +29,8 @@ from tests.cli.test_agents import TINY
 from tests.cli.test_submit import lines
 from tests.client.served import SCRIPT, task
 
+pytestmark = pytest.mark.slow
+
 MATH = {"environment": "math", "data": {"question": "2+2?", "answer": "4"}}
 SHELL = task()
 

@@ -11,6 +11,8 @@ from rollyard.client.batching import advantages, collate, importance_weights
 from rollyard.client.groups import Group, GroupRollout
 from rollyard.client.records import Record, Trace
 
+pytestmark = pytest.mark.slow
+
 some = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 
 REWARDS = st.one_of(st.sampled_from([0.0, 0.1, 1.0]), st.floats(-100, 100, width=32))

@@ -9,6 +9,8 @@ from rollyard.core import AgentSpec, Task
 from rollyard.core.failure import Forbidden, IdConflict, InvalidRequest, MalformedId, NotFound, Unauthorized
 from tests.client.served import Yard, served, task
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_task_goes_in_and_its_traces_come_out_as_numpy(client: AsyncClient):
     (submitted,) = await client.submit([task()])

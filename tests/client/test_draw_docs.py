@@ -14,6 +14,8 @@ from rollyard.client import AsyncClient
 from tests.client.served import Yard
 from tests.client.test_draws_served import COIN, tasks
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train-with-draws.md"
 
 

@@ -14,6 +14,8 @@ from rollyard.client.batching import advantages, collate
 from rollyard.core.failure import IdConflict, NotFound
 from tests.client.served import Proxy, Yard, served, task
 
+pytestmark = pytest.mark.slow
+
 COIN = "case $(date +%N) in *[02468]) true;; *) false;; esac"
 """A check that one member of a group passes and another does not."""
 

@@ -15,6 +15,8 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.embedded.environment import environ, make_tiny_model
 from tests.trainers.environment import trainer_python
 
+pytestmark = pytest.mark.slow
+
 SPEEDS = {"tokens_per_s_1", "tokens_per_s_8", "tokens_per_s_32"}
 ALL = SPEEDS | {"prefill_tokens_per_s", "turns_per_s"}
 

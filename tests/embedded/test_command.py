@@ -13,6 +13,8 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.embedded.environment import environ, make_tiny_model
 from tests.trainers.environment import trainer_python
 
+pytestmark = pytest.mark.slow
+
 
 def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # `make demo` may have installed it

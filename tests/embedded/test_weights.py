@@ -21,6 +21,8 @@ from tests.embedded.index import REPOSITORY, REVISION, Index, serving
 from tests.embedded.tiny_gguf import MEMBER, write_gguf, write_wheel
 from tests.trainers.environment import ROOT
 
+pytestmark = pytest.mark.slow
+
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 END_S = 50.0
 

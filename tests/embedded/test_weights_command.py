@@ -17,6 +17,8 @@ from rollyard.embedded.weights import KNOWN, Known, find_model
 from tests.embedded import environment
 from tests.embedded.tiny_gguf import MEMBER, write_gguf, write_wheel
 
+pytestmark = pytest.mark.slow
+
 REQUIREMENT = "tiny-weights==1.0"
 
 

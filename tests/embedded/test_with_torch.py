@@ -10,6 +10,8 @@ import pytest
 
 from tests.embedded.environment import run_inside
 
+pytestmark = pytest.mark.slow
+
 INSIDE = Path(__file__).parents[1] / "with_torch"
 LIMIT_S = 900.0
 

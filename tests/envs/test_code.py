@@ -19,7 +19,7 @@ from rollyard.pipeline.evaluating import evaluate
 
 from .yard import RUNTIMES, played, rewards, to_play, workshop
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 PAIRS = [{"input": f"{n} {n}\n", "output": f"{2 * n}\n"} for n in range(1, 4)]

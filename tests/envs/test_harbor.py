@@ -13,7 +13,7 @@ from rollyard.pipeline import Workshop
 from .harbor_folders import SOLVE, TEST, TOML, imported, local, ready, write
 from .yard import RUNTIMES, played, rewards, workshop
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

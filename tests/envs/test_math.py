@@ -24,7 +24,7 @@ async def math():
     await environment.close()
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from .yard import RUNTIMES, played, rewards, workshop
 
 LEGS: dict[str, Json] = {"family": "leg_counting", "seed": 42, "index": 3}
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -20,7 +20,7 @@ FAMILIES = [str(body["data"]["family"]) for body in ReasoningEnvironment().gener
 FOR_NOTHING = {"countdown": 0.01, "fraction_simplification": 0.01, "puzzle24": 0.01}
 """What these give for no answer; all others give 0. As in docs/how-to/reasoning-gym.md."""
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @asynccontextmanager

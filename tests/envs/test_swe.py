@@ -19,7 +19,7 @@ from rollyard.pipeline.playing import Played
 from tests.envs.swe_repos import FAIL_TO_PASS, PASS_TO_PASS, Hands, Repository, as_r2e, as_sif, build
 from tests.envs.yard import RUNTIMES, played, rewards, workshop
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 FIX = "sed -i 's/a - b/a + b/' calc.py"
 ONLY_ADD = {"FAIL_TO_PASS": FAIL_TO_PASS[:1]}

@@ -18,6 +18,8 @@ from rollyard.envs.swe.grading import Grader, cut, script
 from rollyard.envs.swe.suites import SUITES
 from rollyard.service.models import to_task
 
+pytestmark = pytest.mark.slow
+
 TEST_PATCH = """diff --git a/tests/test_a.py b/tests/test_a.py
 --- a/tests/test_a.py
 +++ b/tests/test_a.py

@@ -22,6 +22,8 @@ from tests.tools.busybox import busybox_image
 from .conftest import context, evidence, task
 from .yard import RUNTIMES, played, rewards, workshop
 
+pytestmark = pytest.mark.slow
+
 TREE: dict[str, Any] = {"family": "tree", "template": "t0", "level": 3, "seed": 7, "split": "train"}
 FIND: dict[str, Any] = {"family": "find_content", "template": "t0", "level": 1, "seed": 7, "split": "train"}
 FIX: dict[str, Any] = {"family": "fix_source", "template": "t0", "level": 1, "seed": 7, "split": "train"}

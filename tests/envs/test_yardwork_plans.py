@@ -16,6 +16,8 @@ from rollyard.envs.yardwork.judging import is_answer, pack, share_right, unpacke
 from rollyard.envs.yardwork.puzzle import LEVELS, File, whole
 from rollyard.envs.yardwork.words import POOLS, SPLITS, Split, is_held_out
 
+pytestmark = pytest.mark.slow
+
 WORDS = 60
 LINES = 16
 """What an instruction and an output may have."""

@@ -4,9 +4,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollyard.testing.script import Reply
 from tests.fleet.fleet_site import loop_node, node_token, nodes_of, open_head, until
 from tests.service.site import TRAINER, Site, engine_table, finish, scripted, shell, task
+
+pytestmark = pytest.mark.slow
 
 
 async def all_ended(site: Site, count: int) -> list[dict[str, Any]]:

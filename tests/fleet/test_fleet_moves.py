@@ -11,6 +11,8 @@ from tests.fleet.fleet_site import loop_node, nodes_of, open_head, until
 from tests.fleet.test_fleet import all_ended
 from tests.service.site import engine_table, finish, scripted
 
+pytestmark = pytest.mark.slow
+
 
 async def test_nodes_are_restarted_one_after_another_and_no_attempt_counts_as_lost(tmp_path: Path) -> None:
     async with (

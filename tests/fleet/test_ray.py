@@ -12,6 +12,8 @@ from rollyard.fleet.ray_actor import claim_folder, node_home, sizes
 from rollyard.fleet.ray_host import RayHost, RayUnavailable, driver_environment
 from tests.fleet import netns
 
+pytestmark = pytest.mark.slow
+
 INSIDE = Path(__file__).parent / "inside"
 LIMIT_S = 880.0
 GIB = 1 << 30

@@ -19,6 +19,8 @@ from rollyard.engines import RouterSettings
 from rollyard.testing.script import Reply, Turn
 from tests.gateway.site import LIMITS, Site, gateway
 
+pytestmark = pytest.mark.slow
+
 HELLO: Any = {"role": "user", "content": "hello"}
 LS: Any = {
     "type": "function",

@@ -34,6 +34,8 @@ from tests.gateway.engine_side import EngineSide, Plan
 from tests.gateway.program import ENOUGH, Move, Program, Request
 from tests.gateway.site import gateway
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("ROLLYARD_EXAMPLES", "10"))
 
 # --- what is said

@@ -26,6 +26,8 @@ from rollyard.gateway.base import Ask
 from rollyard.testing.script import Reply, Rules
 from tests.gateway.site import LIMITS, Site, gateway
 
+pytestmark = pytest.mark.slow
+
 SYSTEM = {"role": "system", "content": "go"}
 RETRY = {"x-stainless-retry-count": "1"}
 

@@ -15,6 +15,8 @@ from rollyard.sandbox._sandbox import LaunchedSandbox
 from rollyard.testing.script import Reply
 from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
 
+pytestmark = pytest.mark.slow
+
 DO_IT = says(shell("touch done"), finish())
 CASES = {
     "queued": (State.QUEUED, DO_IT, replace(SETTINGS, init_slots=0), {}),

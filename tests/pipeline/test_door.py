@@ -20,6 +20,8 @@ from rollyard.tools.mcp import OutsideServer
 from tests.agents.harness_parts import PROGRAM, plays, pythons, runs
 from tests.pipeline.site import SETTINGS, site
 
+pytestmark = pytest.mark.slow
+
 ASK = """
 import json, sys, urllib.request, urllib.error
 try:

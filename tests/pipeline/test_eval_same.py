@@ -22,6 +22,8 @@ from tests.pipeline.site import SETTINGS, Site, finish, says, shell, shell_task,
 from tests.sandbox.registry import busybox, file, pack, tar, write_layout
 from tests.sandbox.runtimes import image
 
+pytestmark = pytest.mark.slow
+
 BIT = "test -f /workspace/bit"
 
 

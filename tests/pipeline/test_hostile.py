@@ -17,6 +17,8 @@ from rollyard.pipeline import Handler
 from tests.pipeline.site import SETTINGS, finish, says, shell, shell_task, site
 from tests.sandbox.runtimes import image
 
+pytestmark = pytest.mark.slow
+
 DO_IT = says(shell("touch done"), finish())
 ONCE = replace(SETTINGS, max_attempts=1, eval_attempts=1)
 

@@ -16,6 +16,8 @@ from rollyard.pipeline.playing import play
 from rollyard.tools.base import Tool
 from tests.pipeline.site import Site, finish, says, shell, shell_task, site
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(init_s=20, run_s=20, eval_s=20, tool_s=10, model_s=10, max_turns=8)
 
 

@@ -16,6 +16,8 @@ from rollyard.pipeline.retry import delay_s
 from rollyard.sandbox.breaker import FAILURES
 from tests.pipeline.site import SETTINGS, Site, finish, quick, says, shell, shell_task, site
 
+pytestmark = pytest.mark.slow
+
 DO_IT = says(shell("cat given.txt /tmp/also.txt >> mine.txt"), finish())
 EIGHT = replace(SETTINGS, init_slots=8, max_live=32)
 

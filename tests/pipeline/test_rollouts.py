@@ -24,6 +24,8 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import verify
 from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
 
+pytestmark = pytest.mark.slow
+
 DO_IT = says(shell("touch done"), finish())
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollyard.core import AgentSpec, Outcome, Run, State, Task
 from rollyard.core.engine import Admission
 from rollyard.engines import EngineSpec, Kind, RouterSettings
@@ -15,6 +17,8 @@ from rollyard.testing.script import FolderTokenizer, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.pipeline.site import SETTINGS, Site, finish, quick, says, shell, shell_task, site
+
+pytestmark = pytest.mark.slow
 
 DO_IT = says(shell("touch done"), finish())
 

@@ -4,12 +4,15 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from rollyard import AsyncClient
 from rollyard.agents.session import SessionAgent
 from rollyard.core import AgentSpec, Limits, Outcome, Task
 from tests.acceptance.test_kill import Service, engine
 from tests.pipeline.site import says, site
+
+pytestmark = pytest.mark.slow
 
 
 async def test_a_silent_client_is_no_stall_of_ours(tmp_path: Path):

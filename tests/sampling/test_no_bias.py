@@ -20,6 +20,8 @@ from rollyard.cli.bench._draw_world import Begun, World
 from rollyard.cli.bench.draw import followed, window
 from rollyard.core.draw import KeepSpec, OnStale, Surplus
 
+pytestmark = pytest.mark.slow
+
 WORLD = World(want=16, slots=256, train_s=100.0, success_slower=6.0, stragglers=0.02, seed=7)
 COUNT = 40
 ALL = KeepSpec("all")

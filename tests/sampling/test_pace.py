@@ -14,6 +14,8 @@ from rollyard.sampling.drawing import Flying
 
 from .driving import Driven, config_of
 
+pytestmark = pytest.mark.slow
+
 
 @given(
     seed=st.integers(0, 2**32),

@@ -12,6 +12,8 @@ from rollyard.sandbox._runtime import LaunchedRuntime
 from rollyard.testing.sandbox_conformance import CHECKS, Check, Part
 from tests.sandbox.runtimes import RUNTIMES
 
+pytestmark = pytest.mark.slow
+
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 SINCE = {

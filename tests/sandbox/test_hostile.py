@@ -16,6 +16,8 @@ from rollyard.testing.sandbox_conformance import started
 from rollyard.testing.sandbox_hostile import CASES, LIMITS, Case
 from tests.sandbox.runtimes import ATTACKED, ISOLATED
 
+pytestmark = pytest.mark.slow
+
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 PAIRS = [

@@ -16,6 +16,7 @@ from rollyard.testing.sandbox_conformance import eventually, started
 from tests.sandbox.runtimes import OciByPodman
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("podman") is None, reason="podman is not installed"),
     pytest.mark.xdist_group("podman"),
 ]

@@ -21,6 +21,8 @@ from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox import python as module
 from rollyard.sandbox.python import INSIDE, PortablePython, PythonShelf, portable_python
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = (
     "json, ctypes, socket, tarfile, resource, termios, fcntl, select, struct, ssl, sqlite3, hashlib, lzma, bz2, zlib,"
     " uuid, decimal, zoneinfo, multiprocessing, subprocess, asyncio, pwd, unittest, venv, xml.etree.ElementTree"

@@ -43,6 +43,8 @@ from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, mark
 from rollyard.tools.shell import Shell
 from tests.sandbox.runtimes import RUNTIMES
 
+pytestmark = pytest.mark.slow
+
 SPEC = SandboxSpec(owner="test")
 
 

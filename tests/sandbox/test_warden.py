@@ -23,6 +23,8 @@ from rollyard.sandbox import _usage, _walk, _warden
 from rollyard.sandbox._cgroups import Cgroups
 from rollyard.sandbox._warden_client import Warden
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount")
 

@@ -13,6 +13,8 @@ from tests.service.site import OTHER, Site, open_site, task
 from tests.service.skill import skilled
 from tests.service.test_draws import closed, draw, mixed, site_with, take, tasks
 
+pytestmark = pytest.mark.slow
+
 
 def first_is_slow(rollout_id: str) -> float:
     return 30.0 if rollout_id == "d.0.0.0-0" else 0.0

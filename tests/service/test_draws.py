@@ -13,6 +13,8 @@ from rollyard.testing.script import Reply
 from tests.service.site import OTHER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, chance, member_of, skilled
 
+pytestmark = pytest.mark.slow
+
 ARROW = {"Accept": "application/vnd.apache.arrow.stream"}
 
 

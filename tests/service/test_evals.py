@@ -14,6 +14,8 @@ from rollyard.testing.script import Reply, Turn
 from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, member_of, skilled
 
+pytestmark = pytest.mark.slow
+
 SKILL = (2, 4, 0)  # of four samples of each task, so many are right: the first ones
 
 

@@ -13,6 +13,8 @@ from tests.service.site import Site, engine_table, open_site
 from tests.service.skill import skilled
 from tests.service.test_evals import SKILL, begin, by_hand, knows, over, tasks
 
+pytestmark = pytest.mark.slow
+
 PAUSE, RESUME = "/v1/policies/default/pause", "/v1/policies/default/resume"
 
 

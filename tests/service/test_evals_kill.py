@@ -17,6 +17,8 @@ from tests.service.site import finish, scripted, shell
 from tests.service.skill import member_of
 from tests.service.test_evals import SKILL, knows, tasks
 
+pytestmark = pytest.mark.slow
+
 
 async def start(folder: Path, engine: str) -> tuple[asyncio.subprocess.Process, str]:
     """The command; it says on stderr where it listens."""

@@ -4,9 +4,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollyard.testing.script import Reply
 from tests.service.site import OTHER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, member_of, skilled
+
+pytestmark = pytest.mark.slow
 
 
 def graded(**fields: Any) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from rollyard.sandbox.images import ImageInUse, ImageStore
 from tests.sandbox.registry import BUSYBOX, Registry, busybox, file, pack, tar
 from tests.service.site import engine_table, finish, open_site, scripted, shell, task
 
+pytestmark = pytest.mark.slow
+
 
 def wants(image: str, **sandbox: Any) -> dict[str, Any]:
     return {"task": task(sandbox={"image": image, **sandbox})}

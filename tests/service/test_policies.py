@@ -19,6 +19,8 @@ from rollyard.core.failure import PolicyConflict, PolicyStuck
 from rollyard.testing.script import Reply
 from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted
 
+pytestmark = pytest.mark.slow
+
 
 async def until(site: Site, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     async with asyncio.timeout(90):

@@ -17,6 +17,8 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.prorl_parts import Trainer, as_trained, good, open_trainer, work
 from tests.service.site import Site, open_site, scripted, settings, shell
 
+pytestmark = pytest.mark.slow
+
 RESULT = {
     *("instance_id", "trajectory_id", "git_patch", "success", "error", "finish", "messages", "tools", "end_properly"),
     *("resolved", "critical_error", "filter", "timing", "reward", "rollyard"),

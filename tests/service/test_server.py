@@ -22,6 +22,8 @@ from rollyard.store.base import StoreLocked
 from rollyard.testing.script import Reply
 from tests.service.site import engine_table, finish, open_site, scripted, settings, task
 
+pytestmark = pytest.mark.slow
+
 MAIN = """
 import os, sys
 from rollyard.service.server import run_server

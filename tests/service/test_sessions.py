@@ -15,6 +15,8 @@ from rollyard.service.keys import SECRET, SessionKeys, load_keys
 from rollyard.testing.script import Reply
 from tests.service.site import OTHER, TRAINER, Answer, Site, engine_table, open_site, scripted
 
+pytestmark = pytest.mark.slow
+
 HELLO = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
 FAST = {"init_s": 20, "run_s": 30, "model_s": 10}
 

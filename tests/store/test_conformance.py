@@ -7,6 +7,8 @@ from rollyard.testing.store_groups import GROUP_CHECKS
 from rollyard.testing.store_leases import LEASE_CHECKS
 from tests.store.conftest import AnyOpener
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("check", [*CHECKS, *LEASE_CHECKS, *GROUP_CHECKS], ids=lambda check: check.__name__)
 async def test_store(check: Check, open_any: AnyOpener) -> None:

@@ -12,9 +12,13 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 from random import Random
 
+import pytest
+
 from rollyard.core import State
 from rollyard.store import open_store
 from tests.store.conftest import AnyOpener, PostgresOpener
+
+pytestmark = pytest.mark.slow
 
 VICTIM = Path(__file__).with_name("victim.py")
 

@@ -5,6 +5,8 @@ import pytest
 from rollyard.testing.store_model import Walk
 from tests.store.conftest import AnyOpener
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_the_store_agrees_with_a_plain_model_of_it(seed: int, open_any: AnyOpener) -> None:

@@ -18,6 +18,8 @@ from rollyard.testing.store_postgres import PgServer
 from tests.store.conftest import PostgresOpener
 from tests.worker import free_port
 
+pytestmark = pytest.mark.slow
+
 LOCKS = "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'"
 WRITERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = 'COMMIT' AND pid <> pg_backend_pid()"
 READERS = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity

@@ -26,6 +26,8 @@ from rollyard.testing.store_conformance import submission
 from rollyard.testing.store_postgres import PASSWORD, PgServer
 from tests.store.conftest import AnyOpener, PostgresOpener
 
+pytestmark = pytest.mark.slow
+
 
 async def _refused(url: str) -> str:
     with pytest.raises(StoreUnusable) as caught:

@@ -10,6 +10,8 @@ from rollyard.tokens import ChatML, Tokenizer
 
 from .strategies import assistant, conversations, plain, said, spiked, tools
 
+pytestmark = pytest.mark.slow
+
 ASKING = "<|im_start|>assistant\n"
 
 

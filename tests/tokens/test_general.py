@@ -15,6 +15,8 @@ from rollyard.tokens.properties import properties_of
 
 from .strategies import conversations, plain, said, spiked, tools
 
+pytestmark = pytest.mark.slow
+
 TURN = "<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
 PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT

@@ -14,6 +14,8 @@ from rollyard.tokens.library import READ_BY_PIECES, LibraryRenderer
 
 from .strategies import plain
 
+pytestmark = pytest.mark.slow
+
 HI = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls é🙂"}}\n</tool_call>'
 XML = "<tool_call>\n<function=shell>\n<parameter=command>\nls é🙂\n</parameter>\n</function>\n</tool_call>"

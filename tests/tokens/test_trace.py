@@ -14,6 +14,8 @@ from rollyard.tokens import TraceBuilder, prompt_digest, verify, verify_trace
 
 from .strategies import conversations, said, spiked
 
+pytestmark = pytest.mark.slow
+
 token = st.integers(0, 1262)
 logprob = st.floats(-50, 0, width=32)
 generation = st.lists(st.tuples(token, logprob), min_size=1, max_size=8)

@@ -17,6 +17,8 @@ from rollyard.tools._text import TextFile
 from rollyard.tools.editor import EDITOR, FILE_BYTES, EditorTool, numbered
 from tests.tools.busybox import busybox_image
 
+pytestmark = pytest.mark.slow
+
 BOTH = pytest.mark.parametrize("sandbox", [BubblewrapRuntime, LocalRuntime], indirect=True)
 A = "/workspace/a.txt"
 

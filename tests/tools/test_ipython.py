@@ -21,6 +21,8 @@ from rollyard.tools.ipython import IMAGES_OWN, IPYTHON, CellOutcome, Command, No
 from rollyard.tools.registry import tool_kind
 from tests.tools.busybox import busybox_image
 
+pytestmark = pytest.mark.slow
+
 BOTH = pytest.mark.parametrize("session", ["plain", "ipython"], indirect=True)
 """What depends on what runs the cells; all else is tried with the image's own Python, which is plain."""
 

@@ -31,6 +31,8 @@ from rollyard.tools.mcp import McpSource, OutsideServer, mcp_sources
 from rollyard.tools.mcp_proxy import BODY_BYTES, McpProxy
 from tests.tools.mcp_parts import BY_HAND, LIBRARY, REAL, loopback, outside, same_python, served
 
+pytestmark = pytest.mark.slow
+
 PYTHON = ("python3", "-u", "server.py")
 
 

@@ -14,6 +14,8 @@ from rollyard.tools.shell import SH_SPEC, SHELL, Shell, ShellOutcome
 from tests.tools.busybox import busybox_image
 from tests.tools.test_shell import image_without_bash, said
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = ("sh", "cat", "sleep", "ls", "stty", "head", "yes", "wc")
 
 

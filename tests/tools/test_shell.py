@@ -23,6 +23,8 @@ from rollyard.tools.base import ToolContext
 from rollyard.tools.registry import tool_kind
 from rollyard.tools.shell import SHELL, Shell, ShellOutcome
 
+pytestmark = pytest.mark.slow
+
 BOTH = pytest.mark.parametrize("sandbox", [BubblewrapRuntime, LocalRuntime], indirect=True)
 """What depends on where the shell runs; all else is tried in bubblewrap."""
 

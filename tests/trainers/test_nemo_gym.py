@@ -24,6 +24,8 @@ from rollyard.trainers._nemo_gym_rows import rollout_id
 from rollyard.trainers.nemo_gym import GymAgent, create_app, metrics_of
 from tests.service.site import Site, engine_table, finish, open_site, shell
 
+pytestmark = pytest.mark.slow
+
 TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 

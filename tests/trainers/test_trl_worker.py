@@ -17,6 +17,8 @@ from rollyard.trainers import _trl_samples, trl
 from rollyard.trainers.trl import RollyardRolloutWorker
 from tests.client.served import Yard, call, served, task
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 TASKS = [task(f"Write done, number {n}.") for n in range(4)]
 
