@@ -48,7 +48,7 @@ check: ## lint, format and types
 	.venv/bin/ruff format --check
 	.venv/bin/pyright
 
-bench: ## every benchmark, with its peers: an hour or two (BENCH=--quick: rough figures in half an hour)
+bench: ## every benchmark, with its peers (BENCH=--quick: rough figures, sooner)
 	@scripts/setup dev
 	@scripts/setup demo
 	@.venv/bin/rollyard bench all $(BENCH)
