@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    if not hasattr(config, "workerinput"):
+        worker.sweep()
     if is_controller(config):  # workers get their folders from it
         memory = worker.MemoryFolder()
         memory.take()
@@ -176,7 +178,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def disk_path() -> Generator[Path, None, None]:
     """A folder that is not in memory, unlike `tmp_path`: its files do not count as anybody's memory."""
-    with tempfile.TemporaryDirectory(prefix="rollyard-tests-", dir="/var/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix=f"{worker.PREFIX}{os.getpid()}-", dir="/var/tmp") as name:
         Path(name).chmod(0o755)
         yield Path(name)
 

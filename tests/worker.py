@@ -24,6 +24,8 @@ FIRST_PORT = 12_000
 """Linux gives out 32768 and up: to clients, and to servers that ask for any port."""
 
 UIDS = 4096
+PREFIX = "rollyard-tests-"
+SHM = Path("/dev/shm")
 MEMORY_BYTES = 8 << 30
 CONTROLLERS = ("memory", "pids", "cpu")
 
@@ -43,6 +45,22 @@ def free_port() -> int:
     raise RuntimeError(f"all ports of test worker {NAME} are in use")
 
 
+def sweep() -> None:
+    """Removes what runs that were killed have left: mounts, folders and control groups. Their names have the pid."""
+    for folder in {Path(tempfile.gettempdir()), SHM}:
+        for left in _left_in(folder):
+            subprocess.run(["umount", "--lazy", str(left)], capture_output=True, check=False)
+            shutil.rmtree(left, ignore_errors=True)
+    for parent in _own_groups():
+        for left in _left_in(parent):
+            _remove_groups(left)
+
+
+def _left_in(folder: Path) -> list[Path]:
+    found = [(path, path.name.removeprefix(PREFIX).partition("-")[0]) for path in folder.glob(f"{PREFIX}*")]
+    return [path for path, pid in found if pid.isdecimal() and not Path("/proc", pid).exists()]
+
+
 class MemoryFolder:
     """A folder for temporary files that is in memory, for a whole run of the suite.
 
@@ -52,7 +70,7 @@ class MemoryFolder:
     """
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="rollyard-tests-")
+        self._folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
         self._is_mounted = False
 
     def take(self) -> None:
@@ -81,7 +99,7 @@ class Ownership:
     """Takes what the worker owns for as long as its session lasts."""
 
     def __init__(self) -> None:
-        self._runtime_dir = Path(tempfile.mkdtemp(prefix="rollyard-tests-", dir="/dev/shm"))
+        self._runtime_dir = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHM))
         self._groups: list[tuple[Path, Path]] = []  # ours, and the one we came from
 
     def take(self) -> None:
@@ -91,7 +109,7 @@ class Ownership:
         defaults = _namespaced.NamespacedRuntime.__init__.__kwdefaults__
         assert defaults is not None and "uids" in defaults
         defaults["uids"] = uids
-        # Threads of a product that wait for each other do so by spinning: with other workers beside them, for long.
+        # OpenMP threads spin while they wait for each other, which costs the other workers a CPU.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._enter_groups()
 
@@ -105,13 +123,17 @@ class Ownership:
     def _enter_groups(self) -> None:
         """One below each group that this process is in. Only of cgroup v1, and only as root: a v2 group that has
         processes can have no controlled groups below it, so there the sandboxes' groups stay side by side."""
-        found = own_folders("/proc")
-        for folder in {found[name][0] for name in CONTROLLERS if name in found}:
-            parent, ours = Path(folder), Path(folder, self._runtime_dir.name)
+        for parent in _own_groups():
+            ours = parent / self._runtime_dir.name
             with contextlib.suppress(OSError):
                 ours.mkdir()
                 (ours / "cgroup.procs").write_text(str(os.getpid()))
                 self._groups.append((ours, parent))
+
+
+def _own_groups() -> set[Path]:
+    found = own_folders("/proc")
+    return {Path(found[name][0]) for name in CONTROLLERS if name in found}
 
 
 def _remove_groups(folder: Path) -> None:

@@ -43,7 +43,6 @@ def runtime(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_killed_service_leaves_no_survivor(runtime: str):
     metrics = (await bench_survive(runtime=runtime, kills=KILLS))["metrics"]
@@ -54,7 +53,6 @@ async def test_a_killed_service_leaves_no_survivor(runtime: str):
     assert isinstance(swept := metrics["swept"], int) and swept > 0, "nothing was left, so the sweep was not tried"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_sandboxes_that_ended_leave_nothing(runtime: str):
     metrics = (await bench_endurance(runtime=runtime, sandboxes=SANDBOXES))["metrics"]
@@ -63,7 +61,6 @@ async def test_sandboxes_that_ended_leave_nothing(runtime: str):
     assert metrics["sandboxes"] == SANDBOXES
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_two_hundred_at_once_all_answer_and_each_figure_is_there_or_says_why_not():
     metrics = (await bench_sandbox(quick=True, peers=False))["metrics"]

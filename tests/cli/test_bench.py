@@ -60,7 +60,6 @@ async def test_a_machine_too_slow_for_a_full_load_is_measured_with_what_it_reach
         await pipeline.fill(_rig(0), 10)
 
 
-@pytest.mark.slow
 async def test_a_load_that_never_fills_still_gives_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "FILL_S", 8.0)
     monkeypatch.setattr(pipeline, "rig", _with_few_slots)

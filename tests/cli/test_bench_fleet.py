@@ -99,7 +99,6 @@ def test_without_namespaces_ray_is_not_started(monkeypatch: pytest.MonkeyPatch, 
         _fleet_place.inside(["true"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_two_ray_nodes_are_measured_in_a_place_of_their_own() -> None:
     try:

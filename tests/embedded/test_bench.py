@@ -44,7 +44,6 @@ def bench(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.local
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_both_are_measured_under_the_same_names(tmp_path: Path):
     model = str(make_tiny_model(tmp_path / "tiny", tokenizer_dir()))

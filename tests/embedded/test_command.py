@@ -35,7 +35,6 @@ def said_by(folder: Path, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.local
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_cannot_be_served_is_one_line(tmp_path: Path):
     model = str(make_tiny_model(tmp_path / "tiny", tokenizer_dir()))

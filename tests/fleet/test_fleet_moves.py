@@ -42,7 +42,6 @@ async def test_nodes_are_restarted_one_after_another_and_no_attempt_counts_as_lo
                 await node.__aexit__(None, None, None)
 
 
-@pytest.mark.slow
 async def test_a_head_on_another_machine_goes_on_with_the_same_database_and_nodes(
     tmp_path: Path, postgres: PgServer
 ) -> None:

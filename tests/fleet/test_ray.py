@@ -20,7 +20,6 @@ GIB = 1 << 30
 
 
 @pytest.mark.xdist_group("ray")
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", ["test_ray_host.py", "test_ray_ends.py"])
 def test_on_a_real_cluster(file: str, tmp_path: Path):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import pytest
-import pytest_asyncio
 
 from rollyard.sandbox._runtime import LaunchedRuntime
 from rollyard.testing.sandbox_conformance import CHECKS, Check, Part
@@ -38,14 +36,6 @@ PAIRS = [
     for check in CHECKS
     if check.decided_by >= SINCE[name] and (kind.is_isolated or not check.needs_isolation)
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def runtime(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncGenerator[LaunchedRuntime, None]:
-    async with RUNTIMES[request.param](root=tmp_path_factory.mktemp(request.param) / "root") as runtime:
-        yield runtime
 
 
 @in_one_loop

@@ -4,17 +4,15 @@ One runtime is under all attacks: what one of them broke, the next would show.""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from rollyard.sandbox import LocalRuntime, SandboxSpec
 from rollyard.sandbox._runtime import LaunchedRuntime
 from rollyard.testing.sandbox_conformance import started
 from rollyard.testing.sandbox_hostile import CASES, LIMITS, Case
-from tests.sandbox.runtimes import ATTACKED, ISOLATED
+from tests.sandbox.runtimes import ATTACKED
 
 pytestmark = pytest.mark.slow
 
@@ -26,14 +24,6 @@ PAIRS = [
     for case in CASES
     if case.is_on_root or name != "bubblewrap-folder"
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def runtime(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncGenerator[LaunchedRuntime, None]:
-    async with ISOLATED[request.param](root=tmp_path_factory.mktemp(request.param) / "root") as runtime:
-        yield runtime
 
 
 @in_one_loop

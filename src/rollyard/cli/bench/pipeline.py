@@ -26,9 +26,8 @@ SERVICE_TURNS = 20
 """Of a rollout in the service-bound load. It is to measure turns, so a rollout is as long as real ones are; what a
 short one costs besides (a sandbox of its own, most of all) is measured with TURNS as well, and reported apart."""
 
-
 FILL_S = 120.0
-"""For a thousand rollouts to reach RUN. An idle machine of two cores takes a quarter of it."""
+"""For a thousand rollouts to reach RUN."""
 
 
 def _call(name: str, **arguments: Json) -> str:
@@ -86,8 +85,8 @@ async def _latency_bound(*, in_flight: int, latency_s: float, quick: bool) -> di
             await asyncio.sleep(window_s / 2)
             turns, took_s = await _calls(bench) - calls, time.monotonic() - begun
             cpu_s = bench.service.cpu_s() - cpu
-    if reached < in_flight:  # it may have gone on filling
-        reached = round((reached + middle) / 2)
+    if reached < in_flight:  # RUN may have filled further
+        reached = max(1, middle)
     return {
         "rollouts_wanted": in_flight,
         "rollouts_in_flight": reached,

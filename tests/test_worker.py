@@ -1,0 +1,41 @@
+"""A run of the suite that was killed leaves nothing that the next run does not remove."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import worker
+
+TAKES = """
+import os, signal
+from tests import worker
+folder = worker.MemoryFolder()
+folder.take()
+worker.Ownership().take()
+print(folder._folder, os.environ["XDG_RUNTIME_DIR"], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next() -> None:
+    killed = subprocess.run([sys.executable, "-c", TAKES], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = [Path(path) for path in killed.stdout.split()]
+    groups = [parent / left[1].name for parent in worker._own_groups()]
+    left += [group for group in groups if os.geteuid() == 0 and group.parent.exists()]
+    assert any(path.exists() for path in left)
+
+    worker.sweep()
+
+    assert [path for path in left if path.exists()] == []
+    assert left[0].name not in Path("/proc/self/mounts").read_text()
+
+
+def test_what_a_running_suite_owns_is_left_alone() -> None:
+    folder = Path(os.environ["XDG_RUNTIME_DIR"])
+    worker.sweep()
+    assert folder.is_dir()
