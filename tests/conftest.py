@@ -177,7 +177,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def disk_path() -> Generator[Path, None, None]:
-    """A folder that is not in memory, unlike `tmp_path`: its files do not count as anybody's memory."""
+    """A folder that is not in memory, unlike `tmp_path`: its files do not count as memory of a process."""
     with tempfile.TemporaryDirectory(prefix=f"{worker.PREFIX}{os.getpid()}-", dir="/var/tmp") as name:
         Path(name).chmod(0o755)
         yield Path(name)

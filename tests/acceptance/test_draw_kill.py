@@ -123,8 +123,9 @@ async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kil
                     while any(one["sessions"] or one["in_flight"] for one in await yard.engines()):
                         await asyncio.sleep(0.1)
                 async with asyncio.timeout(90):
-                    while (await draw.status())["figures"]["open"]:  # of a closed draw: a group that was forgotten
+                    while (await draw.status())["figures"]["open"]:
                         await asyncio.sleep(0.1)
+                assert (await draw.status())["figures"]["complete"] == 0, "groups that the service forgot"
         finally:
             await trainer.kill()
             await service.stop()
