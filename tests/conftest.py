@@ -5,6 +5,7 @@ In CI (ROLLYARD_NO_SKIPS=1) a skip is a failure: it would hide a hole.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -22,6 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from rollyard.testing.store_postgres import PgServer, find_postgres
 from tests import real_vllm, worker
+from tests.embedded.environment import make_tiny_model
 
 # Hundreds of processes are started from this checkout. Each would compile the package again if none kept the result.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -193,10 +195,36 @@ def vllm_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def vllm_model(vllm_folder: Path) -> Path:
+    """The folder of the model that it serves."""
+    return real_vllm.model_of(vllm_folder)
+
+
+@pytest.fixture(scope="session")
 def vllm_url(vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
     """A real vLLM, started once for all tests: those that use it are in the group `vllm`."""
     with real_vllm.serving(vllm_folder, tmp_path_factory.mktemp("vllm") / "log") as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights and a real tokenizer, for the embedded engine. Made once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny-model"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            make_tiny_model(folder)
+            (folder / "done").touch()
+    return folder / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tiny_model: Path) -> Path:
+    """An adapter for it, with random weights."""
+    return tiny_model.with_name("adapter")
 
 
 @pytest.fixture(scope="session")

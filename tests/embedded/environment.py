@@ -5,27 +5,36 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.trainers.environment import ROOT, trainer_python
 
 END_S = 20.0
 
-TINY = """
+MAKE = """
 import sys, torch
+from argparse import Namespace
+from pathlib import Path
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from learner import Learner
+folder, source = map(Path, sys.argv[1:])
+model, adapter = folder / "tiny", folder / "adapter"
 torch.manual_seed(0)
-folder, source = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(source)
-tokenizer.save_pretrained(folder)
+tokenizer.save_pretrained(model)
 LlamaForCausalLM(LlamaConfig(
     vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.25, eos_token_id=tokenizer.eos_token_id,
     bos_token_id=None, pad_token_id=None,
-)).save_pretrained(folder)
+)).save_pretrained(model)
+Learner(Namespace(model=str(model), rank=4, device="cpu", seed=1, bf16=False)).save_adapter(adapter)
+tensors = load_file(adapter / "adapter_model.safetensors")
+save_file({name: torch.randn_like(one) for name, one in tensors.items()}, adapter / "adapter_model.safetensors")
 """
 
 
@@ -36,12 +45,42 @@ def environ(home: Path) -> dict[str, str]:
     return {**os.environ, **paths, **quiet}
 
 
-def make_tiny_model(folder: Path, tokenizer: Path) -> Path:
-    """A model with random weights and a real tokenizer, as a folder."""
-    command = [str(trainer_python("local")), "-c", TINY, str(folder), str(tokenizer)]
-    done = subprocess.run(command, env=environ(folder.parent), capture_output=True, text=True, timeout=120)
+def make_tiny_model(folder: Path) -> None:
+    """A model with random weights and a real tokenizer, `folder/tiny`, and an adapter for it, `folder/adapter`."""
+    command = [str(trainer_python("local")), "-c", MAKE, str(folder), str(tokenizer_dir())]
+    done = subprocess.run(
+        command, cwd=ROOT / "examples" / "yardwork", env=environ(folder), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+
+
+IN_TURN = """
+import json, os, sys
+from rollyard.cli import main
+for number, argv in enumerate(json.load(open("argvs.json"))):
+    for fd, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), fd)
+    status = main(argv)
+    sys.stdout.flush(), sys.stderr.flush()
+    open(f"{number}.status", "w").write(str(status))
+"""
+
+
+def commands(folder: Path, *argvs: Sequence[str], limit_s: float = 240.0) -> list[subprocess.CompletedProcess[str]]:
+    """`rollyard …` several times, in one process: most of the time of each would be the import of torch."""
+    home = folder / "commands"
+    home.mkdir()
+    (home / "argvs.json").write_text(json.dumps(argvs))
+    done = subprocess.run(
+        [str(trainer_python("local")), "-c", IN_TURN], cwd=home, env=environ(home), capture_output=True, timeout=limit_s
+    )
+    found: list[subprocess.CompletedProcess[str]] = []
+    for number, argv in enumerate(argvs):
+        out, err = (home / f"{number}.{name}" for name in ("out", "err"))
+        assert (home / f"{number}.status").exists(), done.stderr.decode()[-2000:] + err.read_text()[-2000:]
+        status = int((home / f"{number}.status").read_text())
+        found.append(subprocess.CompletedProcess(argv, status, out.read_text(), err.read_text()))
+    return found
 
 
 def run_inside(folder: Path, home: Path, limit_s: float) -> None:

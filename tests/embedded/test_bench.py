@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 
 from rollyard.cli import main
-from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.embedded.environment import environ, make_tiny_model
-from tests.trainers.environment import trainer_python
+from tests.embedded.environment import commands
 
 pytestmark = pytest.mark.slow
 
@@ -33,21 +30,16 @@ def test_an_option_of_another_bench_is_refused(capsys: pytest.CaptureFixture[str
     assert "--dtype" in capsys.readouterr().err
 
 
-def bench(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(trainer_python("local")), "-m", "rollyard", "bench", "engine", "--quick", "--json", *options],
-        env=environ(folder),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 @pytest.mark.local
 @pytest.mark.timeout(500)
-def test_both_are_measured_under_the_same_names(tmp_path: Path):
-    model = str(make_tiny_model(tmp_path / "tiny", tokenizer_dir()))
-    done = bench(tmp_path, "--model", model, "--device", "cpu", "--tokens", "3", "--prompt", "6")
+def test_both_are_measured_under_the_same_names(tiny_model: Path, tmp_path: Path):
+    bench, model = ["bench", "engine", "--quick", "--json", "--device", "cpu", "--model"], str(tiny_model)
+    done, too_long, nothing = commands(
+        tmp_path,
+        [*bench, model, "--tokens", "3", "--prompt", "6"],
+        [*bench, model, "--prompt", "4000"],
+        [*bench, str(tmp_path / "nothing")],
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     ours, versus = found["metrics"], found["versus"]
@@ -57,8 +49,6 @@ def test_both_are_measured_under_the_same_names(tmp_path: Path):
     assert ours.keys() >= ALL and (ours["tokens"], ours["prompt_tokens"]) == (3, 6)
     assert (ours["device"], ours["dtype"], ours["threads"]) == ("cpu", "float32", 1), "as the environment says"
 
-    done = bench(tmp_path, "--model", model, "--device", "cpu", "--prompt", "4000")
-    assert done.returncode == 2 and "do not fit into the model's 8192" in done.stderr and done.stdout == ""
-
-    done = bench(tmp_path, "--model", str(tmp_path / "nothing"), "--device", "cpu")
-    assert done.returncode == 1 and "cannot be loaded" in done.stderr.splitlines()[-1] and done.stdout == ""
+    assert too_long.returncode == 2 and "do not fit into the model's 8192" in too_long.stderr
+    assert nothing.returncode == 1 and "cannot be loaded" in nothing.stderr.splitlines()[-1]
+    assert too_long.stdout == nothing.stdout == ""

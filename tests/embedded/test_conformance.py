@@ -10,8 +10,7 @@ import pytest
 
 from rollyard.engines import EngineSpec, Kind, make_engine, open_http
 from rollyard.testing.engine_conformance import CHECKS, Check, Context
-from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.embedded.environment import make_tiny_model, serving
+from tests.embedded.environment import serving
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(180)]
 
@@ -19,13 +18,8 @@ PROMPT = [5, 17, 40, 200, 9, 31, 7]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("engine") / "tiny", tokenizer_dir())
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Generator[dict[str, Any], None, None]:
-    with serving(model, model.parent / "log") as said:
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, Any], None, None]:
+    with serving(tiny_model, tmp_path_factory.mktemp("engine") / "log") as said:
         yield said
 
 
@@ -40,11 +34,11 @@ async def test_the_embedded_engine_conforms(check: Check, engine: dict[str, Any]
             await client.close()
 
 
-async def test_the_probe_finds_all_that_a_trainer_needs(engine: dict[str, Any], model: Path):
+async def test_the_probe_finds_all_that_a_trainer_needs(engine: dict[str, Any], tiny_model: Path):
     async with open_http() as http:
         client = make_engine(EngineSpec("e1", engine["url"], Kind.VLLM), http)
         info = await client.probe()
-        assert (info.model, info.max_context, info.tokenizer) == ("tiny", 8192, str(model))
+        assert (info.model, info.max_context, info.tokenizer) == ("tiny", 8192, str(tiny_model))
         assert (info.logprobs_kind, info.reports_versions, info.api) == ("processed", True, "inference/v1/generate")
         assert info.notes == (), "it streams, schedules by priority, and can be told to pause"
         assert await client.control.version() == "default"

@@ -22,8 +22,8 @@ HELLO = "<|im_start|>user\nWrite a long story about a fox and a bridge.<|im_end|
 
 
 @pytest.fixture
-def prompt(vllm_folder: Path) -> list[int]:
-    return FolderTokenizer(vllm_folder / "smollm2").encode(HELLO)
+def prompt(vllm_model: Path) -> list[int]:
+    return FolderTokenizer(vllm_model).encode(HELLO)
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ async def engine(vllm_url: str, http: Http) -> Engine:
     return engine
 
 
-async def test_the_probe_reads_it_right(engine: Engine, vllm_folder: Path) -> None:
+async def test_the_probe_reads_it_right(engine: Engine, vllm_model: Path) -> None:
     info = engine.info
     assert (info.model, info.max_context, info.api) == ("smollm2", 4096, "inference/v1/generate")
     assert info.logprobs_kind == "processed" and info.reports_versions and info.version
-    assert info.tokenizer == str(vllm_folder / "smollm2") and info.notes == ()
+    assert info.tokenizer == str(vllm_model) and info.notes == ()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -58,9 +58,9 @@ async def test_it_conforms_by_completions_too(vllm_url: str, http: Http, prompt:
     await engine.close()
 
 
-async def test_its_tokenizer_is_the_folders(engine: Engine, vllm_folder: Path) -> None:
+async def test_its_tokenizer_is_the_folders(engine: Engine, vllm_model: Path) -> None:
     text = "naïve 漢字 🚀\r\n  1234567890 <|im_start|>"
-    assert await engine.tokenize(text) == FolderTokenizer(vllm_folder / "smollm2").encode(text)
+    assert await engine.tokenize(text) == FolderTokenizer(vllm_model).encode(text)
 
 
 async def test_versions_follow_the_updates(

@@ -13,17 +13,11 @@ from uuid import uuid4
 
 import pytest
 
-from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.cli.test_demo_model import marked
-from tests.embedded.environment import environ, make_tiny_model
+from tests.embedded.environment import environ
 from tests.trainers.environment import ROOT, trainer_python
 
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(200)]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("alone") / "tiny", tokenizer_dir())
 
 
 def alone(model: Path, folder: Path) -> list[str]:
@@ -33,11 +27,13 @@ def alone(model: Path, folder: Path) -> list[str]:
     return [str(trainer_python("local")), program, *places, "--device", "cpu", "--", *trained]
 
 
-def test_an_engine_whose_port_is_taken_is_a_sentence(tiny: Path, tmp_path: Path):
+def test_an_engine_whose_port_is_taken_is_a_sentence(tiny_model: Path, tmp_path: Path):
     (tmp_path / "data").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         (tmp_path / "data" / "engine-port").write_text(str(taken.getsockname()[1]))
-        done = subprocess.run(alone(tiny, tmp_path), env=environ(tmp_path), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            alone(tiny_model, tmp_path), env=environ(tmp_path), capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 1
     assert "rollyard engine ended with 1" in done.stderr and "Traceback" not in done.stderr
 
@@ -63,12 +59,14 @@ def test_a_share_of_the_gpu_is_the_trainers_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_who_ends_it_ends_what_it_started(tiny: Path, tmp_path: Path, number: signal.Signals):
+def test_who_ends_it_ends_what_it_started(tiny_model: Path, tmp_path: Path, number: signal.Signals):
     mark = uuid4().hex
     environment = {**environ(tmp_path), "ALONE_MARK": mark, "PYTHONUNBUFFERED": "1"}
     with (
         (tmp_path / "errors").open("wb") as errors,
-        subprocess.Popen(alone(tiny, tmp_path), env=environment, stdout=subprocess.PIPE, stderr=errors) as process,
+        subprocess.Popen(
+            alone(tiny_model, tmp_path), env=environment, stdout=subprocess.PIPE, stderr=errors
+        ) as process,
     ):
         try:
             assert process.stdout is not None

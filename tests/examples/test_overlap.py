@@ -10,30 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.embedded.environment import environ, make_tiny_model
+from tests.embedded.environment import environ
 from tests.trainers.environment import ROOT, trainer_python
 
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(300)]
 
 EXAMPLES = ROOT / "examples" / "yardwork"
-MAKE_ADAPTER = """
-import sys
-from argparse import Namespace
-from pathlib import Path
-from learner import Learner
-Learner(Namespace(model=sys.argv[1], rank=4, device="cpu", seed=1, bf16=False)).save_adapter(Path(sys.argv[2]))
-"""
 
 
-def test_each_way_is_measured_on_one_service(tmp_path: Path):
-    model, adapter, out = make_tiny_model(tmp_path / "tiny", tokenizer_dir()), tmp_path / "adapter", tmp_path / "out"
-    python, env = str(trainer_python("local")), environ(tmp_path)
-    made = [python, "-c", MAKE_ADAPTER, str(model), str(adapter)]
-    subprocess.run(made, check=True, env=env, cwd=EXAMPLES, timeout=120)
-    command = [python, str(EXAMPLES / "overlap.py"), "--start", str(adapter), "--out", str(out), "--json"]
+def test_each_way_is_measured_on_one_service(tiny_model: Path, tiny_adapter: Path, tmp_path: Path):
+    python, env, out = str(trainer_python("local")), environ(tmp_path), tmp_path / "out"
+    command = [python, str(EXAMPLES / "overlap.py"), "--start", str(tiny_adapter), "--out", str(out), "--json"]
     command += ["--latency-s", "0.05", "--steps", "3", "--skip", "1", "--warm-up", "1"]
-    services = ["--model", str(model), "--service-python", sys.executable, "--device", "cpu", "--run-slots", "4"]
+    services = ["--model", str(tiny_model), "--service-python", sys.executable, "--device", "cpu", "--run-slots", "4"]
     train = ["--want", "1", "--group-size", "2", "--rank", "4", "--levels", "1", "--families", "find_content"]
     train += ["--keep", "all", "--max-turns", "2", "--rounds", "1", "--minibatches", "1"]
     done = subprocess.run(

@@ -22,8 +22,7 @@ import pytest
 
 from rollyard.cli.rig import service
 from rollyard.client import AsyncClient
-from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.embedded.environment import environ, make_tiny_model
+from tests.embedded.environment import environ
 from tests.trainers.environment import ROOT, trainer_python
 
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -58,9 +57,10 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Yard:
-    """A folder with a model, and everything of one run."""
+    """A folder for one run of training, and the model that it starts from."""
 
     folder: Path
+    model: Path
 
     @property
     def out(self) -> Path:
@@ -84,7 +84,7 @@ class Yard:
     @contextmanager
     def _alone(self, options: Sequence[str]) -> Generator[subprocess.Popen[str], None, None]:
         """All of it in one process group, so that nothing is left."""
-        places = ["--model", str(self.folder / "tiny"), "--data", str(self.folder / "data")]
+        places = ["--model", str(self.model), "--data", str(self.folder / "data")]
         places += ["--service-python", sys.executable, "--device", "cpu"]
         small = ["--run-slots", "4", "--init-slots", "2", "--max-running", "8", "--cache-gib", "0.1"]
         with (self.folder / "log").open("ab") as errors:
@@ -119,9 +119,8 @@ async def delivered(yard: Yard) -> tuple[dict[str, Any], list[list[Any]]]:
         return dict(await draw.status()), [[(group.epoch, group.item) for group in batch.groups] for batch in batches]
 
 
-async def test_a_run_in_pieces_goes_on_where_it_was_cut(tmp_path: Path):
-    make_tiny_model(tmp_path / "tiny", tokenizer_dir())
-    yard = Yard(tmp_path)
+async def test_a_run_in_pieces_goes_on_where_it_was_cut(tiny_model: Path, tmp_path: Path):
+    yard = Yard(tmp_path, tiny_model)
 
     first = yard.live(*AT_ONCE)
     assert "everything is saved" in first.said[-1]
@@ -171,12 +170,11 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(tmp_path: Path):
     assert len({task for (task,) in batches}) == STEPS, "no task came twice"
 
 
-def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tmp_path: Path):
+def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tiny_model: Path, tmp_path: Path):
     for seconds in (3.0, 20.0):  # the first in which this machine, as busy as it is, trains more than one epoch
         folder = tmp_path / str(seconds)
         folder.mkdir()
-        make_tiny_model(folder / "tiny", tokenizer_dir())
-        yard = Yard(folder)
+        yard = Yard(folder, tiny_model)
         options = ("--more-warm-s", str(seconds), "--test-tasks", "2")
         life = yard.live(*options)
         epochs = life.steps("more_warm")

@@ -111,18 +111,29 @@ class SlurmCluster:
     def state(self, job_id: str) -> str:
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T").stdout.strip()
 
+    def service(self, name: str, nodes: int = 0) -> dict[str, Any]:
+        """The status of the job in that folder, once its service answers and has so many nodes."""
+        found: dict[str, Any] = {}
+
+        def has_come() -> bool:
+            found.update(self.object("slurm", "status", "--data-dir", self.folder / name))
+            return found["service"] is not None and len(found["service"].get("nodes", ())) >= nodes
+
+        wait_for(has_come, f"the service of {name}", every_s=1.5)  # a command takes half a second of CPU time
+        return found
+
     def end_all(self) -> None:
         self.run("scancel", "--state=PENDING", "--full", "--user=root")
         self.run("scancel", "--user=root")
         wait_for(lambda: not self.run("squeue", "--noheader").stdout.strip(), "all jobs to end")
 
 
-def wait_for(has_come: Callable[[], object], what: str, within_s: float = 60.0) -> None:
-    """Slurm tells nobody of a job's next state: it has to be asked."""
+def wait_for(has_come: Callable[[], object], what: str, within_s: float = 60.0, *, every_s: float = 0.2) -> None:
+    """Polls, because Slurm has no event for the next state of a job."""
     until = time.monotonic() + within_s
     while not has_come():
         assert time.monotonic() < until, f"waited {within_s:g} s for {what}"
-        time.sleep(0.2)
+        time.sleep(every_s)
 
 
 @contextmanager

@@ -75,7 +75,7 @@ async def test_a_cancel_reaches_what_is_out(tmp_path: Path) -> None:
 async def test_what_a_lost_node_had_is_run_elsewhere_and_the_node_is_refused_when_it_comes_back(tmp_path: Path) -> None:
     async with scripted(Reply(finish(), latency_s=4.0)) as engine:
         async with (
-            open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=1) as site,
+            open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=5) as site,
             loop_node(site, tmp_path, "n1") as first,
         ):
             await site.submit("r1")

@@ -56,7 +56,7 @@ async def node_with(site: Site, folder: Path, agent: NoopAgent) -> AsyncGenerato
 
 async def test_a_rollout_that_comes_back_to_where_it_is_still_cleaned_up_is_run_after_that(tmp_path: Path) -> None:
     agent = SlowToLeave()
-    async with open_head(tmp_path, node_lease_s=1) as site, node_with(site, tmp_path, agent) as node:
+    async with open_head(tmp_path, node_lease_s=5) as site, node_with(site, tmp_path, agent) as node:
         try:
             await site.submit("r1", task=task(agent={"name": "noop"}))
             async with asyncio.timeout(90):

@@ -84,8 +84,7 @@ def test_a_preempted_service_goes_on_where_it_was(slurm: SlurmCluster):
     both = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 3")
     assert both.returncode == 0, both.stderr
     wait_for(lambda: "started 1 times before" in log(slurm, "yard"), "the job to come again", 90)
-    wait_for(lambda: slurm.object("slurm", "status", "--data-dir", slurm.folder / "yard")["service"], "the service")
-    back = slurm.object("slurm", "status", "--data-dir", slurm.folder / "yard")
+    back = slurm.service("yard")
     assert back["job_id"] == up["job_id"]
     assert back["service"]["epoch"] == 2
 
@@ -110,8 +109,7 @@ def test_a_service_whose_time_is_up_drains_and_comes_again(slurm: SlurmCluster):
     wait_for(lambda: "started 1 times before" in log(slurm, "timed"), "the job to come again", 120)
     said = log(slurm, "timed")
     assert said.index("draining") < said.index("the service ended with 0") < said.index("the job is queued again")
-    wait_for(lambda: slurm.object("slurm", "status", "--data-dir", slurm.folder / "timed")["service"], "the service")
-    back = slurm.object("slurm", "status", "--data-dir", slurm.folder / "timed")
+    back = slurm.service("timed")
     records = submit(slurm, back, 12, "timed")
     assert [record["reward"] for record in records] == [1.0] * 12
 
@@ -136,15 +134,14 @@ def test_several_nodes_are_a_fleet_on_ray_and_go_on_after_a_requeue(slurm: Slurm
     folder = ("--data-dir", slurm.folder / "fleet")
     up = slurm.object(*small(slurm, "fleet", "--nodes", 2))
     assert up["nodes"] == list(NODES)
-    wait_for(lambda: len(slurm.object("slurm", "status", *folder)["service"]["nodes"]) == 2, "both nodes to join")
+    slurm.service("fleet", nodes=2)
     records = submit(slurm, up, 24, "before")
     assert [record["reward"] for record in records] == [1.0] * 24
 
     submit(slurm, up, 40, "across", "--no-wait")
     slurm.run("scontrol", "requeue", up["job_id"])
     wait_for(lambda: "started 1 times before" in log(slurm, "fleet"), "the job to come again", 90)
-    wait_for(lambda: slurm.object("slurm", "status", *folder)["service"], "the service")
-    back = slurm.object("slurm", "status", *folder)
+    back = slurm.service("fleet")
     records = submit(slurm, back, 40, "across")
     assert [record["reward"] for record in records] == [1.0] * 40
 

@@ -72,12 +72,12 @@ async def overheard(upstream: str) -> AsyncGenerator[tuple[str, list[list[int]]]
 
 
 async def test_every_prompt_is_what_the_trace_says_and_later_turns_find_their_prefix_cached(
-    tmp_path: Path, vllm_url: str, vllm_folder: Path
+    tmp_path: Path, vllm_url: str, vllm_model: Path
 ):
     environments = Environments({"chatter": Chatter()})
     async with overheard(vllm_url) as (url, prompts), site(tmp_path, says("ok"), environments=environments) as yard:
         await yard.router.remove("e0")
-        await yard.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_folder / "smollm2")))
+        await yard.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
         await yard.yard.shop.renderers.check(yard.router.engine("real"))
         task = Task("chatter", sampling=Sampling(temperature=0.8, max_tokens=12))
         rollout = await yard.rolled(task, within_s=200)

@@ -70,8 +70,8 @@ async def real(url: str) -> AsyncGenerator[Vllm, None]:
 
 
 @asynccontextmanager
-async def served(folder: Path, url: str, vllm_folder: Path) -> AsyncGenerator[Site, None]:
-    engine = {"id": "real", "url": url, "tokenizer": str(vllm_folder / "smollm2")}
+async def served(folder: Path, url: str, vllm_model: Path) -> AsyncGenerator[Site, None]:
+    engine = {"id": "real", "url": url, "tokenizer": str(vllm_model)}
     async with open_site(folder, engines=[engine]) as site:
         async with asyncio.timeout(120):
             while not any(entry["state"] == "up" for entry in (await site.get("/v1/engines")).body["engines"]):
@@ -95,9 +95,9 @@ async def versions_of(site: Site, rollout_id: str) -> list[list[int]]:
 
 
 async def test_a_pause_in_the_midst_of_a_turn_switches_the_versions_of_its_trace_at_that_token(
-    tmp_path: Path, vllm_url: str, vllm_folder: Path
+    tmp_path: Path, vllm_url: str, vllm_model: Path
 ) -> None:
-    async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_folder) as site:
+    async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_model) as site:
         assert (await site.post("/v1/policies/default/resume", {"version": 7})).body["version"] == 7
         member = site.served.house.router.pool("default").members["real"]
         before = member.stats.tokens
@@ -117,10 +117,10 @@ async def test_a_pause_in_the_midst_of_a_turn_switches_the_versions_of_its_trace
 
 
 async def test_kept_calls_are_frozen_and_name_their_versions_and_no_old_kv_is_left(
-    vllm_url: str, vllm_folder: Path
+    vllm_url: str, vllm_model: Path
 ) -> None:
     async with real(vllm_url) as vllm, Router() as router:
-        await router.add(EngineSpec("real", vllm_url, Kind.VLLM, tokenizer=str(vllm_folder / "smollm2")))
+        await router.add(EngineSpec("real", vllm_url, Kind.VLLM, tokenizer=str(vllm_model)))
         await router.policies.resume("default", 3)
         engine = router.engine("real")
 
@@ -171,9 +171,9 @@ with Client(sys.argv[1], sys.argv[2]) as yard:
 
 
 async def test_a_trainer_killed_in_between_leaves_the_engine_quarantined_until_a_version_is_named(
-    tmp_path: Path, vllm_url: str, vllm_folder: Path
+    tmp_path: Path, vllm_url: str, vllm_model: Path
 ) -> None:
-    async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_folder) as site:
+    async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_model) as site:
         pipe = subprocess.PIPE
         with subprocess.Popen([sys.executable, "-c", TRAIN, site.url, TRAINER], stdin=pipe, stdout=pipe) as trainer:
             assert trainer.stdin is not None and trainer.stdout is not None

@@ -44,7 +44,7 @@ def test_a_wrong_name_is_refused() -> None:
 
 
 def test_every_scenario_has_a_defect_that_its_small_form_finds() -> None:
-    assert {defect.name for defect in DEFECTS} == {scenario.name for scenario in SCENARIOS}
+    assert {defect.name for defect in DEFECTS} >= {scenario.name for scenario in SCENARIOS}
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)

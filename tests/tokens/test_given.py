@@ -78,7 +78,7 @@ def renderer(request: pytest.FixtureRequest) -> Renderer:
         case "library":
             return request.getfixturevalue("qwen3_renderer")
         case _:
-            return load_renderer(Tokenizers().load(request.getfixturevalue("vllm_folder") / "smollm2"), "smollm2")
+            return load_renderer(Tokenizers().load(request.getfixturevalue("vllm_model")), "smollm2")
 
 
 def test_turn_by_turn_the_ids_are_those_of_a_policy_that_says_the_same(renderer: Renderer):

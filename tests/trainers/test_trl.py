@@ -96,10 +96,10 @@ async def test_async_grpo_learns_from_exactly_what_was_sampled(tmp_path: Path):
 
 
 @pytest.mark.vllm
-async def test_what_a_real_engine_sampled_has_the_ratio_one(vllm_url: str, vllm_folder: Path, tmp_path: Path):
+async def test_what_a_real_engine_sampled_has_the_ratio_one(vllm_url: str, vllm_model: Path, tmp_path: Path):
     """The trainer has the engine's own weights: it must find each token as likely as the engine did."""
     trainer_python("trl")
-    model = vllm_folder / "smollm2"
+    model = vllm_model
     short = {"max_tokens": 12}
     sums = [
         {"environment": "math", "data": {"question": f"{n} + 5?", "answer": "1"}, "sampling": short} for n in (2, 3)

@@ -129,7 +129,8 @@ async def play(console: Console, player: Player, count: int, *, is_quiet: bool =
     _end_gently()
     tasks = demo_tasks(count)
     heat = "greedily" if player.temperature == 0 else f"at temperature {player.temperature:g}"
-    console.print(f"[bold]Rollyard[/]: {plain(player.name)}, sampled {heat}, on {count} held-out tasks of yardwork.")
+    what = "1 held-out task" if count == 1 else f"{count} held-out tasks"
+    console.print(f"[bold]Rollyard[/]: {plain(player.name)}, sampled {heat}, on {what} of yardwork.")
     console.print("A service on loopback, a bubblewrap sandbox per rollout, the model on this machine's CPU.\n")
     with tempfile.TemporaryDirectory(prefix="rollyard-demo-") as name:
         async with AsyncExitStack() as stack:
