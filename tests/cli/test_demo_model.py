@@ -131,7 +131,7 @@ def test_the_trained_model_solves_what_the_base_does_not(tmp_path: Path, monkeyp
         pytest.skip(f"the package index cannot be reached: {error.what}")
     rates = []
     for way in ((), ("--base",)):
-        done = played(tmp_path, *way, "--tasks", "3", "--json", limit_s=400.0)
+        done = played(tmp_path, *way, "--tasks", "2", "--json", limit_s=400.0)
         assert done.returncode == 0, done.stdout + done.stderr
         rates.append(json.loads(done.stdout)["pass_rate"])
     trained, base = rates

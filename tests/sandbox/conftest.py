@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,26 @@ async def local(tmp_path: Path) -> AsyncGenerator[LocalRuntime, None]:
         yield runtime
 
 
+Opened = Callable[[str], Awaitable[LaunchedRuntime]]
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def runtime(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncGenerator[LaunchedRuntime, None]:
-    """The runtime of that name, one for a whole module: parametrize it indirectly."""
-    async with RUNTIMES[request.param](root=tmp_path_factory.mktemp(request.param) / "root") as runtime:
-        yield runtime
+async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Opened, None]:
+    """Runtimes by name, each opened once for a whole module."""
+    found: dict[str, LaunchedRuntime] = {}
+    async with AsyncExitStack() as stack:
+
+        async def open_once(name: str) -> LaunchedRuntime:
+            if name not in found:
+                runtime = RUNTIMES[name](root=tmp_path_factory.mktemp(name) / "root")
+                found[name] = await stack.enter_async_context(runtime)
+            return found[name]
+
+        yield open_once
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def runtime(request: pytest.FixtureRequest, opened: Opened) -> LaunchedRuntime:
+    """The runtime of that name: parametrize it indirectly. A fixture of module scope would be made anew for each
+    test, because each is another parameter."""
+    return await opened(request.param)

@@ -16,15 +16,16 @@ from pathlib import Path
 
 from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime, SandboxSpec
 from rollyard.sandbox._sandbox import LaunchedSandbox
+from rollyard.sandbox.python import PythonShelf
 
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollyard"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make-test-image"
 
 
 @functools.cache
 def image(*, is_sif: bool) -> str:
     """The folder, or the SIF file of it; made when first asked for."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "rollyard" / "images-for-tests" / "debian"
+    folder = CACHE / "images-for-tests" / "debian"
     wanted = folder.with_suffix(".sif") if is_sif else folder
     done = subprocess.run([str(SCRIPT), str(folder), *([str(wanted)] if is_sif else [])], stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr.decode()
@@ -51,7 +52,8 @@ class OciByPodman(OciRuntime):
 
     def __init__(self, *, root: Path, control_root: Path | None = None) -> None:
         command = f"podman --runtime {shutil.which('runc') or 'crun'}"
-        super().__init__(root=root, control_root=control_root, command=command)
+        pythons = PythonShelf(CACHE / "python")  # made once for all tests: that takes seconds
+        super().__init__(root=root, control_root=control_root, command=command, pythons=pythons)
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
         return await super().start(replace(spec, image=spec.image or image(is_sif=False)), lease_s=lease_s)
