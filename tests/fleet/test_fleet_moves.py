@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 async def test_nodes_are_restarted_one_after_another_and_no_attempt_counts_as_lost(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=0.2)) as engine,
-        open_head(tmp_path, engines=[engine_table(engine)]) as site,
+        open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=30) as site,
     ):
         nodes = {name: loop_node(site, tmp_path, name) for name in ("n1", "n2")}
         for node in nodes.values():
@@ -34,7 +34,7 @@ async def test_nodes_are_restarted_one_after_another_and_no_attempt_counts_as_lo
                 await nodes[name].__aenter__()
             records = await all_ended(site, 60)
             assert len({record["id"] for record in records}) == 60
-            assert {record["reward"] for record in records} == {1.0}
+            assert {record["reward"] for record in records} == {1.0}, [one["failure"] for one in records]
             assert {lost["code"] for record in records for lost in record["lost"]} <= {"drained"}
             assert {record["summary"]["node"] for record in records} == {"n1", "n2"}
         finally:
