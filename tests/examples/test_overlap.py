@@ -25,9 +25,12 @@ def test_each_way_is_measured_on_one_service(tiny_model: Path, tiny_adapter: Pat
     services = ["--model", str(tiny_model), "--service-python", sys.executable, "--device", "cpu", "--run-slots", "4"]
     train = ["--want", "1", "--group-size", "2", "--rank", "4", "--levels", "1", "--families", "find_content"]
     train += ["--keep", "all", "--max-turns", "2", "--rounds", "1", "--minibatches", "1"]
-    done = subprocess.run(
-        [*command, "--", *services, "--cache-gib", "0.1", "--", *train], env=env, capture_output=True, timeout=280
-    )
+    argv = [*command, "--", *services, "--cache-gib", "0.1", "--", *train]
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, timeout=280)
+    except subprocess.TimeoutExpired as late:
+        logs = "".join(f"\n{path}:\n{path.read_text(errors='replace')[-2000:]}" for path in out.rglob("*log*"))
+        pytest.fail(f"it did not end: {(late.stderr or b'').decode()[-4000:]}{logs}")
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     found = json.loads(done.stdout)
     assert json.loads((out / "overlap.json").read_text()) == found
