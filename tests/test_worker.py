@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import worker
 
 TAKES = """
@@ -39,3 +41,20 @@ def test_what_a_running_suite_owns_is_left_alone() -> None:
     folder = Path(os.environ["XDG_RUNTIME_DIR"])
     worker.sweep()
     assert folder.is_dir()
+
+
+def test_what_is_owned_in_another_pid_namespace_is_left_alone() -> None:
+    """Some tests run pytest in a namespace of their own, which sees no process of this one."""
+    inside = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        sys.executable,
+        "-c",
+        "from tests import worker; worker.sweep()",
+    ]
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--pid", "--fork", "true"], check=False).returncode != 0:
+        pytest.skip("a PID namespace needs root")
+    subprocess.run(inside, check=True, timeout=60)
+    assert Path(os.environ["XDG_RUNTIME_DIR"]).is_dir()

@@ -24,7 +24,10 @@ FIRST_PORT = 12_000
 """Linux gives out 32768 and up: to clients, and to servers that ask for any port."""
 
 UIDS = 4096
-PREFIX = "rollyard-tests-"
+PREFIX = f"rollyard-tests-{Path('/proc/self/ns/pid').stat().st_ino}-"
+"""Of the names of what a run makes; its pid follows. A pid says whether its owner lives only in the same namespace, and
+some tests run pytest in one of their own."""
+
 SHM = Path("/dev/shm")
 MEMORY_BYTES = 8 << 30
 CONTROLLERS = ("memory", "pids", "cpu")
@@ -46,7 +49,7 @@ def free_port() -> int:
 
 
 def sweep() -> None:
-    """Removes what runs that were killed have left: mounts, folders and control groups. Their names have the pid."""
+    """Removes what runs that were killed have left: mounts, folders and control groups."""
     for folder in {Path(tempfile.gettempdir()), SHM}:
         for left in _left_in(folder):
             subprocess.run(["umount", "--lazy", str(left)], capture_output=True, check=False)
