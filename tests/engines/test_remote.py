@@ -93,14 +93,14 @@ async def test_a_refusal_never_repeats_a_whole_prompt(http: Http) -> None:
 async def test_a_call_carries_all_that_the_engine_can_use(http: Http) -> None:
     async with ScriptedEngine() as server:
         engine = await probed(server, http, api_key="k1")
-        sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, extra={"min_p": 0.1, "max_tokens": 9})
+        sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, extra={"min_p": 0.1})
         await engine.generate(
             GenerateRequest("r1", PROMPT, sampling, 50, 11, (END_ID,), "s1", cache_salt="p:3", priority=2)
         )
         sent = server.calls[-1]
         assert sent.path == "/inference/v1/generate" and list(sent.prompt_ids) == PROMPT
         assert sent.body["sampling_params"] == {
-            "max_tokens": 50,  # ours, whatever extra says
+            "max_tokens": 50,
             "temperature": 0.7,
             "top_p": 0.9,
             "top_k": 20,

@@ -206,10 +206,15 @@ async def test_the_next_turn_finds_the_prefix_and_the_load_is_told():
 
 async def test_what_would_not_be_obeyed_is_refused():
     async with served(tiny()) as (engine, client):
-        for extra in ({"min_p": 0.1}, {"nonsense": 1}, {"presence_penalty": 0.5}):
+        for extra in ({"min_p": 0.1}, {"presence_penalty": 0.5}):
             with pytest.raises(EngineRefused, match=next(iter(extra))):
                 await client.generate(request(sampling=Sampling(extra=extra)))
-        await client.generate(request(sampling=Sampling(extra={"min_p": 0.0, "n": 1})))
+        await client.generate(request(sampling=Sampling(extra={"min_p": 0.0})))
+        for name, value, status in (("nonsense", 1, 400), ("n", 2, 400), ("n", 1, 200)):
+            params = {"max_tokens": 1, name: value}
+            assert (await post(engine, "/inference/v1/generate", {"token_ids": [1], "sampling_params": params}))[
+                0
+            ] == status
         for sampling in (Sampling(temperature=-1.0), Sampling(top_p=0.0)):
             with pytest.raises(EngineRefused):
                 await client.generate(request(sampling=sampling))

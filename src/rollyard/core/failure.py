@@ -22,6 +22,7 @@
     ├── SessionAbandoned               the client gave no reward in time
     └── RequestError                   an HTTP answer only; never in a record
         ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool
+        ├── SamplingInvalid
         ├── RuntimeNotAllowed  ImageMissing  AgentMissing
         ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  EngineExists
         ├── SessionConflict  BatchConflict  SourceClosed  VersionConflict
@@ -342,6 +343,13 @@ class UnknownAgent(RequestError):
 
 class UnknownTool(RequestError):
     status = 422
+
+
+class SamplingInvalid(RequestError):
+    """`sampling.extra` has something that an engine of the policy may not be given."""
+
+    status = 422
+    remedy = "Leave it out of sampling.extra (docs/how-to/connect-engines.md lists what each kind of engine takes)."
 
 
 class RuntimeNotAllowed(RequestError):

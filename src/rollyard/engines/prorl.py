@@ -27,6 +27,7 @@ from rollyard.core import Sampling
 from rollyard.core.failure import EngineFailure, EngineRefused
 from rollyard.engines import replies
 from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation, Kind
+from rollyard.engines.extra import allowed_extra
 from rollyard.engines.http import Http
 from rollyard.engines.remote import HEALTH_S, UNSTREAMED_NOTE, Question, RemoteEngine
 from rollyard.engines.streaming import Stream
@@ -76,7 +77,7 @@ class ProrlEngine(RemoteEngine):
     def _question(self, request: GenerateRequest, *, top: int, stream: bool) -> Question:
         sampling = request.sampling
         body: dict[str, Any] = {
-            **sampling.extra,  # first: it cannot undo what is ours to say
+            **allowed_extra(sampling, self.spec),
             "prompt_ids": list(request.prompt_ids),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -22,6 +22,7 @@ from rollyard.core import Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
 from rollyard.engines.base import ChatReply, Control, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
 from rollyard.engines.control import NoControl
+from rollyard.engines.extra import allowed_extra
 from rollyard.engines.http import DRAIN_S, Http
 from rollyard.engines.load import Load, read_load
 from rollyard.engines.streaming import Stream
@@ -146,19 +147,21 @@ class RemoteEngine(ABC):
         session_id: str = "",
     ) -> ChatReply:
         body: dict[str, Any] = {
+            **allowed_extra(sampling, self.spec, is_chat=True),
             "model": self._model,
             "messages": list(messages),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
-            **sampling.extra,
         }
+        if "max_completion_tokens" in body:  # some models take only this one
+            del body["max_tokens"]
         if tools:  # vLLM refuses an empty list
             body["tools"] = list(tools)
         raw = await self._wire.post("/v1/chat/completions", body, session_headers(session_id))
         answer = self._wire.read(raw, _ChatAnswer, "a chat reply")
-        if not answer.choices:
-            raise self._wire.broken("a chat reply has no choices")
+        if len(answer.choices) != 1:
+            raise EngineRefused(f"engine {self.spec.id} answered with {len(answer.choices)} choices instead of one")
         choice = answer.choices[0]
         usage = answer.usage or _Usage()
         message = {key: value for key, value in choice.message.items() if value is not None and value != []}

@@ -186,6 +186,11 @@ class Router:
             self._policies[policy] = Pool(policy, self._book.moved)
         return self._policies[policy]
 
+    def kinds(self, policy: str) -> frozenset[Kind]:
+        """Of the engines that the policy has now."""
+        pool = self._policies.get(policy)
+        return frozenset(member.engine.spec.kind for member in pool.members.values()) if pool else frozenset()
+
     # --- sessions
 
     def seats(self, policy: str) -> Seats:

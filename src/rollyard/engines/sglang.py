@@ -25,6 +25,7 @@ from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, En
 from rollyard.engines import replies
 from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation, VersionSpan
 from rollyard.engines.control import SglangControl
+from rollyard.engines.extra import allowed_extra
 from rollyard.engines.http import Http
 from rollyard.engines.probe import TOP, logprob_semantics
 from rollyard.engines.remote import UNSTREAMED_NOTE, Question, RemoteEngine, StreamError
@@ -126,7 +127,7 @@ class SglangEngine(RemoteEngine):
     def _question(self, request: GenerateRequest, *, top: int, stream: bool) -> Question:
         sampling = request.sampling
         params: dict[str, Any] = {
-            **sampling.extra,  # first: it cannot undo what is ours to say
+            **allowed_extra(sampling, self.spec),
             "max_new_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -25,6 +25,7 @@ from rollyard.core.failure import EngineRefused
 from rollyard.engines import replies
 from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation
 from rollyard.engines.control import UNCONTROLLED_NOTE, VllmControl
+from rollyard.engines.extra import allowed_extra
 from rollyard.engines.http import Http
 from rollyard.engines.probe import TOP, logprob_semantics
 from rollyard.engines.remote import UNSTREAMED_NOTE, Question, RemoteEngine
@@ -111,7 +112,7 @@ class VllmEngine(RemoteEngine):
     def _question(self, request: GenerateRequest, *, top: int, stream: bool) -> Question:
         sampling = request.sampling
         params: dict[str, Any] = {
-            **sampling.extra,  # first: it cannot undo what is ours to say
+            **allowed_extra(sampling, self.spec),
             "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -131,7 +132,7 @@ class VllmEngine(RemoteEngine):
         if self._api == GENERATE:
             body |= {"token_ids": ids, "sampling_params": params}
         else:
-            body |= {"prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True, **params}
+            body = {**params, **body, "prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return Question(f"/{self._api}", body)

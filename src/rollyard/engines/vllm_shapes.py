@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from rollyard.core.failure import EngineRefused
 from rollyard.engines import replies
 from rollyard.engines.remote import StreamError
 
@@ -120,8 +121,9 @@ def token_of(entry: Top | Named) -> int:
 
 
 def only(choices: Sequence[Any]) -> Any:
+    """EngineRefused for any other number: what one request asked for is no sign that the engine is broken."""
     if len(choices) != 1:
-        raise ValueError(f"{len(choices)} choices where one was asked for")
+        raise EngineRefused(f"it answered with {len(choices)} choices where one was asked for")
     return choices[0]
 
 

@@ -14,6 +14,7 @@ from rollyard.agents.base import Agent, is_head_only, needs_gateway, needs_model
 from rollyard.agents.registry import Agents
 from rollyard.core import Run, Task
 from rollyard.core.failure import ImageMissing, RuntimeNotAllowed, SandboxStartFailed, TaskInvalid
+from rollyard.engines.extra import check_extra
 from rollyard.engines.router import Router
 from rollyard.envs.base import Environment, Plan
 from rollyard.envs.registry import Environments
@@ -58,6 +59,7 @@ class Workshop:
         environment.check(task)
         self.agent_of(task).check(task)
         self.tools_of(task)
+        check_extra(task.sampling, self.router.kinds(run.policy))
         if task.sandbox.runtime is not None and task.sandbox.runtime not in self.runtimes:
             allowed = ", ".join(sorted(self.runtimes))
             raise RuntimeNotAllowed(f"runtime {task.sandbox.runtime!r} is not among the allowed ones ({allowed})")

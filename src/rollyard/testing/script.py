@@ -28,6 +28,7 @@ Fault = Literal[
     "hang",  # never answers, and ignores aborts; a stream tells `stall_after` tokens before
     "not_json",
     "no_token_ids",
+    "two_choices",
     "wrong_ids",  # a token id that is a text
     "fewer_logprobs",
     "no_logprobs",

@@ -154,7 +154,9 @@ def _with_usage(body: Body, done: Sampled, has_usage: bool) -> list[Body]:
 
 
 def spoil(done: Sampled, body: Body) -> Body:
-    """The body with the fault in its token ids that was asked for."""
+    """The body with the fault in its token ids or its choices that was asked for."""
+    if done.fault == "two_choices" and body.get("choices"):
+        body["choices"] = body["choices"] * 2
     if done.fault not in ("no_token_ids", "wrong_ids"):
         return body
     holders: list[Body] = body.get("choices", [body])
