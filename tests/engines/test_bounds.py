@@ -123,7 +123,7 @@ async def test_replies_that_cannot_be_believed(choice: dict[str, object], says: 
             await VllmEngine(EngineSpec("e", url, Kind.VLLM), http).generate(REQUEST)
 
 
-async def test_two_choices_or_none_are_not_one(http: Http) -> None:
+async def test_no_choice_is_not_one(http: Http) -> None:
     async with answering(b'{"choices": []}') as url:
         with pytest.raises(EngineBroken, match="0 choices"):
             await VllmEngine(EngineSpec("e", url, Kind.VLLM), http).generate(REQUEST)

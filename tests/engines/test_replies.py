@@ -48,8 +48,9 @@ def test_version_spans_must_cover_every_token() -> None:
             replies.spans_of(spans, 5)
 
 
-def test_a_version_nobody_named_is_unsaid_and_one_that_is_no_number_is_refused() -> None:
-    assert replies.spans_of([("default", 0, 5)], 5) == ()
+def test_a_version_that_was_never_set_is_minus_one_and_one_that_is_no_number_is_refused() -> None:
+    assert replies.spans_of([], 5) == ()
+    assert replies.spans_of([("default", 0, 5)], 5) == (VersionSpan(-1, 0, 5),)
     assert replies.spans_of([("default", 0, 2), ("7", 2, 5)], 5) == (VersionSpan(-1, 0, 2), VersionSpan(7, 2, 5))
     with pytest.raises(ValueError, match="'main' is not a number"):
         replies.spans_of([("main", 0, 5)], 5)

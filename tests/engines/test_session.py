@@ -13,7 +13,8 @@ from rollyard.core import Deadline, DeadlineExpired, Sampling
 from rollyard.core.failure import EngineBroken, EngineRefused, EngineTimeout, EngineUnavailable
 from rollyard.engines import Generation, Health, VersionSpan
 from rollyard.engines.http import Http
-from rollyard.engines.joining import Kept, stamped
+from rollyard.engines.joining import Kept
+from rollyard.engines.provenance import stamped
 from rollyard.testing.script import Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import END_ID, PROMPT, QUICK, TOKENIZER, complete, probed, routed, text_of

@@ -25,6 +25,7 @@ class PolicyEngine:
     version: int
     is_paused: bool = False
     error: str | None = None  # why it is quarantined
+    started: str | None = None  # when the process began that has these weights, as it said
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ handler per path.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -61,6 +62,7 @@ class Engine:
         self._texts = Texts(tokenizer)
         self._batcher = batcher
         self._desk = Desk(self._batcher)
+        self._started_at = time.time()
 
     @classmethod
     @asynccontextmanager
@@ -305,6 +307,7 @@ class Engine:
             f'vllm:request_success_total{{engine="0",model_name="{self.name}",finished_reason="{reason}"}} {count}\n'
             for reason, count in self._desk.ended.items()
         ]
+        lines.append(f"process_start_time_seconds {self._started_at}\n")
         for name, by_kind in (("steps_total", counts.steps), ("step_seconds_total", counts.step_s)):
             lines.append(f"# TYPE rollyard_engine_{name} counter\n")
             lines += [f'rollyard_engine_{name}{{kind="{kind}"}} {value}\n' for kind, value in by_kind.items()]

@@ -71,7 +71,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Sampled tokens [start, end) came from these weights. Version −1, from an engine: nobody had named one yet."""
+    """Sampled tokens [start, end) came from these weights. Version −1, from an engine: it has been given none."""
 
     version: int
     start: int
@@ -87,6 +87,7 @@ class Generation:
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    doubt: str = ""  # why it is not certain which weights sampled it; then nothing of it is trainable
 
 
 OnTokens = Callable[[Sequence[int]], None]
@@ -145,6 +146,15 @@ class Engine(Protocol):
 
     async def healthy(self) -> bool:
         """One cheap question; never raises."""
+        ...
+
+    @property
+    def contact(self) -> int:
+        """A number that changes whenever another process may be listening at its address: see `Http.contact`."""
+        ...
+
+    async def started(self) -> str | None:
+        """When its process began, as it says; None where it does not. One cheap question; never raises."""
         ...
 
     async def load(self) -> Load | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +16,8 @@ from rollyard.core import Deadline
 from rollyard.core.deadline import Alarm
 from rollyard.core.failure import EngineFailure, EngineRefused
 from rollyard.engines.base import Engine, GenerateRequest, Generation, OnTokens
-from rollyard.engines.joining import stamped
 from rollyard.engines.pool import Call, Member, Pool
+from rollyard.engines.provenance import vouched
 
 log = logging.getLogger("rollyard.engines")
 
@@ -77,17 +77,26 @@ class Caller:
             return "clock", None
         limit = Deadline(model_s)
         call = Call(clock, limit, is_streamed=on_tokens is not None)
-        version = member.version
+        first_contact: int | None = None
+
+        def on_first(tokens: Sequence[int]) -> None:
+            nonlocal first_contact
+            if first_contact is None:
+                first_contact = member.engine.contact
+            assert on_tokens is not None
+            on_tokens(tokens)
+
         ending = _Ending(self._settings.abort_grace_s, member.engine, request.request_id, call)
         member.begin(call)
         try:
             ending.watch(clock, limit, stop)
-            part = await ending.unless_given_up(member.engine.generate(request, on_tokens))
+            part = await ending.unless_given_up(member.engine.generate(request, on_first if on_tokens else None))
             if part is None:
                 self._stats.tokens_lost += 1
                 return ending.why, None
+            ending.close()
             member.sampled(part)
-            return ending.why, stamped(part, version)
+            return ending.why, await vouched(member, call, part, first_contact)
         except EngineFailure as error:
             if ending.why != "done":  # we ended it: that it then failed is not held against it
                 self._stats.tokens_lost += ending.is_hung_up

@@ -91,6 +91,10 @@ class FollowingRouter(Router):
 
     def _obey(self, member: Member, gate: EngineGate) -> None:
         """Where the gate is shut, the version does not matter: no call begins."""
+        if gate.next_version is not None and gate.next_version != member.next_version:
+            member.expect(gate.next_version)
+        if (gate.given_version, gate.started) != (member.given_version, member.started):
+            member.given_version, member.started, member.vouched = gate.given_version, gate.started, None
         if gate.is_quarantined and member.health is not Health.QUARANTINED:
             member.quarantine(gate.error)
             if not gate.is_paused:
@@ -103,7 +107,7 @@ class FollowingRouter(Router):
         elif gate.is_joined:
             if gate.version != member.version:
                 member.cut(is_sparing=True)  # none is left, unless we were told of the change only now
-                member.version = gate.version
+                member.has(gate.version)
             if member.is_paused:
                 member.unpause()
         is_lifted = member.health is Health.QUARANTINED and not gate.is_quarantined

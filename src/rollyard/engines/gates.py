@@ -41,6 +41,9 @@ class EngineGate:
     mode: PauseMode | None = None  # while it is paused: what becomes of calls in flight
     is_quarantined: bool = False
     error: str = ""  # why
+    next_version: int | None = None  # that it is about to get
+    given_version: int | None = None  # that it has taken from the head
+    started: str | None = None  # when the process began that has these weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,4 +130,7 @@ def _engine_gate(member: Member) -> EngineGate:
         member.mode,
         is_quarantined,
         member.stats.last_error if is_quarantined else "",
+        member.next_version,
+        member.given_version,
+        member.started,
     )

@@ -15,6 +15,7 @@ from rollyard.core import Sampling
 from rollyard.core.failure import EngineFailure, EngineTimeout
 from rollyard.engines.base import Engine, GenerateRequest, Generation, Kind, Role
 from rollyard.engines.pool import Health, Member
+from rollyard.engines.provenance import doubt_of
 from rollyard.engines.router_settings import RouterSettings
 
 log = logging.getLogger("rollyard.engines")
@@ -58,8 +59,10 @@ class HealthWatch:
         if member.health is Health.UP:
             if not await member.engine.healthy() and member.health is Health.UP:
                 member.failed("its health check failed", self._settings.trip_after)
-            else:
-                await self.look(member)
+                return
+            await self.look(member)
+            if self._may_be_another(member):
+                await doubt_of(member)  # one that contradicts is quarantined
             return
         if member.health is Health.QUARANTINED:
             return
@@ -73,6 +76,12 @@ class HealthWatch:
             log.warning("an engine could not be vetted", extra={"engine": member.id, "error": str(error)})
         else:
             log.info("engine answers", extra={"engine": member.id, "health": str(member.health)})
+
+    def _may_be_another(self, member: Member) -> bool:
+        spec = member.engine.spec
+        is_policy = spec.role is Role.POLICY and spec.kind is not Kind.OPENAI
+        is_named = member.pool.is_named and member.is_joined and not member.is_paused
+        return is_policy and is_named and member.health is Health.UP and member.engine.contact != member.vouched
 
     async def look(self, member: Member, *, is_anew: bool = False) -> None:
         """How loaded it is, for its cap: before it gets its first session, and from then on. The other kinds do not

@@ -66,12 +66,21 @@ class HttpReply:
     body: bytes  # empty of a stream that was read as it came
 
 
+@dataclass(slots=True)
+class _Contact:
+    """Whether whoever listens at a target is known to be the same as before."""
+
+    number: int = 0
+    open: int = 0  # connections
+
+
 class Http:
     """The connections of one router. `async with` closes them in the end."""
 
     def __init__(self) -> None:
         self._idle: dict[Target, list[_Connection]] = {}
         self._all: set[_Connection] = set()
+        self._contacts: dict[Target, _Contact] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,6 +96,11 @@ class Http:
     @property
     def idle(self) -> int:
         return sum(map(len, self._idle.values()))
+
+    def contact(self, target: Target) -> int:
+        """A number that stays the same for as long as a connection has been open all the time and the other side has
+        closed none. While it does, the process that answers is the same one, unless a proxy is in between."""
+        return self._contacts[target].number if target in self._contacts else 0
 
     async def request(self, target: Target, head: bytes, body: bytes, most: int, on_body: OnBody | None) -> HttpReply:
         """`head` is the request's, whole. With `on_body`, an event stream goes there as it comes. HttpFailure,
@@ -119,10 +133,18 @@ class Http:
 
     # --- for the connections
 
+    def opened(self, target: Target) -> None:
+        contact = self._contacts.setdefault(target, _Contact())
+        contact.number += contact.open == 0
+        contact.open += 1
+
     def keep(self, connection: _Connection) -> None:
         self._idle.setdefault(connection.target, []).append(connection)
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _Connection, *, is_closed_by_us: bool) -> None:
+        contact = self._contacts[connection.target]
+        contact.number += not is_closed_by_us
+        contact.open -= 1
         self._all.discard(connection)
         waiting = self._idle.get(connection.target)
         if waiting and connection in waiting:
@@ -141,6 +163,7 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[HttpReply] | None = None
         self._patience = Patience(loop, self.abort)
         self._is_in_use = False  # an exchange's reply has not come to its end
+        self._is_aborted = False  # by us
         self._begin(0, None)
 
     def _begin(self, most: int, on_body: OnBody | None) -> None:
@@ -171,12 +194,14 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         if self._transport is not None:
+            self._is_aborted = self._is_aborted or not self._transport.is_closing()
             self._transport.abort()
 
     # --- the transport's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's own is no subclass
+        self._owner.opened(self.target)
 
     def data_received(self, data: bytes) -> None:
         if not self._is_in_use:  # nobody asked: a connection that speaks unasked is not to be trusted
@@ -191,11 +216,11 @@ class _Connection(asyncio.Protocol):
             self._fail(HttpFailure(f"its answer is no HTTP: {error}"))
 
     def eof_received(self) -> bool:
-        return False
+        return False  # the transport closes itself
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.end()
-        self._owner.forget(self)
+        self._owner.forget(self, is_closed_by_us=self._is_aborted)
         self._transport = self._parser = None  # the parser and this hold each other
         if self._has_head and not self._is_framed and exc is None:  # a reply that ends with its connection
             self._end()

@@ -1,9 +1,8 @@
-"""Joins what several calls sampled of one completion into one `Generation`, and gives every token its version."""
+"""Joins what several calls sampled of one completion into one `Generation`."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 from typing import Literal
 
 from rollyard.engines.base import Generation, VersionSpan
@@ -19,10 +18,12 @@ class Kept:
         self._logprobs: array[float] | None = array("f")
         self._versions: list[VersionSpan] = []
         self._parts: list[Generation] = []
+        self._doubt = ""
 
     def add(self, part: Generation) -> None:
         shift = len(self.token_ids)
         self._parts.append(part)
+        self._doubt = self._doubt or part.doubt
         self.token_ids += part.token_ids
         if self._logprobs is not None and part.logprobs is not None:
             self._logprobs += part.logprobs
@@ -46,16 +47,5 @@ class Kept:
             cached_tokens=first.cached_tokens,
             # an engine's columns run over its own prompt; of several calls they cannot be joined blindly
             columns=first.columns if len(self._parts) == 1 else {},
+            doubt=self._doubt,
         )
-
-
-def stamped(part: Generation, version: int) -> Generation:
-    """The part with a version for each of its tokens."""
-    count = len(part.token_ids)
-    if not part.versions:
-        spans = (VersionSpan(version, 0, count),) if count else ()
-    elif any(span.version < 0 for span in part.versions):
-        spans = tuple(VersionSpan(version if s.version < 0 else s.version, s.start, s.end) for s in part.versions)
-    else:
-        return part
-    return replace(part, versions=spans)

@@ -78,6 +78,20 @@ def parse_load(body: bytes) -> Load | None:
     return Load(kv_use, **{name: int(count) for name, count in counts.items()})
 
 
+_STARTED = re.compile(rb"^process_start_time_seconds(?:\{[^\n]*\})?[ \t]+([0-9.eE+]{1,32})[ \t\r]*$", re.MULTILINE)
+
+
+async def read_started(wire: Wire) -> str | None:
+    """When its process began, in its own words; None: it did not answer, or does not tell, or is several."""
+    try:
+        async with asyncio.timeout(LOAD_S):
+            body = await wire.get("/metrics", MAX_METRICS_BYTES)
+    except (EngineFailure, TimeoutError):
+        return None
+    found = {one.decode() for one in _STARTED.findall(body)}
+    return found.pop() if len(found) == 1 else None
+
+
 async def read_load(wire: Wire) -> Load | None:
     """Asks once. None: it did not answer, or does not tell."""
     try:

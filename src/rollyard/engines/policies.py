@@ -273,6 +273,8 @@ class Policies:
             task.cancel()
         if pausing:
             await asyncio.wait(pausing)
+        for member in members:
+            member.expect(version)
         is_sparing = update.mode is PauseMode.KEEP
         await all_of([ended for member in members for ended in member.cut(is_sparing=is_sparing)])
         await self._followed()
@@ -283,6 +285,7 @@ class Policies:
         for member, error in zip(members, errors, strict=True):
             update.turned.discard(member)
             if error is not None:
+                member.next_version = None
                 member.quarantine(error)
                 member.cut(is_sparing=False)  # what it had kept goes on elsewhere, or waits for it like all others
         if members and not fresh:
@@ -296,7 +299,8 @@ class Policies:
         if is_new:
             pool.version, pool.is_named = version, True
         for member in fresh:
-            member.version, member.is_joined = version, True
+            member.has(version)
+            member.is_joined = True
             self._known.pop((pool.name, member.id), None)
         for (name, engine_id), known in self._known.items():
             if name == pool.name and engine_id not in pool.members and update.covers(engine_id):
@@ -356,6 +360,7 @@ class Policies:
             is_new = known is None and not member.is_joined
             if not member.is_joined:
                 member.version = known.version if known is not None else version
+                member.started = known.started if known is not None else None
             error = known.error if known is not None else None
             if error is None:
                 is_to_pause = is_covered and update is not None  # else whoever shut our gate tells the engine

@@ -123,6 +123,7 @@ def record_of(
             member.version,
             member.is_paused and member not in fresh,
             member.stats.last_error if member not in fresh and _is_at_fault(member, update) else None,
+            member.started,
         )
         for member in pool.members.values()
         if member.is_joined

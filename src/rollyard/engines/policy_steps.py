@@ -10,6 +10,7 @@ from rollyard.core.failure import EngineFailure
 from rollyard.core.policy import PauseMode
 from rollyard.engines.policy_state import PolicySettings
 from rollyard.engines.pool import Health, Member
+from rollyard.engines.provenance import remember
 
 log = logging.getLogger("rollyard.engines")
 
@@ -48,7 +49,7 @@ async def renew_engine(
     step = "take its version"
     try:
         async with asyncio.timeout(bounds.control_s):
-            await control.set_version(version)
+            member.given_version = version if await control.set_version(version) else None
             step = "clear its cache"
             await control.clear_cache()
             step = "resume"
@@ -57,6 +58,7 @@ async def renew_engine(
         if member.health is not Health.UP or not member.is_probed:
             step = "sample a token"
             await revive(member)
+        await remember(member)
     except Exception as error:  # the vetting of an engine that was never up loads files that may be anything
         return f"it did not {step}: {_detail(error, bounds)}"
     return None
@@ -75,14 +77,30 @@ async def take_in(member: Member, bounds: PolicySettings, *, is_to_pause: bool, 
             if not member.pool.is_named:
                 return None
             if is_new:
-                await control.set_version(member.version)
-                return None
-            said = await control.version()
+                member.given_version = member.version if await control.set_version(member.version) else None
+            else:
+                return await _compared(member)
+        await remember(member)
+        return None
     except (EngineFailure, TimeoutError) as error:
         return f"it could not be given its version: {_detail(error, bounds)}"
-    if said is None or said == str(member.version):
+
+
+async def _compared(member: Member) -> str | None:
+    """It has come back: what is wrong with its weights, if that can be known. If not, its tokens are doubtful until a
+    resume names a version (`provenance.py`)."""
+    said, started = await member.engine.control.version(), await member.engine.started()
+    if said is not None:
+        if said != str(member.version):
+            return f"it says its weights are {said!r} where version {member.version} was resumed: was it started again?"
+        member.given_version = member.version
+    elif started is None or member.started is None:
+        member.vouched = None
         return None
-    return f"it says its weights are {said!r} where version {member.version} was resumed: was it started again?"
+    elif started != member.started:
+        return f"it was started again, and its weights are not known to be version {member.version}"
+    member.started, member.vouched = started, member.engine.contact
+    return None
 
 
 async def all_of(ended: Sequence[asyncio.Future[None]]) -> None:

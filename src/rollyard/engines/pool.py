@@ -85,6 +85,11 @@ class Call:
         self.is_cuttable = is_cuttable
         self.is_streamed = is_streamed  # its tokens count as they come, their versions are told at its end, if then
         self.was_paused = False  # its engine was, at some time since it began
+        self.version = 0  # of its engine's weights, when it began
+        self.versions: set[int] = set()  # that its engine had, or was about to get, since then
+        self.said_version = -1  # the last that its engine had named by then
+        self.is_told = False  # its engine had been given a version by then
+        self.contact = 0  # with its engine, when it began; see `Http.contact`
         self.cut_asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._clocks = clocks
@@ -125,6 +130,10 @@ class Member:
     session_cap: SessionCap | None = None
     told: Load | None = None
     version: int = 0  # of its weights, as far as it was told to us
+    given_version: int | None = None  # that it has taken from us; None: it cannot be given one
+    started: str | None = None  # when its process began, as it said when it had this version
+    vouched: int | None = None  # the contact in which it was last known to have this version
+    next_version: int | None = None  # that it is about to get
     is_paused: bool = False  # no call begins
     is_leaving: bool = False  # while it is paused, its sessions go elsewhere if they can
     mode: PauseMode | None = None  # while it is paused: what becomes of its calls in flight
@@ -196,9 +205,26 @@ class Member:
     def begin(self, call: Call) -> None:
         self.calls.add(call)
         self.idle.clear()
+        call.version, call.versions = self.version, {self.version}
+        if self.next_version is not None:
+            call.versions.add(self.next_version)
+        call.said_version, call.is_told = self.said_version, self.given_version is not None
+        call.contact = self.engine.contact
         self.stats.calls += 1
         self.stats.in_flight += 1
         self.pool.touch(self)
+
+    def expect(self, version: int) -> None:
+        """It is about to get weights of this version: calls in flight may name it from now on."""
+        self.next_version = version
+        self.pool.moved()
+        for call in self.calls:
+            call.versions.add(version)
+
+    def has(self, version: int) -> None:
+        """Its weights are of this version now, as far as we know. What it said of earlier ones counts no more."""
+        self.expect(version)
+        self.version, self.next_version, self.said_version = version, None, -1
 
     def names_versions_of(self, call: Call) -> bool:
         """Whether each token of the call will have its true version, even if the weights change under it."""
@@ -264,9 +290,10 @@ class Member:
             self.failures_in_a_row = 0
         if generation.token_ids and (generation.versions or generation.finish_reason != "abort"):
             # an abort without versions says nothing of the engine: it may be a stream that broke off before its end
-            self.says_versions = bool(generation.versions) and self.engine.info.reports_versions
+            has_named = bool(generation.versions) and generation.versions[-1].version >= 0
+            self.says_versions = has_named and self.engine.info.reports_versions
         if generation.versions:
-            self.said_version = generation.versions[-1].version
+            self.said_version = max(self.said_version, generation.versions[-1].version)
         self.stats.tokens += len(generation.token_ids)
         self.stats.prompt_tokens += generation.prompt_tokens
         self.stats.cached_tokens += generation.cached_tokens or 0

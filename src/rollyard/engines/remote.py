@@ -24,7 +24,7 @@ from rollyard.engines.base import ChatReply, Control, EngineInfo, EngineSpec, Ge
 from rollyard.engines.control import NoControl
 from rollyard.engines.extra import allowed_extra
 from rollyard.engines.http import DRAIN_S, Http
-from rollyard.engines.load import Load, read_load
+from rollyard.engines.load import Load, read_load, read_started
 from rollyard.engines.streaming import Stream
 from rollyard.engines.wire import MAX_DETAIL, Wire, session_headers
 
@@ -109,6 +109,13 @@ class RemoteEngine(ABC):
             return False
         return True
 
+    @property
+    def contact(self) -> int:
+        return self._wire.contact
+
+    async def started(self) -> str | None:
+        return await read_started(self._wire)
+
     async def load(self) -> Load | None:
         return await read_load(self._wire)
 
@@ -160,7 +167,9 @@ class RemoteEngine(ABC):
             body["tools"] = list(tools)
         raw = await self._wire.post("/v1/chat/completions", body, session_headers(session_id))
         answer = self._wire.read(raw, _ChatAnswer, "a chat reply")
-        if len(answer.choices) != 1:
+        if not answer.choices:
+            raise self._wire.broken("a chat reply has no choices")
+        if len(answer.choices) > 1:
             raise EngineRefused(f"engine {self.spec.id} answered with {len(answer.choices)} choices instead of one")
         choice = answer.choices[0]
         usage = answer.usage or _Usage()

@@ -20,7 +20,7 @@ MISSING = -9999.0
 """vLLM's floor: what it reports for a logprob that it does not have, that is −inf, or that is NaN."""
 
 UNSET_VERSIONS = frozenset({"", "default"})
-"""What vLLM and SGLang report until somebody names a version: they cannot say."""
+"""What vLLM and SGLang report until they are given a version."""
 
 _ROUNDING = 1e-3  # log-softmax in float32 or bf16 may land a little above zero
 
@@ -76,9 +76,9 @@ def version_of(text: str) -> int | None:
 
 
 def spans_of(spans: Iterable[tuple[str, int, int]], token_count: int) -> tuple[VersionSpan, ...]:
-    """Spans that cover [0, token_count) in order without gaps; () where the engine cannot say.
+    """Spans that cover [0, token_count) in order without gaps; () where the engine does not say.
 
-    Where the first version was named in the midst of a generation, the tokens before it have version −1.
+    Tokens that were sampled before the engine was given a version have version −1.
     """
     found: list[VersionSpan] = []
     position = 0
@@ -91,7 +91,7 @@ def spans_of(spans: Iterable[tuple[str, int, int]], token_count: int) -> tuple[V
             found.append(VersionSpan(-1 if version is None else version, start, end))
     if found and position != token_count:
         raise ValueError(f"weight version spans cover {position} of {token_count} tokens")
-    return tuple(found) if any(span.version >= 0 for span in found) else ()
+    return tuple(found)
 
 
 def finish_of(reason: str | None) -> FinishReason:

@@ -252,7 +252,8 @@ class Router:
         if version is not None:
             pool.version = version
             for member in pool.members.values():
-                member.version = version
+                member.has(version)
+                member.given_version = None  # whoever calls this has told the engine, or has not
         pool.open()
         if version is not None:
             self.policies.tell(policy, version)

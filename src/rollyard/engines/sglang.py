@@ -23,7 +23,7 @@ import msgspec
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
 from rollyard.engines import replies
-from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation, VersionSpan
+from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation
 from rollyard.engines.control import SglangControl
 from rollyard.engines.extra import allowed_extra
 from rollyard.engines.http import Http
@@ -168,12 +168,13 @@ class SglangEngine(RemoteEngine):
         if entries is not None and listed is not None:
             logprobs = replies.logprobs_of([entry[0] for entry in entries], len(ids))
             replies.check_logprob_ids(values, listed)
-        version = replies.version_of(meta.weight_version or "")
         return Generation(
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=replies.finish_of(meta.finish_reason.type),
-            versions=() if version is None or not ids else (VersionSpan(version, 0, len(ids)),),
+            versions=()
+            if meta.weight_version is None
+            else replies.spans_of([(meta.weight_version, 0, len(ids))], len(ids)),
             prompt_tokens=meta.prompt_tokens,
             cached_tokens=meta.cached_tokens,
         )

@@ -121,8 +121,10 @@ def token_of(entry: Top | Named) -> int:
 
 
 def only(choices: Sequence[Any]) -> Any:
-    """EngineRefused for any other number: what one request asked for is no sign that the engine is broken."""
-    if len(choices) != 1:
+    """EngineRefused for several: what one request asked for is no sign that the engine is broken for others."""
+    if not choices:
+        raise ValueError("0 choices where one was asked for")
+    if len(choices) > 1:
         raise EngineRefused(f"it answered with {len(choices)} choices where one was asked for")
     return choices[0]
 

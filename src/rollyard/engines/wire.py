@@ -55,6 +55,11 @@ class Wire:
             base["Authorization"] = f"Bearer {spec.api_key}"
         self._base_headers = _headers(base)
 
+    @property
+    def contact(self) -> int:
+        """See `Http.contact`."""
+        return self._http.contact(self._target)
+
     async def get(self, path: str, most_bytes: int | None = None) -> bytes:
         return self._check(path, await self._asked("GET", path, None, {}, most_bytes=most_bytes))
 

@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import signal
 import sys
+import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -137,6 +138,7 @@ class ScriptedEngine:
         self.is_healthy = True
         self.kv_use: float | Callable[[], float] | None = None  # as /metrics tells; None: it does not
         self.preemptions = 0  # as /metrics tells, beside `kv_use`
+        self.started_at: float | None = time.time()  # as /metrics tells; None: it does not
         self.requests: deque[Recorded] = deque(maxlen=record)
         self.aborted: deque[str] = deque(maxlen=1000)
         self.total = 0
@@ -182,6 +184,14 @@ class ScriptedEngine:
                     if connection.transport is not None:
                         connection.transport.abort()
             await runner.cleanup()
+
+    async def restart(self) -> None:
+        """As when its process is replaced: the same address, and weights that nobody has given a version."""
+        await self.stop()
+        self.control.version = "default"
+        self._work.new_version("default")
+        self.started_at = None if self.started_at is None else time.time()
+        await self.start()
 
     @property
     def url(self) -> str:
@@ -292,6 +302,8 @@ class ScriptedEngine:
             use = self.kv_use() if callable(self.kv_use) else self.kv_use
             samples |= {names["kv_use"]: use, names["waiting"]: 0, names["preemptions"]: self.preemptions}
         text = "".join(f"# TYPE {name} gauge\n{name}{labels} {value}\n" for name, value in samples.items())
+        if self.started_at is not None:
+            text += f"process_start_time_seconds {self.started_at}\n"
         return web.Response(text=text, content_type="text/plain")
 
     async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -1,0 +1,215 @@
+"""Tokens of an engine that is not the one it was: never stamped with a version that it may not have had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rollyard.core import Sampling
+from rollyard.engines import Health, Router
+from rollyard.engines.base import Generation
+from rollyard.engines.router_settings import RouterSettings
+from rollyard.testing.script import Rules
+from rollyard.testing.scripted_engine import ScriptedEngine
+from tests.engines.parts import complete, routed
+
+WORDS = "the quick brown fox jumps over the lazy dog and runs into the woods"
+SLOW_WATCH = RouterSettings(watch_s=600.0, backoff_s=0.001, engine_wait_s=20.0, abort_grace_s=5.0, probe_s=20.0)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "generate": {},
+    "completions": {"is_scale_out": False},
+    "sglang": {"dialect": "sglang"},
+}
+
+
+@asynccontextmanager
+async def named(kind: str, version: int = 3, **fields: Any) -> AsyncGenerator[tuple[ScriptedEngine, Router], None]:
+    """An engine whose policy has this version, and that no health check looks at."""
+    async with (
+        ScriptedEngine(Rules(default=(WORDS,)), **KINDS[kind], **fields) as server,
+        routed(server, settings=SLOW_WATCH) as router,
+    ):
+        await router.policies.pause("default", holder="trainer")
+        await router.policies.resume("default", version)
+        yield server, router
+
+
+async def sampled(router: Router, session: str = "s1", **fields: Any) -> Generation:
+    async with router.session("default", session) as one:
+        return await complete(one, **fields)
+
+
+def versions(generation: Generation) -> set[int]:
+    return {span.version for span in generation.versions}
+
+
+def health(router: Router) -> Health:
+    (status,) = router.list()
+    return status.health
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_same_engine_is_believed(kind: str, is_streamed: bool) -> None:
+    fields = {"on_tokens": lambda _: None} if is_streamed else {}
+    async with named(kind) as (_, router):
+        for _ in range(3):
+            generation = await sampled(router, **fields)
+            assert (versions(generation), generation.doubt) == ({3}, "")
+        assert health(router) is Health.UP
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_engine_started_again_between_two_rollouts_is_quarantined(kind: str, is_streamed: bool) -> None:
+    fields = {"on_tokens": lambda _: None} if is_streamed else {}
+    async with named(kind) as (server, router):
+        await sampled(router, **fields)
+        await server.restart()
+        generation = await sampled(router, "s2", **fields)
+        assert "was it started again?" in generation.doubt and 3 not in versions(generation)
+        assert health(router) is Health.QUARANTINED
+
+        await router.policies.resume("default", 4)
+        again = await sampled(router, "s3", **fields)
+        assert (versions(again), again.doubt, health(router)) == ({4}, "", Health.UP)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_started_again_between_two_calls_of_a_session(kind: str) -> None:
+    async with named(kind) as (server, router), router.session("default", "s1") as session:
+        assert not (await complete(session)).doubt
+        await server.restart()
+        assert (await complete(session)).doubt
+        assert health(router) is Health.QUARANTINED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_started_again_between_two_tokens(kind: str) -> None:
+    """What came before is of the version; what the new process sampled is not."""
+    told: list[int] = []
+    async with named(kind, tokens_per_s=40.0) as (server, router), router.session("default", "s1") as session:
+        task = asyncio.create_task(complete(session, on_tokens=told.extend))
+        while len(told) < 5:
+            await asyncio.sleep(0.01)
+        await server.restart()
+        server.tokens_per_s = None
+        async with asyncio.timeout(20):
+            while health(router) is not Health.QUARANTINED:
+                await asyncio.sleep(0.01)
+        await router.policies.resume("default", 4)
+        generation = await task
+        assert generation.doubt, "a part of it was sampled by nobody knows which weights"
+
+
+async def test_what_a_stream_told_before_its_engine_died_keeps_its_version() -> None:
+    told: list[int] = []
+    async with (
+        ScriptedEngine(Rules(default=(WORDS,)), tokens_per_s=40.0) as first,
+        ScriptedEngine(Rules(default=(WORDS,))) as second,
+        routed(first, second, settings=SLOW_WATCH) as router,
+    ):
+        await router.policies.pause("default", holder="trainer")
+        await router.policies.resume("default", 3)
+        async with router.session("default", "s0") as other, router.session("default", "s1") as session:
+            dying, left = (first, second) if session.engine.spec.id == "e1" else (second, first)
+            dying.tokens_per_s, left.tokens_per_s = 40.0, None
+            await complete(session, max_tokens=2)
+            task = asyncio.create_task(complete(session, on_tokens=told.extend))
+            while len(told) < 5:
+                await asyncio.sleep(0.01)
+            await dying.stop()
+            generation = await task
+            assert other.engine is not None
+        assert (versions(generation), generation.doubt) == ({3}, "")
+
+
+async def test_an_older_version_is_a_contradiction_too() -> None:
+    async with named("generate") as (server, router):
+        server.version = "2"
+        generation = await sampled(router)
+        assert "says version 2 where it had version 3" in generation.doubt
+        assert health(router) is Health.QUARANTINED
+
+
+@pytest.mark.parametrize("tells_start", [True, False])
+async def test_an_engine_that_names_no_versions_is_asked_again_after_a_lost_connection(tells_start: bool) -> None:
+    """It has neither versions nor controls. The time of its start, if it tells that, shows that it is the same."""
+    async with ScriptedEngine(Rules(default=(WORDS,)), is_scale_out=False) as server:
+        server.control.is_there = False
+        server.started_at = server.started_at if tells_start else None
+        async with routed(server, settings=SLOW_WATCH) as router:
+            await router.policies.pause("default", holder="trainer")
+            await router.policies.resume("default", 3)
+            assert not (await sampled(router)).doubt
+            await server.stop()  # a network that was cut: the process is the same
+            await server.start()
+            generation = await sampled(router, "s2")
+            assert bool(generation.doubt) is not tells_start
+            assert health(router) is Health.UP
+            if not tells_start:
+                assert "cannot say which weights it has" in generation.doubt and versions(generation) == {-1}
+                await router.policies.resume("default", 3, engines=["e1"])
+                assert not (await sampled(router, "s3")).doubt
+
+
+async def test_one_that_names_no_versions_and_was_started_again_is_quarantined() -> None:
+    async with ScriptedEngine(Rules(default=(WORDS,)), is_scale_out=False) as server:
+        server.control.is_there = False
+        async with routed(server, settings=SLOW_WATCH) as router:
+            await router.policies.pause("default", holder="trainer")
+            await router.policies.resume("default", 3)
+            await server.restart()
+            generation = await sampled(router)
+            assert "was started again" in generation.doubt and health(router) is Health.QUARANTINED
+
+
+async def test_the_watch_finds_a_restart_before_any_rollout_does() -> None:
+    quick = RouterSettings(watch_s=0.05, backoff_s=0.001, engine_wait_s=20.0, probe_s=20.0)
+    async with ScriptedEngine(Rules(default=(WORDS,))) as server, routed(server, settings=quick) as router:
+        await router.policies.pause("default", holder="trainer")
+        await router.policies.resume("default", 3)
+        await server.restart()
+        async with asyncio.timeout(20):
+            while health(router) is not Health.QUARANTINED:
+                await asyncio.sleep(0.02)
+
+
+async def test_weights_that_nobody_named_are_believed() -> None:
+    """There is no version that its tokens could wrongly have."""
+    async with ScriptedEngine(Rules(default=(WORDS,))) as server, routed(server, settings=SLOW_WATCH) as router:
+        await sampled(router)
+        await server.restart()
+        generation = await sampled(router, "s2")
+        assert (versions(generation), generation.doubt, health(router)) == ({0}, "", Health.UP)
+
+
+async def test_a_trainer_that_names_versions_to_the_engine_itself_may_go_on_but_not_back() -> None:
+    async with ScriptedEngine(Rules(default=(WORDS,))) as server, routed(server, settings=SLOW_WATCH) as router:
+        for version in ("7", "8"):
+            server.version = version
+            generation = await sampled(router)
+            assert (versions(generation), generation.doubt) == ({int(version)}, "")
+        await server.restart()
+        assert "no version" in (await sampled(router)).doubt
+        assert health(router) is Health.QUARANTINED
+
+
+async def test_kept_calls_may_name_the_version_that_their_engine_gets() -> None:
+    async with named("generate", tokens_per_s=60.0) as (server, router), router.session("default", "s1") as session:
+        await complete(session, sampling=Sampling(), max_tokens=2)  # it names its versions: the next call may be kept
+        task = asyncio.create_task(complete(session))
+        async with asyncio.timeout(20):
+            while not server.running:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await router.policies.pause("default", holder="trainer", mode="keep")  # type: ignore[arg-type]
+        await router.policies.resume("default", 4)
+        generation = await task
+        assert versions(generation) <= {3, 4} and not generation.doubt
+        assert health(router) is Health.UP
