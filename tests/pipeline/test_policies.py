@@ -4,7 +4,9 @@ import asyncio
 from pathlib import Path
 
 from rollyard.core import Outcome
+from rollyard.engines import Health, RouterSettings
 from rollyard.testing.script import Reply
+from rollyard.tokens import verify
 from tests.pipeline.site import finish, quick, says, shell, shell_task, site
 
 
@@ -25,4 +27,30 @@ async def test_a_rollout_that_stood_still_for_new_weights_has_not_stalled(tmp_pa
         (trace,) = trajectory.traces
         first = trace.spans[0]
         assert list(trace.versions[first.start : first.end]) == [0] * 5 + [1] * (first.end - first.start - 5)
+        yard.nothing_left()
+
+
+async def test_a_rollout_whose_engine_was_started_again_keeps_its_reward_but_is_not_trained_on(tmp_path: Path):
+    no_watch = RouterSettings(engine_wait_s=20.0, watch_s=600.0)  # so that only a reply can show it
+    async with site(tmp_path, says(shell("touch done"), finish()), router_settings=no_watch) as yard:
+        (engine,) = yard.engines
+        await yard.router.policies.pause("default", holder="trainer")
+        await yard.router.policies.resume("default", 1)
+        before = await yard.rolled(shell_task())
+        assert before.ending is not None and before.ending.is_trainable
+
+        await engine.restart()
+        rollout_id = await yard.submit(shell_task())
+        async with asyncio.timeout(30):
+            while yard.router.list()[0].health is not Health.QUARANTINED:
+                await asyncio.sleep(0.02)
+        await yard.router.policies.resume("default", 2)
+        rollout = await yard.ended(rollout_id)
+        trajectory = await yard.store.trajectory(rollout_id)
+        assert rollout.ending is not None and trajectory is not None
+        verify(trajectory)
+        (trace,) = trajectory.traces
+        assert not trace.is_trainable and "was it started again?" in (trace.untrainable_reason or "")
+        assert 1 not in trace.versions, "no token has the version of the weights that are gone"
+        assert rollout.ending.score is not None and not rollout.ending.is_trainable
         yard.nothing_left()
