@@ -1,8 +1,13 @@
 """What a head must not trip over: numbers of any size, a run made again, an agent that is not there any more."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from rollyard.core import Rollout
+from rollyard.store import SqliteStore
 from rollyard.testing.script import Reply
 from tests.fleet.fleet_site import loop_node, open_head
 from tests.service.site import engine_table, finish, scripted, task
@@ -65,3 +70,27 @@ async def test_sessions_run_at_the_head_with_or_without_nodes_and_within_its_slo
         async with asyncio.timeout(90):
             while (await site.get("/v1/status")).body["states"]["ended"] < 7:
                 await asyncio.sleep(0.05)
+
+
+async def test_a_rollout_that_breaks_a_lease_ends_and_the_others_are_leased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_many = SqliteStore.get_many
+
+    async def broken(self: SqliteStore, ids: Sequence[str]) -> Sequence[Rollout]:
+        if "bad" in ids:
+            raise ValueError("its row cannot be decoded")
+        return await get_many(self, ids)
+
+    monkeypatch.setattr(SqliteStore, "get_many", broken)
+    async with (
+        scripted(finish()) as engine,
+        open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=60) as site,
+    ):
+        await site.submit("good-1", "bad", "good-2", "good-3")
+        async with loop_node(site, tmp_path, "n1"):
+            bad = await site.ended("bad")
+            assert (bad["failure"]["code"], bad["reward"]) == ("internal_error", None)
+            for number in (1, 2, 3):
+                record = await site.ended(f"good-{number}")
+                assert (record["reward"], record["attempt"]) == (1.0, 1)

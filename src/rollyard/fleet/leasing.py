@@ -28,7 +28,7 @@ from rollyard.pipeline import PipelineSettings, Workshop, Yard
 from rollyard.pipeline.attempt import Attempt
 from rollyard.pipeline.progress import Progress
 from rollyard.pipeline.settling import Settling
-from rollyard.store.base import QueuedRow, Store
+from rollyard.store.base import QueuedRow, Store, StoreUnusable
 
 log = logging.getLogger("rollyard.fleet")
 
@@ -106,7 +106,7 @@ class LeasingYard(Yard):
             seats.held_back, seats.on_free = int(run.policy in self._held_back), self.wake
         if taken:
             self._choosing += len(taken)
-            self._own(partial(self._lease, taken))
+            self._own(partial(self._lease_each, taken))
 
     @property
     def _room_here(self) -> int:
@@ -121,6 +121,24 @@ class LeasingYard(Yard):
             return True
         self._held_back.add(run.policy)
         return False
+
+    async def _lease_each(self, taken: Sequence[Taken]) -> None:
+        """If one of them breaks it, the others are leased without that one, which ends."""
+        try:
+            await self._lease(taken)
+        except StoreUnusable:
+            raise
+        except Exception as error:
+            rows = [row for row, _ in taken if row.id not in self._out]
+            if len(rows) == 1:
+                await self._give_up(rows[0], error)
+                return
+            log.exception("rollouts could not be leased together", extra={"rollouts": len(rows)})
+            for row in rows:
+                self.scheduler.adopt(row.run)
+                self._taking[row.id] = row.run
+                self._choosing += 1
+                await self._lease_each([(row, None)])
 
     async def _lease(self, taken: Sequence[Taken]) -> None:
         """Reads them, chooses nodes, writes the leases; only then the nodes hear of them."""

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 
-from rollyard.core import LIVE, Rollout, Run, State
-from rollyard.core.failure import Cancelled, Draining, InvalidRequest, NotFound, QueueFull, Stalled
+from rollyard.core import LIVE, Ending, Outcome, Position, Rollout, Run, State
+from rollyard.core.failure import Cancelled, Draining, InternalError, InvalidRequest, NotFound, QueueFull, Stalled
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.attempt import Attempt
@@ -318,7 +318,7 @@ class Yard:
             run = self._runs.get(row.run)
             if run is not None:
                 self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
-            self._own(partial(self._take, row, run))
+            self._own(partial(self._take, row, run), row)
 
     def _has_room(self) -> bool:
         return (
@@ -380,19 +380,41 @@ class Yard:
             self._idle.set()
             self.wake()
 
-    def _own(self, work: Callable[[], Coroutine[object, object, None]]) -> asyncio.Task[None]:
-        return self._tasks.create_task(self._guarded(work))
+    def _own(
+        self, work: Callable[[], Coroutine[object, object, None]], row: QueuedRow | None = None
+    ) -> asyncio.Task[None]:
+        """`row`: the work is for this rollout alone. What goes wrong with it ends it, and not the service."""
+        return self._tasks.create_task(self._guarded(work, row))
 
-    async def _guarded(self, work: Callable[[], Coroutine[object, object, None]]) -> None:
+    async def _guarded(self, work: Callable[[], Coroutine[object, object, None]], row: QueuedRow | None) -> None:
         """A store that broke ends everything that is live, once and with one reason; it is not each one's failure."""
         try:
-            await work()  # called here: a task that is cancelled before its first step leaves no coroutine
+            try:
+                await work()  # called here: a task that is cancelled before its first step leaves no coroutine
+            except StoreUnusable:
+                raise
+            except Exception as error:
+                if row is None:
+                    raise
+                await self._give_up(row, error)
         except StoreUnusable as error:
             if self.broken is None:
                 log.critical("the store is unusable", extra={"reason": str(error)})
                 self.broken = error
                 self.stop_now()
                 self.broke.set()
+
+    async def _give_up(self, row: QueuedRow, error: Exception) -> None:
+        """Ends a rollout that could not even be begun."""
+        log.error("a rollout cannot be begun", exc_info=error, extra={"rollout": row.id})
+        failure = InternalError(f"{type(error).__name__}: {error}").failure(State.QUEUED)
+        try:
+            at = Position(State.QUEUED, row.attempt)
+            self.publish(await self.store.end(row.id, at, Ending(Outcome.FAILED, failure=failure)))
+        except StoreUnusable:
+            raise
+        except Exception:  # it went another way meanwhile, or cannot even be read back
+            log.exception("a rollout that cannot be begun could not be ended", extra={"rollout": row.id})
 
     # --- the two loops --------------------------------------------------------------------------------
 

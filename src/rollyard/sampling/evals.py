@@ -27,6 +27,7 @@ from rollyard.sampling.bell import Bell
 from rollyard.sampling.eval_keeper import RUNNING, EvalKeeper
 from rollyard.sampling.evaluation import label_of
 from rollyard.sampling.groups import Groups
+from rollyard.sampling.opening import check_members
 from rollyard.sampling.sources import RawTask, copy_source
 from rollyard.store.base import EvalRecord, eval_items
 
@@ -123,6 +124,7 @@ class Evals:
 
         def check(raw: RawTask) -> None:
             task = self._make_task(raw, run)
+            check_members(task, plan.samples)
             if plan.by is not None:
                 labels.add(label_of(task.data, plan.by))
                 if len(labels) > MOST_LABELS:

@@ -17,7 +17,7 @@ from functools import partial
 from rollyard.core import Group, GroupState, Json, Rollout, RollyardError, Task
 from rollyard.pipeline import Yard
 from rollyard.sampling.bell import Bell
-from rollyard.sampling.opening import OpenGroup, catch_up
+from rollyard.sampling.opening import OpenGroup, catch_up, check_members
 from rollyard.store.base import Step, StoreUnusable
 
 log = logging.getLogger("rollyard.sampling")
@@ -39,11 +39,21 @@ class Groups:
         """Takes up those that an earlier process left open."""
         for group in groups:
             self._open[group.id] = opened = OpenGroup(group)
-            await catch_up(self._store, opened)
-            self._touch(group.id)
+            try:
+                await catch_up(self._store, opened)
+            except StoreUnusable:
+                raise
+            except Exception as error:  # the end of this group, and not of the service
+                log.exception("a group cannot be taken up", extra={"group": group.id})
+                reason = error.code if isinstance(error, RollyardError) else "internal_error"
+                await self._end(opened, replace(group, state=GroupState.FAILED, reason=reason))
+            else:
+                self._touch(group.id)
 
     async def put(self, wanted: Sequence[tuple[Group, Task, Mapping[str, Json]]]) -> list[Group]:
         """Durable when it returns. One that is there already, with the same body, is returned as it stands."""
+        for group, task, _ in wanted:
+            check_members(task, group.size)
         opened = [OpenGroup(group, task) for group, task, _ in wanted]
         submissions = [new for one in opened for new in one.begin(range(one.group.size))]
         with self._yard.arriving(len(submissions)):

@@ -6,11 +6,17 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from rollyard.core import Group, GroupState, Rollout, Task
+from rollyard.core.failure import InvalidRequest
 from rollyard.sampling.membership import End, Standing, counted, end_of, standing, stats_of, versions_of
 from rollyard.store.base import Store, Submission
 
 PAGE = 1000
+
+MOST_GROUP_BYTES = 1 << 30
+"""Of all its members' tasks together: while they run, each has its own."""
 
 
 @dataclass(slots=True)
@@ -82,6 +88,16 @@ class OpenGroup:
     def at_work(self) -> list[str]:
         """Rollouts that have not ended."""
         return [self.group.rollout_id(index) for index in range(self.group.started) if index not in self.ends]
+
+
+def check_members(task: Task, members: int) -> None:
+    """InvalidRequest for a group that would be too large to be run and returned as one."""
+    size = len(msgspec.json.encode(task))
+    if size * members > MOST_GROUP_BYTES:
+        raise InvalidRequest(
+            f"{members} rollouts of a task of {size} bytes are more than {MOST_GROUP_BYTES >> 20} MiB: make the group"
+            " smaller, or bring large files into the sandbox by its image"
+        )
 
 
 async def rollouts_of(store: Store, group_id: str) -> list[Rollout]:

@@ -25,6 +25,7 @@ from rollyard.sampling.draws import DrawKeeper
 from rollyard.sampling.evals import Evals
 from rollyard.sampling.groups import Groups
 from rollyard.sampling.keep import Keep, Missing, keep_of
+from rollyard.sampling.opening import check_members
 from rollyard.sampling.sources import RawTask, copy_source
 from rollyard.store.base import Step, StoreUnusable
 
@@ -89,6 +90,10 @@ class Sampler:
                 await self._store.put_draw(found, body)  # IdConflict if it is another one
                 return await self.keeper(draw_id)
             await self._store.put_items(draw_id, 0, [])  # what a call that was cut off left
+
+            def check(raw: RawTask) -> None:
+                check_members(self._make_task(raw, run), config.group_size)
+
             try:
                 source = await copy_source(
                     config.source,
@@ -97,7 +102,7 @@ class Sampler:
                     store=self._store,
                     environments=self._yard.shop.environments,
                     folders=self._folders,
-                    check=lambda raw: self._make_task(raw, run),
+                    check=check,
                 )
             except RollyardError:
                 await self._store.put_items(draw_id, 0, [])
@@ -131,13 +136,17 @@ class Sampler:
                 keeper.let_go()
 
     async def _take_up(self, draw: Draw, groups: Sequence[Group]) -> None:
-        """A draw of an earlier process. If its run is gone, that is its own end, not ours."""
+        """A draw of an earlier process. Whatever is wrong with it ends it, and not the service."""
         try:
             await self._load(draw, groups)
-        except RollyardError as error:
-            log.error("a draw cannot be taken up", extra={"draw": draw.id, "code": error.code, "detail": error.detail})
+        except StoreUnusable:
+            raise
+        except Exception as error:
+            detail = error.detail if isinstance(error, RollyardError) else f"{type(error).__name__}: {error}"
+            log.exception("a draw cannot be taken up", extra={"draw": draw.id, "detail": detail})
+            self._draws.pop(draw.id, None)
             ended = [replace(group, state=GroupState.CANCELLED, reason="unusable") for group in groups]
-            draw = replace(draw, is_active=False, reason="unusable", detail=error.detail)
+            draw = replace(draw, is_active=False, reason="unusable", detail=detail)
             await self._store.step(Step(groups=tuple(ended), draw=draw))
 
     async def _load(self, draw: Draw, groups: Sequence[Group]) -> DrawKeeper:

@@ -5,8 +5,8 @@ PostgreSQL both understand: `?` for parameters, ON CONFLICT, RETURNING, 0 and 1 
 in a `Dialect`, and in how a connection reads many rows.
 
 Many rows at once. Each row that Python steps to in SQLite costs a reader's thread the interpreter lock, and under a
-busy loop a wait to get it back (see `_writer`); so SQLite puts them into one JSON array. PostgreSQL sends them in one
-answer.
+busy loop a wait to get it back (see `_writer`); so SQLite puts them into one JSON array, unless that would be longer
+than it allows (10⁹ bytes). PostgreSQL sends them in one answer.
 """
 
 from __future__ import annotations
@@ -103,10 +103,17 @@ class SqliteConnection(sqlite3.Connection):
         return [row for values in parameters for row in self.execute(sql, values).fetchall()]
 
     def read_rows(self, columns: str, rest: str, parameters: Sequence[Any] = (), /) -> list[Row]:
-        return from_json(self._as_array(f"json_array({columns})", rest, parameters), list[list[Any]])  # type: ignore[return-value]
+        try:
+            return from_json(self._as_array(f"json_array({columns})", rest, parameters), list[list[Any]])  # type: ignore[return-value]
+        except sqlite3.DataError:  # more than one text holds
+            return [list(row) for row in self.execute(f"SELECT {columns} {rest}", parameters).fetchall()]
 
     def read_records(self, record: str, rest: str, parameters: Sequence[Any], kind: type[T], /) -> T:
-        return from_json(self._as_array(record, rest, parameters), kind)
+        try:
+            return from_json(self._as_array(record, rest, parameters), kind)
+        except sqlite3.DataError:
+            rows = self.execute(f"SELECT {record} {rest}", parameters).fetchall()
+            return from_json(f"[{','.join(row[0] for row in rows)}]", kind)
 
     def aside(self, call: Callable[[], T], rows: int, /) -> T:
         return call()  # readers are threads

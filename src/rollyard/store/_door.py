@@ -405,7 +405,12 @@ def guard(epoch: int, connection: Connection) -> None:
 
 
 def _new_rows(submissions: Sequence[Submission]) -> list[_writes.NewRow]:
-    return [_writes.NewRow(new.rollout, _digest(new.body), _encode(new.rollout.task)) for new in submissions]
+    tasks: dict[int, _writes.EncodedTask] = {}  # members of a group have one task: it is encoded once
+    for new in submissions:
+        task = new.rollout.task
+        if id(task) not in tasks:
+            tasks[id(task)] = _writes.EncodedTask.of(_encode(task))
+    return [_writes.NewRow(new.rollout, _digest(new.body), tasks[id(new.rollout.task)]) for new in submissions]
 
 
 def _as_rollouts(stored: Sequence[Any]) -> list[Rollout]:

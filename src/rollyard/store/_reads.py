@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 from rollyard.core import EngineSpec, Json, Rollout, Run, State, Trajectory
 from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.store._dialect import Connection
-from rollyard.store._rows import COLUMNS, FROM, fetch, parse_cursor, to_rollout
+from rollyard.store._rows import BYTES, COLUMNS, FROM, fetch, parse_cursor, to_rollout, to_rollouts
 from rollyard.store.base import Page, QueuedRow
 from rollyard.store.codec import decode_trajectory, from_json
 
 PAGE = 1000
 """Rollouts on one page at most."""
+
+PAGE_BYTES = 16 << 20
+"""Of what is read at once; one rollout may be larger. A task may have megabytes, and a thousand of them would be more
+than SQLite puts into one text, and more than a service should hold for one answer."""
 
 
 def get_run(connection: Connection, run_id: str) -> Run:
@@ -42,10 +46,26 @@ def get(connection: Connection, rollout_id: str) -> Rollout:
 def get_many(connection: Connection, ids: Sequence[str]) -> list[Rollout]:
     """In the order given; what is not there is left out."""
     dialect = connection.dialect
-    where = f"WHERE {dialect.among.format('r.id')}"
-    rows = connection.read_rows(COLUMNS[dialect], f"{FROM} {where}", (dialect.listed(ids),))
-    found = connection.aside(lambda: {row[0]: to_rollout(row) for row in rows}, len(rows))
+    rest = f"{FROM} WHERE {dialect.among.format('r.id')}"
+    sizes = connection.read_rows(f"r.id, {BYTES}", rest, (dialect.listed(ids),))
+    found: dict[str, Rollout] = {}
+    while sizes:
+        few = sizes[: _fitting([row[1] for row in sizes])]
+        sizes = sizes[len(few) :]
+        rows = connection.read_rows(COLUMNS[dialect], rest, (dialect.listed([row[0] for row in few]),))
+        rollouts = connection.aside(lambda rows=rows: to_rollouts(rows), len(rows))
+        found |= {rollout.id: rollout for rollout in rollouts}
     return [found[rollout_id] for rollout_id in ids if rollout_id in found]
+
+
+def _fitting(sizes: Sequence[int]) -> int:
+    """How many of these, from the first on, are read at once."""
+    total = 0
+    for count, size in enumerate(sizes):
+        total += size
+        if total > PAGE_BYTES:
+            return max(1, count)
+    return len(sizes)
 
 
 def trajectory(connection: Connection, rollout_id: str) -> bytes | None:
@@ -88,9 +108,11 @@ def page(
     if group is not None:
         where, values = [*where, 'r."group" = ?'], [*values, group]
     rest = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?"
-    rows = connection.read_rows(COLUMNS[connection.dialect], rest, (*values, limit))
-    rollouts = connection.aside(lambda: tuple(to_rollout(row) for row in rows), len(rows))
-    if not rollouts or (order == "s" and len(rollouts) < limit):
+    sizes = [row[0] for row in connection.read_rows(BYTES, rest, (*values, limit))]
+    fitting = _fitting(sizes)
+    rows = connection.read_rows(COLUMNS[connection.dialect], rest, (*values, fitting)) if sizes else []
+    rollouts = connection.aside(lambda: tuple(to_rollouts(rows)), len(rows))
+    if not rollouts or (order == "s" and len(sizes) < limit and fitting == len(sizes)):
         return Page(rollouts, None)
     return Page(rollouts, f"{order}:{rollouts[-1].ended_seq if order == 'e' else rollouts[-1].seq}")
 

@@ -22,8 +22,9 @@ from rollyard.store.base import Leased, Recovered
 from rollyard.store.codec import from_json, to_json
 
 _LIVE = """SELECT r.seq, r.id, r.state, r.attempt, r.node, r.excused, r.evals_lost,
-    CASE r.state WHEN 'eval' THEN t.task END, j.info, j.sampled_tokens
-    FROM rollouts r JOIN tasks t USING (seq) LEFT JOIN trajectories j USING (seq)
+    CASE r.state WHEN 'eval' THEN COALESCE(b.task, t.task) END, j.info, j.sampled_tokens
+    FROM rollouts r LEFT JOIN bodies b ON b.id = r.body LEFT JOIN tasks t ON t.seq = r.seq
+    LEFT JOIN trajectories j ON j.seq = r.seq
     WHERE r.state IN ('init', 'ready', 'run', 'eval') ORDER BY r.seq"""
 
 

@@ -7,7 +7,7 @@ terminal order in the same transaction, whoever ends it: the pipeline, a cancel,
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, Rollout, State, Task
 from rollyard.core.failure import Cancelled, InvalidRequest, NotFound
@@ -16,19 +16,28 @@ from rollyard.store.base import Stale
 from rollyard.store.codec import from_json, to_json
 
 COLUMNS = {
-    dialect: f"""r.id, r.run, t.task, r.state, r.attempt, r."group", r."index", r.priority, r.seq, r.ended_seq,
-    r.cancel_detail, r.excused, r.lost, r.ending, r.scores,
+    dialect: f"""r.id, r.run, COALESCE(b.task, t.task), r.state, r.attempt, r."group", r."index", r.priority,
+    r.seq, r.ended_seq, r.cancel_detail, r.excused, r.lost, r.ending, r.scores,
     {dialect.exact.format("r.created_at")}, {dialect.exact.format("r.updated_at")}"""
     for dialect in (SQLITE, POSTGRES)
 }
-FROM = "FROM rollouts r JOIN tasks t USING (seq)"
+FROM = "FROM rollouts r LEFT JOIN bodies b ON b.id = r.body LEFT JOIN tasks t ON t.seq = r.seq"
+
+BYTES = "COALESCE(b.bytes, length(t.task)) + length(r.lost) + length(r.scores) + COALESCE(length(r.ending), 0)"
+"""About what a row of COLUMNS takes."""
 
 APPENDED = "CASE {0} WHEN '[]' THEN '[' || ? || ']' ELSE substr({0}, 1, length({0}) - 1) || ',' || ? || ']' END"
 """A column that holds a JSON array, with one more: give the parameter twice."""
 
 
-def to_rollout(row: Row) -> Rollout:
-    """A row of COLUMNS."""
+def to_rollouts(rows: Iterable[Row]) -> list[Rollout]:
+    """Rows of COLUMNS. Those that have the same task share it."""
+    tasks: dict[str, Task] = {}
+    return [to_rollout(row, tasks) for row in rows]
+
+
+def to_rollout(row: Row, tasks: dict[str, Task] | None = None) -> Rollout:
+    """A row of COLUMNS; `tasks` are those that were decoded before."""
     (
         rollout_id, run, task, state, attempt, group, index, priority, seq, ended_seq,
         cancel_detail, excused, lost, ending, scores, created_at, updated_at,
@@ -36,7 +45,7 @@ def to_rollout(row: Row) -> Rollout:
     return Rollout(
         id=rollout_id,
         run=run,
-        task=from_json(task, Task),
+        task=_decoded(task, {} if tasks is None else tasks),
         position=Position(State(state), attempt),
         group=group,
         index=index,
@@ -51,6 +60,12 @@ def to_rollout(row: Row) -> Rollout:
         created_at=float(created_at),
         updated_at=float(updated_at),
     )
+
+
+def _decoded(text: str, known: dict[str, Task]) -> Task:
+    if (task := known.get(text)) is None:
+        task = known[text] = from_json(text, Task)
+    return task
 
 
 def find(connection: Connection, rollout_id: str) -> Row | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Self, TypeVar
 
 from rollyard.core import Rollout, State
@@ -36,7 +37,21 @@ class NewRow:
 
     rollout: Rollout
     digest: str
-    task: str
+    task: EncodedTask
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTask:
+    """A task as it is stored."""
+
+    text: str
+    bytes: int
+    digest: str
+
+    @classmethod
+    def of(cls, text: str) -> EncodedTask:
+        encoded = text.encode()
+        return cls(text, len(encoded), blake2b(encoded, digest_size=16).hexdigest())
 
 
 def sliced(rows: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -118,22 +133,22 @@ def _refusal(rows: Sequence[NewRow], known_runs: set[str]) -> Exception | None:
 def _submit_few(connection: Connection, rows: Sequence[NewRow]) -> list[Row | Rollout]:
     dialect, now = connection.dialect, time.time()
     rollouts = [new.rollout for new in rows]
+    bodies = _put_bodies(connection, rows)
     inserted: dict[str, int] = {
         row[0]: row[1]
         for row in connection.execute_each(
             "INSERT INTO rollouts "
-            '(id, run, state, attempt, "group", "index", priority, created_at, updated_at, digest) '
-            "VALUES (?, ?, 'queued', 1, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING id, seq",
+            '(id, run, state, attempt, "group", "index", priority, created_at, updated_at, digest, body) '
+            "VALUES (?, ?, 'queued', 1, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING id, seq",
             [
-                (one.id, one.run, one.group, one.index, one.priority, one.created_at or now, now, new.digest)
+                (
+                    *(one.id, one.run, one.group, one.index, one.priority, one.created_at or now, now),
+                    *(new.digest, bodies[new.task.digest]),
+                )
                 for one, new in zip(rollouts, rows, strict=True)
             ],
         )
     }
-    connection.execute_each(
-        "INSERT INTO tasks (seq, task) VALUES (?, ?)",
-        [(inserted[new.rollout.id], new.task) for new in rows if new.rollout.id in inserted],
-    )
     ids = dialect.listed(list(inserted))
     connection.execute(f"DELETE FROM leavings WHERE {dialect.among.format('id')}", (ids,))  # ids that are used again
     cancels: dict[str, str] = {
@@ -172,6 +187,22 @@ def _submit_few(connection: Connection, rows: Sequence[NewRow]) -> list[Row | Ro
             )
         )
     return stored
+
+
+def _put_bodies(connection: Connection, rows: Sequence[NewRow]) -> dict[str, int]:
+    """The tasks of these rollouts, each stored once: the ids of their bodies, by digest."""
+    dialect = connection.dialect
+    wanted = {new.task.digest: new.task for new in rows}
+    among, listed = dialect.among.format("digest"), dialect.listed(list(wanted))
+    known: dict[str, int] = {
+        row[0]: row[1]
+        for row in connection.execute(f"SELECT digest, id FROM bodies WHERE {among}", (listed,)).fetchall()
+    }
+    fresh = [(digest, task.bytes, task.text) for digest, task in wanted.items() if digest not in known]
+    added = connection.execute_each(
+        "INSERT INTO bodies (digest, bytes, task) VALUES (?, ?, ?) RETURNING digest, id", fresh
+    )
+    return known | {row[0]: row[1] for row in added}
 
 
 def request_cancel(connection: Connection, rollout_id: str, detail: str) -> Row | None:
@@ -271,7 +302,11 @@ def forget_older(connection: Connection, before: float) -> Steps[int]:
 def _forget(connection: Connection, rows: Sequence[Row]) -> Steps[None]:
     for seq, rollout_id in rows:
         connection.execute("INSERT INTO leavings VALUES (?) ON CONFLICT (id) DO NOTHING", (rollout_id,))
-        connection.execute("DELETE FROM rollouts WHERE seq = ?", (seq,))
+        (body,) = connection.execute("DELETE FROM rollouts WHERE seq = ? RETURNING body", (seq,)).fetchone()
+        if body is not None:
+            connection.execute(
+                "DELETE FROM bodies WHERE id = ? AND NOT EXISTS (SELECT 1 FROM rollouts WHERE body = ?)", (body, body)
+            )
         yield
 
 

@@ -6,7 +6,8 @@ Each migration is one transaction. A store that has had more of them than we kno
 Rollyard: it is refused, because an older one would break its invariants without noticing.
 
 Invariants. A migration that was released is never edited; a change is a new one at the end. The hot row of a
-rollout is small, since every move rewrites it: its task (immutable) and its trajectory (large) have their own tables.
+rollout is small, since every move rewrites it: its task (immutable, and shared with others) and its trajectory (large)
+have their own tables.
 """
 
 from __future__ import annotations
@@ -133,7 +134,19 @@ V3 = (
     "UPDATE engines SET seq = rowid",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3)
+V4 = (
+    # A task is stored once, however many rollouts have it. `bytes` is before it, so that reading the size of a large
+    # one reads no more. Rollouts of before have theirs in `tasks`.
+    """CREATE TABLE bodies (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        digest TEXT NOT NULL UNIQUE,
+        bytes INTEGER NOT NULL,
+        task TEXT NOT NULL)""",
+    "ALTER TABLE rollouts ADD COLUMN body INTEGER REFERENCES bodies (id)",
+    "CREATE INDEX rollouts_body ON rollouts (body) WHERE body IS NOT NULL",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4)
 
 
 POSTGRES_ALSO: dict[int, tuple[str, ...]] = {

@@ -1,0 +1,109 @@
+"""What one tenant stores ends that tenant's rollout, group or draw at worst; the service goes on, and starts again."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.pipeline.yard import Yard
+from rollyard.sampling import groups as groups_module
+from rollyard.sampling import opening
+from rollyard.sampling.opening import OpenGroup, catch_up
+from rollyard.store import SqliteStore, Store, _reads
+from rollyard.store import sqlite as sqlite_module
+from tests.service.site import engine_table, open_site, scripted, task
+
+
+@pytest.fixture
+def small_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite refuses a text of more than 1 MiB."""
+    connect = sqlite_module._connect
+
+    def limited(*args: Any, **fields: Any) -> Any:
+        connection = connect(*args, **fields)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 20)
+        return connection
+
+    monkeypatch.setattr(sqlite_module, "_connect", limited)
+    monkeypatch.setattr(_reads, "PAGE_BYTES", 400_000)
+
+
+@pytest.mark.usefixtures("small_texts")
+async def test_a_group_with_more_bytes_than_sqlite_puts_into_a_text_is_read_and_outlives_a_restart(
+    tmp_path: Path,
+) -> None:
+    big = task("x" * 150_000)
+    async with scripted() as engine:
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            await site.hold()
+            assert (await site.post("/v1/groups", {"id": "g", "task": big, "size": 30})).status == 202
+            await site.submit("small")
+            found = await site.get("/v1/groups/g")
+            assert found.status == 200 and len(found.body["members"]) == 30
+            page = (await site.get("/v1/rollouts?limit=1000")).body
+            assert 0 < len(page["rollouts"]) < 31 and page["next"] is not None
+        async with open_site(tmp_path) as site:
+            assert (await site.get("/v1/groups/g")).body["state"] == "open"
+            assert (await site.ended("small"))["reward"] == 1.0
+            await site.delete("/v1/groups/g")
+
+
+async def test_a_group_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "MOST_GROUP_BYTES", 1 << 20)
+    big = task("x" * 20_000)
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        for path, body in (
+            ("/v1/groups", {"id": "g", "task": big, "size": 100}),
+            ("/v1/draws", {"id": "d", "group_size": 100, "source": {"tasks": [big]}}),
+            ("/v1/evals", {"id": "e", "tasks": [big], "samples": 100}),
+        ):
+            answer = await site.post(path, body)
+            assert (answer.status, answer.code) == (422, "invalid_request"), answer.body
+            assert "100 rollouts of a task of 20" in answer.body["detail"] and "1 MiB" in answer.body["detail"]
+        assert (await site.post("/v1/groups", {"id": "g", "task": big, "size": 10})).status == 202
+
+
+async def test_a_group_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(store: Store, opened: OpenGroup) -> None:
+        if opened.id == "bad":
+            raise ValueError("what it has cannot be read")
+        await catch_up(store, opened)
+
+    async with scripted() as engine:
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            await site.hold()
+            for name in ("good", "bad"):
+                assert (await site.post("/v1/groups", {"id": name, "task": task(), "size": 2})).status == 202
+        monkeypatch.setattr(groups_module, "catch_up", broken)
+        async with open_site(tmp_path) as site:
+            bad = (await site.get("/v1/groups/bad")).body
+            assert (bad["state"], bad["reason"]) == ("failed", "internal_error")
+            assert (await site.get("/v1/groups/good?wait_s=60")).body["state"] == "complete"
+
+
+async def test_a_rollout_that_cannot_be_read_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    get = SqliteStore.get
+
+    async def broken(self: SqliteStore, rollout_id: str) -> Any:
+        if rollout_id == "bad" and not is_read:
+            raise ValueError("its row cannot be decoded")
+        return await get(self, rollout_id)
+
+    is_read = False
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        await site.hold()
+        await site.submit("bad", "good")
+        monkeypatch.setattr(SqliteStore, "get", broken)
+        assert (await site.call("PATCH", "/v1/pools", json={"init": 4})).status == 200
+        page: dict[str, Any] = {}
+        while len(page.get("rollouts", ())) < 2:
+            page = (await site.get("/v1/rollouts?state=ended")).body
+        is_read = True
+        bad, good = await site.ended("bad"), await site.ended("good")
+        assert (bad["outcome"], bad["failure"]["code"]) == ("failed", "internal_error")
+        assert "cannot be decoded" in bad["failure"]["detail"] and bad["reward"] is None
+        assert good["reward"] == 1.0
+        assert isinstance(site.served.house.yard, Yard)

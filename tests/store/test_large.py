@@ -1,0 +1,131 @@
+"""Large tasks, and many of them: read in pages of bounded size, stored once, and never more than SQLite allows."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.core import Group, Rollout, Run, State, Task
+from rollyard.sampling.opening import rollouts_of
+from rollyard.store import SqliteStore, Submission, _reads
+from rollyard.store import sqlite as sqlite_module
+from rollyard.store._dialect import SqliteConnection
+
+LIMIT = 1 << 20
+"""Of SQLite, for one text. It is 10⁹ bytes elsewhere."""
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
+    connect = sqlite_module._connect
+
+    def limited(*args: Any, **fields: Any) -> SqliteConnection:
+        connection = connect(*args, **fields)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LIMIT)
+        return connection
+
+    monkeypatch.setattr(sqlite_module, "_connect", limited)
+    monkeypatch.setattr(_reads, "PAGE_BYTES", 400_000)
+    yield
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncGenerator[SqliteStore, None]:
+    async with await SqliteStore.open(tmp_path / "store.db") as store:
+        await store.put_run(Run("run"), {})
+        yield store
+
+
+def large(text: str = "x", size: int = 150_000) -> Task:
+    return Task("shell", {"instruction": text * size})
+
+
+def members(task: Task, count: int, group: str = "g") -> list[Submission]:
+    made = [Rollout(f"{group}-{index}", "run", task, group=group, index=index) for index in range(count)]
+    return [Submission(rollout, {"id": rollout.id}) for rollout in made]
+
+
+async def bodies(store: SqliteStore) -> list[int]:
+    def sizes(connection: Any) -> list[int]:
+        return [row[0] for row in connection.execute("SELECT bytes FROM bodies").fetchall()]
+
+    return await store._read(sizes)
+
+
+async def test_a_group_of_large_tasks_is_read_whole_though_no_text_could_hold_it(store: SqliteStore) -> None:
+    await store.submit(members(large(), 40))
+    found = await rollouts_of(store, "g")
+    assert [rollout.index for rollout in found] == list(range(40))
+    assert all(rollout.task == large() for rollout in found)
+
+
+async def test_a_page_has_as_many_as_fit_and_says_where_it_goes_on(store: SqliteStore) -> None:
+    await store.submit([new for n in range(9) for new in members(large(str(n)), 1, group=f"g{n}")])
+    seen: list[str] = []
+    after: str | None = None
+    while True:
+        page = await store.list(run="run", after=after, limit=1000)
+        assert 1 <= len(page.rollouts) <= 2, "two tasks of 150 kB fit into a page of 400 kB"
+        seen += [rollout.id for rollout in page.rollouts]
+        after = page.next_cursor
+        if after is None:
+            break
+    assert seen == [f"g{n}-0" for n in range(9)]
+
+
+async def test_one_that_is_larger_than_a_page_is_a_page(store: SqliteStore) -> None:
+    await store.submit(members(large(size=900_000), 2))
+    page = await store.list(run="run", limit=10)
+    assert len(page.rollouts) == 1 and page.next_cursor is not None
+
+
+async def test_many_are_read_by_their_ids(store: SqliteStore) -> None:
+    await store.submit([new for n in range(20) for new in members(large(str(n % 10)), 1, group=f"g{n}")])
+    ids = [f"g{n}-0" for n in reversed(range(20))]
+    found = await store.get_many([*ids, "nobody"])
+    assert [rollout.id for rollout in found] == ids
+    assert [rollout.task for rollout in found] == [large(str(n % 10)) for n in reversed(range(20))]
+
+
+async def test_a_task_is_stored_once_and_deleted_with_its_last_rollout(store: SqliteStore) -> None:
+    task = large()
+    await store.submit(members(task, 30))
+    await store.submit(members(large(), 5, group="h"))  # the same, submitted later
+    assert len(await bodies(store)) == 1
+    await store.put_run(Run("other"), {})
+    await store.submit([Submission(Rollout("o-0", "other", task), {})])
+    for rollout_id in [*(f"g-{n}" for n in range(30)), *(f"h-{n}" for n in range(5))]:
+        await store.request_cancel(rollout_id, "enough")
+    await store.delete_run("run")
+    assert len(await bodies(store)) == 1, "another run's rollout has it"
+    await store.request_cancel("o-0", "enough")
+    await store.delete_run("other")
+    assert await bodies(store) == []
+
+
+async def test_more_small_records_than_one_text_holds_are_read_one_by_one(store: SqliteStore) -> None:
+    groups = [(Group(f"g{n}", "run", size=1), {"n": n}) for n in range(4000)]
+    await store.put_groups(groups, [])
+    assert len(await store.unfinished_groups()) == 4000
+    await store.submit([Submission(Rollout(f"r{n}", "run", Task("shell")), {"n": n}) for n in range(15_000)])
+    assert len(await store.queued()) == 15_000
+
+
+async def test_tasks_of_an_older_store_are_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+    async with await SqliteStore.open(path) as store:
+        await store.put_run(Run("run"), {})
+        await store.submit(members(large(), 3))
+    with sqlite3.connect(path) as connection:  # as the schema before it had them
+        connection.execute("INSERT INTO tasks SELECT r.seq, b.task FROM rollouts r JOIN bodies b ON b.id = r.body")
+        connection.execute("UPDATE rollouts SET body = NULL")
+        connection.execute("DELETE FROM bodies")
+    connection.close()
+    async with await SqliteStore.open(path) as store:
+        assert [one.task for one in await rollouts_of(store, "g")] == [large()] * 3
+        assert (await store.get("g-1")).state is State.QUEUED
+        await store.request_cancel("g-1", "enough")
