@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollyard.sampling.keep import Judged
-from tests.service.site import OTHER, Site, open_site, task
+from tests.service.site import OTHER, Site, engine_table, open_site, scripted, task
 from tests.service.skill import skilled
 from tests.service.test_draws import closed, draw, mixed, site_with, take, tasks
 
@@ -288,3 +288,19 @@ async def test_a_number_beyond_the_stores_is_refused(tmp_path: Path, path: str) 
     async with open_site(tmp_path) as site:
         await draw(site)
         assert (await site.get(f"/v1/draws/d/{path}")).status in (404, 422)
+
+
+async def test_the_last_batch_of_a_draw_that_has_ended_can_be_got_again(tmp_path: Path) -> None:
+    async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
+        body = {"id": "d", "group_size": 2, "source": {"tasks": [task()]}, "keep": {"name": "all"}}
+        assert (await site.post("/v1/draws", body)).status == 201
+        number = 0
+        while True:
+            number += 1
+            made = await site.post("/v1/draws/d/batches", {"want": 1, "number": number})
+            assert made.status in (200, 201), made.body
+            got = await site.get(f"/v1/draws/d/batches/{number}?wait_s=60")
+            assert got.status == 200, (number, made.body, got.body)
+            if got.body["is_last"]:
+                break
+        assert got.body["state"] == "closed" and (await site.get(f"/v1/draws/d/batches/{number + 1}")).status == 404

@@ -41,8 +41,14 @@ class Score:
         )
 
 
+MOST = 1e150
+"""Of any number: the sum of the squares of a million of them is still finite."""
+
+
 def _finite(number: float) -> float:
     number = float(number)
     if not math.isfinite(number):
         raise ValueError(f"a score holds only finite numbers, not {number}")
+    if abs(number) > MOST:
+        raise ValueError(f"a score holds no number beyond {MOST:g}, such as {number:g}")
     return number

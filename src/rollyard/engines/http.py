@@ -126,7 +126,7 @@ class Http:
                 )
         except TimeoutError:
             raise HttpFailure(f"it did not accept a connection within {CONNECT_S:g} s") from None
-        except (OSError, ssl.SSLError) as error:
+        except (OSError, ssl.SSLError, ValueError, OverflowError) as error:  # or what is no address at all
             raise HttpFailure(f"{type(error).__name__}: {error}") from error
         self._all.add(connection)
         return connection

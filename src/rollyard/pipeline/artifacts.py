@@ -69,6 +69,10 @@ class ArtifactFolder:
             raise ArtifactLost(f"artifact {artifact.name!r} is not what was saved (its digest differs)")
         return path
 
+    async def clear(self) -> None:
+        """Deletes all of them."""
+        await asyncio.to_thread(shutil.rmtree, self.root, ignore_errors=True)
+
     async def delete(self, rollout_id: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._folder(rollout_id), ignore_errors=True)
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from rollyard.core import Batch, Draw, Group, GroupState, Json, Rollout, RollyardError, Run, Task
 from rollyard.core.draw import SourceKind
-from rollyard.core.failure import BatchConflict, InvalidRequest, VersionConflict
+from rollyard.core.failure import BatchConflict, InvalidRequest, NotFound, VersionConflict
 from rollyard.pipeline import Yard
 from rollyard.sampling.bell import Bell
 from rollyard.sampling.drawing import Drawing, Flying
@@ -182,10 +182,7 @@ class DrawKeeper:
                     + (f"batch {current.number} is open" if current is not None else f"the next one is {last + 1}")
                 )
             if not self.draw.is_active:
-                return Batch(
-                    self.draw.id, number, want, self.draw.progress.version, self.draw.progress.place,
-                    is_open=False, reason=self.draw.reason, is_last=True,
-                )  # fmt: skip
+                return self._after_the_end(number, want)
             self.drawing.set_version(self._version())
             self.drawing.ask(want, time.time())
             await self._turn()
@@ -193,8 +190,24 @@ class DrawKeeper:
 
     async def batch(self, number: int, within_s: float) -> Batch:
         """A batch, when it is closed, or as it stands when the time is over."""
-        look = partial(self._store.get_batch, self.draw.id, number)
-        return await self.bell.until(look, lambda batch: not batch.is_open, within_s)
+        return await self.bell.until(partial(self.found, number), lambda batch: not batch.is_open, within_s)
+
+    async def found(self, number: int) -> Batch:
+        """A batch as it stands. NotFound."""
+        try:
+            return await self._store.get_batch(self.draw.id, number)
+        except NotFound:
+            if self.draw.is_active or number != self.draw.progress.batch + 1:
+                raise
+            return self._after_the_end(number, 0)
+
+    def _after_the_end(self, number: int, want: int) -> Batch:
+        """What there is to get from a draw that has ended: an empty batch, which is in no store."""
+        progress = self.draw.progress
+        return Batch(
+            self.draw.id, number, want, progress.version, progress.place,
+            is_open=False, reason=self.draw.reason, is_last=True,
+        )  # fmt: skip
 
     async def push(self, tasks: Sequence[tuple[str | None, Mapping[str, Json]]], *, close: bool) -> int:
         """Adds tasks to a source that grows; how many it has then."""

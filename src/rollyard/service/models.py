@@ -11,14 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 from starlette.requests import Request
 
 from rollyard.core import AgentSpec, Json, Limits, Mode, Run, Sampling, SandboxOptions, Task, check_id, new_id
 from rollyard.core.engine import Admission
 from rollyard.core.failure import InvalidRequest
+from rollyard.core.score import MOST
 from rollyard.engines.base import EngineSpec, Kind, Role
 from rollyard.service.problems import invalid
 
@@ -152,7 +154,7 @@ class SubmitBody(Body):
 # --- sessions -----------------------------------------------------------------------------------------
 
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST)]
 
 
 class SessionBody(Body):
@@ -250,6 +252,19 @@ class EngineBody(Body):
     admission: Literal["adaptive", "fixed"] = "adaptive"
     api_key: Text = ""
 
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        check_url(url)
+        return url
+
+    @field_validator("api_key")
+    @classmethod
+    def _fits_into_a_header(cls, key: str) -> str:
+        if not key.isascii() or not (key.isprintable() or not key):
+            raise ValueError("it goes into a header: printable ASCII characters only")
+        return key
+
     def to_spec(self) -> EngineSpec:
         return EngineSpec(
             id=engine_id(self.url) if self.id is None else check_id(self.id, "engine id"),
@@ -264,6 +279,23 @@ class EngineBody(Body):
             admission=Admission(self.admission),
             api_key=self.api_key,
         )
+
+
+def check_url(url: str) -> None:
+    """ValueError for an address that could never be connected to."""
+    if any(character.isspace() or not character.isprintable() for character in url):
+        raise ValueError("it has blanks or control characters in it")
+    parts = urlsplit(url)  # ValueError: brackets that do not match
+    if not parts.hostname:
+        raise ValueError("it names no host")
+    if parts.port == 0:  # ValueError: no number up to 65535
+        raise ValueError("port 0 is no port to connect to")
+    try:
+        host = parts.hostname.encode("idna")
+    except UnicodeError:
+        raise ValueError("its host has a part that is empty or longer than 63 characters") from None
+    if len(host) > 253:
+        raise ValueError("its host is longer than 253 characters")
 
 
 def engine_id(url: str) -> str:

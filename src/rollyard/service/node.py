@@ -98,7 +98,9 @@ async def run_node(
             )
         )
         shop, _ = await stack.enter_async_context(open_shop(settings, router, environments, agents, renderers))
-        ledger = Ledger(ArtifactFolder(settings.data_dir / "artifacts"), on_news=lambda: node.news())
+        artifacts = ArtifactFolder(settings.data_dir / "artifacts")
+        await artifacts.clear()  # of a life that was killed: what it had, the head has given to others
+        ledger = Ledger(artifacts, on_news=lambda: node.news())
         sizes = replace(pipeline_settings(settings), node=options.name)
         yard = NodeYard(as_store(ledger), shop, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
         link = await stack.enter_async_context(Link(head))

@@ -440,4 +440,7 @@ def _encode(record: Any) -> str:
 
 def _log_failure(rollout_id: str, future: asyncio.Future[None]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
+        if isinstance(error, Stale):  # a cancel ended it just before, and whoever moves it finds that out by itself
+            _log.debug("a move came too late", extra={"rollout": rollout_id, "reason": str(error)})
+            return
         _log.warning("a move was not written", extra={"rollout": rollout_id, "reason": str(error)})

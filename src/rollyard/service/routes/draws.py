@@ -110,7 +110,7 @@ async def get_batch(request: Request, draw_id: str, number: Count, query: Annota
     wait_s = house.wait_s(query.wait_s)
     batch = await while_wanted(request, keeper.batch(number, wait_s), house.closing) if wait_s else None
     if batch is None:
-        batch = await house.store.get_batch(draw_id, number)
+        batch = await keeper.found(number)
     return reply(batch_object(batch))
 
 
