@@ -45,7 +45,7 @@ async def test_a_group_with_more_bytes_than_sqlite_puts_into_a_text_is_read_and_
             assert found.status == 200 and len(found.body["members"]) == 30
             page = (await site.get("/v1/rollouts?limit=1000")).body
             assert 0 < len(page["rollouts"]) < 31 and page["next"] is not None
-        async with open_site(tmp_path) as site:
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
             assert (await site.get("/v1/groups/g")).body["state"] == "open"
             assert (await site.ended("small"))["reward"] == 1.0
             await site.delete("/v1/groups/g")
@@ -58,10 +58,10 @@ async def test_a_group_that_is_too_large_is_refused(tmp_path: Path, monkeypatch:
         for path, body in (
             ("/v1/groups", {"id": "g", "task": big, "size": 100}),
             ("/v1/draws", {"id": "d", "group_size": 100, "source": {"tasks": [big]}}),
-            ("/v1/evals", {"id": "e", "tasks": [big], "samples": 100}),
+            ("/v1/evals", {"id": "e", "source": {"tasks": [big]}, "k": 1, "samples": 100}),
         ):
             answer = await site.post(path, body)
-            assert (answer.status, answer.code) == (422, "invalid_request"), answer.body
+            assert (answer.status, answer.code) == (422, "invalid_request"), (path, answer.body)
             assert "100 rollouts of a task of 20" in answer.body["detail"] and "1 MiB" in answer.body["detail"]
         assert (await site.post("/v1/groups", {"id": "g", "task": big, "size": 10})).status == 202
 
@@ -78,7 +78,7 @@ async def test_a_group_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkey
             for name in ("good", "bad"):
                 assert (await site.post("/v1/groups", {"id": name, "task": task(), "size": 2})).status == 202
         monkeypatch.setattr(groups_module, "catch_up", broken)
-        async with open_site(tmp_path) as site:
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
             bad = (await site.get("/v1/groups/bad")).body
             assert (bad["state"], bad["reason"]) == ("failed", "internal_error")
             assert (await site.get("/v1/groups/good?wait_s=60")).body["state"] == "complete"

@@ -90,12 +90,13 @@ def test_a_trajectory_comes_back_as_it_was(value: Trajectory) -> None:
     assert decode_trajectory(bytes(encode_trajectory(value))) == value
 
 
+numbers = st.floats(-1e150, 1e150)
 scores = st.builds(
     Score,
-    finite,
-    st.dictionaries(text, finite, max_size=3),
-    st.dictionaries(text, finite, max_size=3),
-    st.lists(st.builds(TurnReward, small, small, finite), max_size=2).map(tuple),
+    numbers,
+    st.dictionaries(text, numbers, max_size=3),
+    st.dictionaries(text, numbers, max_size=3),
+    st.lists(st.builds(TurnReward, small, small, numbers), max_size=2).map(tuple),
 )
 failures = st.builds(
     Failure, text, st.just(Blame.POLICY), text, st.booleans(), st.booleans(), st.none() | text, objects

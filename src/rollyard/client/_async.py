@@ -13,6 +13,7 @@ rollout. Nothing is kept here: a trainer that restarts goes on with its ids and 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -30,6 +31,7 @@ from rollyard.client._wire import ARROW, Wire
 from rollyard.client.records import Event, JsonObject, Page, Record, Trace, Trajectory, read, read_object, read_page
 from rollyard.client.traces import read_trajectory
 from rollyard.core import Json, RollyardError, check_id, new_id
+from rollyard.core.failure import NotFound
 
 # `AsyncClient.list` hides the builtin in the class below, so lists are named here.
 Records = list[Record]
@@ -98,8 +100,17 @@ class AsyncClient(AsyncSampling):
         return _items(await self._wire.json("GET", "/runs"), "runs")
 
     async def delete_run(self, id: str) -> None:
-        """Cancels what has not ended, and forgets the run with all its rollouts."""
-        await self._wire.json("DELETE", f"/runs/{_part(id)}", wait_s=POLL_S)
+        """Cancels what has not ended, and forgets the run with all its rollouts. Returns when it is gone."""
+        path = f"/runs/{_part(id)}"
+        is_gone = await self._wire.json("DELETE", path, wait_s=POLL_S) is None
+        pause_s = 0.05
+        while not is_gone:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 2.0)
+            try:
+                await self._wire.json("GET", path)
+            except NotFound:
+                is_gone = True
 
     async def acknowledge(self, run: str, cursor: str) -> int:
         """What came up to that cursor is safely here: its traces may go. Returns how many did."""

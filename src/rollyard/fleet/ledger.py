@@ -142,6 +142,9 @@ class Ledger:
     async def list_runs(self) -> Sequence[Run]:
         return ()
 
+    async def doomed_runs(self) -> Sequence[str]:
+        return ()
+
     async def queued(self) -> Sequence[QueuedRow]:
         return ()
 

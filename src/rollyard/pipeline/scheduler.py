@@ -47,6 +47,11 @@ class Scheduler:
     def set_quota(self, run: Run) -> None:
         self._queue(run.id).max_live = run.max_live
 
+    def drop_run(self, run_id: str) -> None:
+        """Takes out all rows of a run."""
+        for row in [row for row in self._present.values() if row.run == run_id]:
+            del self._present[row.id]
+
     def forget_run(self, run_id: str) -> None:
         queue = self._runs.get(run_id)
         if queue is not None and queue.live == 0 and self._head(queue) is None:

@@ -417,5 +417,4 @@ class DrawKeeper:
         self._yard.enqueue(stored)
         self.bell.ring()  # before the cancels, each a write of its own: a batch that left hundreds over is closed now
         self._on_change()
-        for rollout_id in changes.cancels:
-            await self._yard.cancel(rollout_id, "its group was given up")
+        await self._yard.cancel_many(list(changes.cancels), "its group was given up")

@@ -68,7 +68,7 @@ class Evals:
         *,
         make_task: Callable[[RawTask, Run], Task],
         folders: Sequence[Path],
-        own: Callable[[Coroutine[Any, Any, None], str], None],
+        own: Callable[[Coroutine[Any, Any, None], str], object],
     ) -> None:
         self.bell = Bell()  # some evaluation has ended
         self._yard = yard

@@ -93,7 +93,7 @@ class Groups:
             return await self._store.get_group(group_id)
         group = opened.over(GroupState.CANCELLED, reason="cancelled")
         await self._store.step(Step(groups=(group,)))
-        await _cancel_all(self._yard, opened.at_work(), "its group was cancelled")
+        self._yard.cancel_later(opened.at_work(), "its group was cancelled")  # a restart finds what is left of them
         self._tell(group_id)
         return group
 
@@ -150,18 +150,13 @@ class Groups:
     async def _end(self, opened: OpenGroup, group: Group) -> None:
         self._open.pop(opened.id, None)  # first: a cancel that comes meanwhile is too late
         await self._store.step(Step(groups=(group,)))
-        await _cancel_all(self._yard, opened.at_work(), f"its group has failed: {group.reason}")
+        self._yard.cancel_later(opened.at_work(), f"its group has failed: {group.reason}")
         self._tell(opened.id)
 
     def _tell(self, group_id: str) -> None:
         self.bell.ring()
         for listener in self.on_over:
             listener(group_id)
-
-
-async def _cancel_all(yard: Yard, ids: Sequence[str], why: str) -> None:
-    for rollout_id in ids:
-        await yard.cancel(rollout_id, why)
 
 
 def new_group(

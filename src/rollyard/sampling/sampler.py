@@ -60,8 +60,9 @@ class Sampler:
         await self.groups.load(lone)
         await self.evals.load(lone)
         self._own(self.groups.main(), "groups")
-        for rollout_id in await self._store.orphans():
-            await self._yard.cancel(rollout_id, "its group was given up")
+        self._yard.cancel_later(await self._store.orphans(), "its group was given up")
+        for run_id in self._yard.doomed:
+            self._own(self._delete_run(run_id), f"delete {run_id}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -125,6 +126,17 @@ class Sampler:
         await keeper.rewind(batch, version)
         self._keep_going(keeper)
         return keeper
+
+    async def delete_run(self, run_id: str, within_s: float) -> bool:
+        """Whether it is gone after that time. If not, the deletion goes on, also in the next process."""
+        await self._yard.doom_run(run_id)
+        deleting = self._own(self._delete_run(run_id), f"delete {run_id}")
+        await asyncio.wait({deleting}, timeout=within_s)
+        return deleting.done()
+
+    async def _delete_run(self, run_id: str) -> None:
+        await self.close_run(run_id)
+        await self._yard.delete_run(run_id)
 
     async def close_run(self, run_id: str) -> None:
         """Ends all draws and evaluations of a run that is about to be deleted."""
@@ -213,13 +225,17 @@ class Sampler:
             if keeper.run.policy == policy:
                 keeper.wake()
 
-    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.current_task()
         try:
             await work
         except StoreUnusable as error:  # the yard sees it too, and ends the service
             log.error("the store cannot be used", extra={"error": str(error)})
+        except Exception:
+            log.exception("work of the sampler broke", extra={"work": task.get_name() if task else ""})

@@ -286,6 +286,8 @@ def check_url(url: str) -> None:
     if any(character.isspace() or not character.isprintable() for character in url):
         raise ValueError("it has blanks or control characters in it")
     parts = urlsplit(url)  # ValueError: brackets that do not match
+    if "[" in parts.netloc and not re.fullmatch(r"(?:[^@]*@)?\[[0-9A-Fa-f:.]+\](?::\d+)?", parts.netloc):
+        raise ValueError("its address in brackets is none")
     if not parts.hostname:
         raise ValueError("it names no host")
     if parts.port == 0:  # ValueError: no number up to 65535

@@ -147,6 +147,7 @@ def run_object(run: Run) -> JsonObject:
         "max_live": run.max_live,
         "trainable_on_deadline": run.trainable_on_deadline,
         "created_at": run.created_at,
+        "state": "active",
     }
 
 

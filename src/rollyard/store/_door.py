@@ -136,6 +136,18 @@ class SqlStore(ABC):
     async def list_runs(self) -> Sequence[Run]:
         return await self._read(_reads.list_runs)
 
+    async def doom_run(self, run_id: str) -> None:
+        await self._from_client(partial(_writes.doom_run, run_id=run_id))
+
+    async def doomed_runs(self) -> Sequence[str]:
+        return await self._read(_reads.doomed_runs)
+
+    async def queued_of(self, run_id: str, limit: int) -> Sequence[str]:
+        return await self._read(partial(_reads.queued_of, run_id=run_id, limit=limit))
+
+    async def count_of_run(self, run_id: str) -> int:
+        return await self._read(partial(_reads.count_of_run, run_id=run_id))
+
     async def delete_run(self, run_id: str) -> None:
         while await self._from_client(partial(_writes.forget_of_run, run_id=run_id)):
             pass
@@ -168,6 +180,9 @@ class SqlStore(ABC):
     async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
         row = await self._from_client(partial(_writes.request_cancel, rollout_id=rollout_id, detail=detail))
         return None if row is None else to_rollout(row)
+
+    async def cancel_many(self, ids: Sequence[str], detail: str) -> Sequence[str]:
+        return await self._from_client(partial(_writes.cancel_many, ids=ids, detail=detail))
 
     # --- groups, draws, evaluations -------------------------------------------------------------------
 
@@ -440,7 +455,9 @@ def _encode(record: Any) -> str:
 
 def _log_failure(rollout_id: str, future: asyncio.Future[None]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
-        if isinstance(error, Stale):  # a cancel ended it just before, and whoever moves it finds that out by itself
+        if (
+            isinstance(error, Stale) and error.state is State.ENDED
+        ):  # a cancel ended it just before, and whoever moves it finds that out by itself
             _log.debug("a move came too late", extra={"rollout": rollout_id, "reason": str(error)})
             return
         _log.warning("a move was not written", extra={"rollout": rollout_id, "reason": str(error)})

@@ -120,8 +120,25 @@ def page(
 def queued(connection: Connection) -> tuple[QueuedRow, ...]:
     fields = "'id', id, 'run', run, 'priority', priority, 'seq', seq, 'attempt', attempt"
     record = f"{connection.dialect.json_object}({fields})"
-    rest = "FROM rollouts WHERE state = 'queued' ORDER BY seq"
+    rest = "FROM rollouts WHERE state = 'queued' AND run NOT IN (SELECT id FROM runs WHERE is_doomed = 1) ORDER BY seq"
     return connection.read_records(record, rest, (), tuple[QueuedRow, ...])
+
+
+def queued_of(connection: Connection, run_id: str, limit: int) -> list[str]:
+    """Ids of rollouts of a run that wait."""
+    rows = connection.execute(
+        "SELECT id FROM rollouts WHERE run = ? AND ended_seq IS NULL AND state = 'queued' LIMIT ?", (run_id, limit)
+    ).fetchall()
+    return [row[0] for row in rows]
+
+
+def doomed_runs(connection: Connection) -> list[str]:
+    return [row[0] for row in connection.execute("SELECT id FROM runs WHERE is_doomed = 1 ORDER BY seq").fetchall()]
+
+
+def count_of_run(connection: Connection, run_id: str) -> int:
+    (count,) = connection.execute("SELECT COUNT(*) FROM rollouts WHERE run = ?", (run_id,)).fetchone()
+    return int(count)
 
 
 def counts(connection: Connection) -> dict[str, int]:

@@ -93,7 +93,8 @@ def misplaced(rollout_id: str, row: Row | None, at: Position) -> Stale | None:
         return Stale(f"rollout {rollout_id} is not in the store")
     _, state, attempt = row
     if (state, attempt) != (at.state, at.attempt):
-        return Stale(f"rollout {rollout_id} is in {state}, attempt {attempt}; not in {at.state}, attempt {at.attempt}")
+        where = f"is in {state}, attempt {attempt}; not in {at.state}, attempt {at.attempt}"
+        return Stale(f"rollout {rollout_id} {where}", State(state))
     return None
 
 

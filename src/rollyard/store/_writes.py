@@ -16,7 +16,7 @@ from rollyard.core import Rollout, State
 from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
 from rollyard.store._dialect import Connection, Row
 from rollyard.store._queue import Joint, Steps
-from rollyard.store._rows import cancelled, fetch, find, finish
+from rollyard.store._rows import cancelled, fetch, find, finish, finish_many
 from rollyard.store.base import Stale, eval_items
 
 T = TypeVar("T")
@@ -60,10 +60,12 @@ def sliced(rows: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def put_run(connection: Connection, run_id: str, digest: str, record: str) -> str:
-    row = connection.execute("SELECT digest, record FROM runs WHERE id = ?", (run_id,)).fetchone()
+    row = connection.execute("SELECT digest, record, is_doomed FROM runs WHERE id = ?", (run_id,)).fetchone()
     if row is None:
         connection.execute("INSERT INTO runs (id, digest, record) VALUES (?, ?, ?)", (run_id, digest, record))
         return record
+    if row[2]:
+        raise IdConflict(f"run {run_id!r} is being deleted: make it again when it is gone")
     if row[0] != digest:
         raise IdConflict(f"run {run_id!r} exists already, with another body")
     return row[1]
@@ -117,7 +119,8 @@ def submit(connection: Connection, rows: Sequence[NewRow]) -> Steps[list[Row | R
 
 def _known_runs(connection: Connection, runs: set[str]) -> set[str]:
     among, listed = connection.dialect.among.format("id"), connection.dialect.listed(sorted(runs))
-    return {row[0] for row in connection.execute(f"SELECT id FROM runs WHERE {among}", (listed,)).fetchall()}
+    rows = connection.execute(f"SELECT id FROM runs WHERE {among} AND is_doomed = 0", (listed,)).fetchall()
+    return {row[0] for row in rows}
 
 
 def _refusal(rows: Sequence[NewRow], known_runs: set[str]) -> Exception | None:
@@ -126,7 +129,7 @@ def _refusal(rows: Sequence[NewRow], known_runs: set[str]) -> Exception | None:
         return IdConflict("a rollout id is given twice in one call")
     for new in rows:
         if new.rollout.run not in known_runs:
-            return NotFound(f"there is no run {new.rollout.run!r}")
+            return NotFound(f"there is no run {new.rollout.run!r}, or it is being deleted")
     return None
 
 
@@ -226,6 +229,31 @@ def request_cancel(connection: Connection, rollout_id: str, detail: str) -> Row 
     if state == State.QUEUED:
         finish(connection, seq, cancelled(detail, State.QUEUED))
     return find(connection, rollout_id)
+
+
+def cancel_many(connection: Connection, ids: Sequence[str], detail: str) -> Steps[list[str]]:
+    """Those of them that were queued end, and are returned; the others are marked. Unknown ids are ignored."""
+    among, ending = connection.dialect.among.format("id"), cancelled(detail, State.QUEUED)
+    ended: list[str] = []
+    for few in sliced(ids):
+        listed = connection.dialect.listed(list(few))
+        connection.execute(
+            "UPDATE rollouts SET cancel_detail = ?, updated_at = ? "
+            f"WHERE {among} AND ended_seq IS NULL AND cancel_detail IS NULL",
+            (detail, time.time(), listed),
+        )
+        queued = connection.execute(
+            f"SELECT seq, id FROM rollouts WHERE {among} AND state = 'queued' ORDER BY seq", (listed,)
+        ).fetchall()
+        finish_many(connection, [(row[0], ending) for row in queued])
+        ended += [row[1] for row in queued]
+        yield
+    return ended
+
+
+def doom_run(connection: Connection, run_id: str) -> None:
+    if not connection.execute("UPDATE runs SET is_doomed = 1 WHERE id = ?", (run_id,)).rowcount:
+        raise NotFound(f"there is no run {run_id!r}")
 
 
 # --- what is deleted, CHUNK by CHUNK; each says how many it took, and whoever calls goes on until that is 0 -----

@@ -42,6 +42,11 @@ from rollyard.core.policy import PolicyRecord
 class Stale(Exception):
     """The row is not where the caller thought: somebody else moved it, or another server owns it."""
 
+    def __init__(self, detail: str = "", state: State | None = None) -> None:
+        """`state` is where the rollout is instead; None: it is not there, or this is about something else."""
+        super().__init__(detail)
+        self.state = state
+
 
 class StoreLocked(Exception):
     """Another process has this store open."""
@@ -174,6 +179,22 @@ class Store(Protocol):
 
     async def list_runs(self) -> Sequence[Run]: ...
 
+    async def doom_run(self, run_id: str) -> None:
+        """From now on nothing is submitted to it, and `queued` leaves its rollouts out; `delete_run` is to follow."""
+        ...
+
+    async def doomed_runs(self) -> Sequence[str]:
+        """Runs whose deletion was begun and is not complete."""
+        ...
+
+    async def queued_of(self, run_id: str, limit: int) -> Sequence[str]:
+        """Ids of rollouts of a run that wait, as many at most."""
+        ...
+
+    async def count_of_run(self, run_id: str) -> int:
+        """Rollouts that it has."""
+        ...
+
     async def delete_run(self, run_id: str) -> None:
         """Forgets a run and all its ended rollouts. `Stale` while one has not ended: cancel first, and wait."""
         ...
@@ -187,6 +208,11 @@ class Store(Protocol):
 
     async def request_cancel(self, rollout_id: str, detail: str) -> Rollout | None:
         """Durable before it returns. A queued one ends here; a live one is marked; None: a tombstone was left."""
+        ...
+
+    async def cancel_many(self, ids: Sequence[str], detail: str) -> Sequence[str]:
+        """In one transaction, durable before it returns. Queued ones end here, and are returned; live ones are marked;
+        ids that are not there leave no tombstone."""
         ...
 
     # what the pipeline does

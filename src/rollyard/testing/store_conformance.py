@@ -325,6 +325,62 @@ async def a_cancel_ends_what_is_queued_and_marks_what_is_live(open_store: Open) 
 
 
 @_check
+async def many_are_cancelled_at_once(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        ids = [f"r{i:03}" for i in range(150)]
+        await store.submit([submission(one) for one in ids])
+        at = await advance(store, "r000", State.RUN)
+        done = await advance(store, "r001", State.RUN)
+        before = await store.end("r001", done, completed())
+        assert set(await store.cancel_many([*ids, "nobody"], "no need")) == set(ids[2:])
+        assert await store.cancel_many(ids, "again") == []
+        marked = await store.get("r000")
+        assert marked.is_cancel_requested and marked.position == at
+        assert await store.get("r001") == before
+        assert all(_is_cancelled(one) for one in await store.get_many(ids[2:]))
+        (came,) = await store.submit([submission("nobody")])
+        assert not _is_cancelled(came), "an id that was not there leaves no tombstone"
+
+
+@_check
+async def tasks_are_stored_once_and_read_in_pages(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        large = Task("shell", {"instruction": "x" * 6_000_000})
+        await store.submit([Submission(Rollout(f"g-{i}", "run", large, group="g", index=i), {}) for i in range(7)])
+        seen: list[str] = []
+        after: str | None = None
+        while True:
+            page = await store.list(group="g", after=after, limit=1000)
+            assert 0 < len(page.rollouts) < 7 and all(one.task == large for one in page.rollouts)
+            seen += [one.id for one in page.rollouts]
+            after = page.next_cursor
+            if after is None:
+                break
+        assert seen == [f"g-{i}" for i in range(7)]
+        assert [one.id for one in await store.get_many(seen)] == seen
+
+
+@_check
+async def a_doomed_run_takes_nothing_and_begins_nothing(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_run(Run("doomed"), {})
+        await store.submit([submission("a", run="doomed"), submission("b", run="doomed"), submission("other")])
+        await raises(NotFound, store.doom_run("nobody's"))
+        await store.doom_run("doomed")
+        await raises(NotFound, store.submit([submission("c", run="doomed")]))
+        await raises(IdConflict, store.put_run(Run("doomed"), {}))
+    async with opened(open_store) as store:
+        assert list(await store.doomed_runs()) == ["doomed"]
+        assert [row.id for row in await store.queued()] == ["other"]
+        assert sorted(await store.queued_of("doomed", 10)) == ["a", "b"] and await store.count_of_run("doomed") == 2
+        await store.cancel_many(["a", "b"], "")
+        await store.delete_run("doomed")
+        assert list(await store.doomed_runs()) == []
+        await store.put_run(Run("doomed"), {})
+        await store.submit([submission("a", run="doomed")])
+
+
+@_check
 async def a_cancel_and_a_start_race_to_one_end(open_store: Open) -> None:
     async with opened(open_store) as store:
         ids = [f"r{i}" for i in range(40)]

@@ -8,16 +8,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import check_id
-from rollyard.core.failure import Draining, Forbidden, InvalidRequest
+from rollyard.core import Run, check_id
+from rollyard.core.failure import Draining, Forbidden
 from rollyard.service.auth import caller_of, require_mine
-from rollyard.service.house import house_of
+from rollyard.service.house import House, house_of
 from rollyard.service.models import AckBody, RunBody, read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.records import reply, run_object
-from rollyard.store.base import Stale
+from rollyard.service.records import JsonObject, reply, run_object
 
 router = APIRouter(prefix="/v1", tags=["runs"])
+
+DELETE_S = 0.05
+"""How long the deletion of a run is waited for: most have little left."""
 
 
 @router.post("/runs", status_code=201, openapi_extra=json_body(RunBody))
@@ -43,22 +45,28 @@ async def list_runs(request: Request) -> Response:
 
 @router.get("/runs/{run_id}")
 async def get_run(request: Request, run_id: str) -> Response:
-    return reply(run_object(await house_of(request).store.get_run(check_id(run_id, "run"))))
+    house = house_of(request)
+    return reply(await _run_object(house, await house.store.get_run(check_id(run_id, "run"))))
 
 
-@router.delete("/runs/{run_id}", status_code=204)
+async def _run_object(house: House, run: Run) -> JsonObject:
+    if run.id not in house.yard.doomed:
+        return run_object(run)
+    return {**run_object(run), "state": "deleting", "left": await house.store.count_of_run(run.id)}
+
+
+@router.delete("/runs/{run_id}", status_code=202)
 async def delete_run(request: Request, run_id: str) -> Response:
-    """Cancels what is left of a run, then forgets it and its rollouts. A trainer's token deletes only its own."""
+    """Cancels what is left of a run, then forgets it and its rollouts. 204: it is gone. 202: it is being deleted, which
+    goes on without the caller, and after a restart; `GET` says how many rollouts are left. A trainer's token deletes
+    only its own."""
     house, caller = house_of(request), caller_of(request)
     run = await house.store.get_run(check_id(run_id, "run"))
     if not caller.is_admin and caller.name != run.owner:
         raise Forbidden(f"run {run_id!r} was made with another token")
-    await house.sampler.close_run(run.id)
-    try:
-        await house.yard.delete_run(run.id)
-    except Stale as error:
-        raise InvalidRequest(f"run {run_id!r} got new rollouts while it was being deleted: delete it again") from error
-    return Response(status_code=204)
+    if run.id not in house.yard.doomed and await house.sampler.delete_run(run.id, DELETE_S):
+        return Response(status_code=204)
+    return reply(await _run_object(house, run), 202)
 
 
 @router.post("/runs/{run_id}/ack", openapi_extra=json_body(AckBody))
