@@ -11,6 +11,7 @@ import pytest
 
 from rollyard.core import Sampling
 from rollyard.engines import Health, Router
+from rollyard.engines import http as http_module
 from rollyard.engines.base import Generation
 from rollyard.engines.router_settings import RouterSettings
 from rollyard.testing.script import Rules
@@ -213,3 +214,34 @@ async def test_kept_calls_may_name_the_version_that_their_engine_gets() -> None:
         generation = await task
         assert versions(generation) <= {3, 4} and not generation.doubt
         assert health(router) is Health.UP
+
+
+@pytest.mark.parametrize("tells_start", [True, False])
+async def test_connections_that_we_close_ourselves_raise_no_doubt(
+    tells_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
+    async with ScriptedEngine(Rules(default=(WORDS,)), is_scale_out=False) as server:
+        server.control.is_there = False
+        server.started_at = server.started_at if tells_start else None
+        async with routed(server, settings=SLOW_WATCH) as router:
+            await router.policies.pause("default", holder="trainer")
+            await router.policies.resume("default", 3)
+            for _ in range(3):
+                await asyncio.sleep(0.1)
+                assert not (await sampled(router)).doubt
+
+
+async def test_a_restart_between_two_connections_is_found_by_the_time_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
+    async with ScriptedEngine(Rules(default=(WORDS,)), is_scale_out=False) as server:
+        server.control.is_there = False
+        async with routed(server, settings=SLOW_WATCH) as router:
+            await router.policies.pause("default", holder="trainer")
+            await router.policies.resume("default", 3)
+            assert not (await sampled(router)).doubt
+            await asyncio.sleep(0.1)  # nothing is connected
+            await server.restart()
+            assert "was started again" in (await sampled(router)).doubt

@@ -22,6 +22,7 @@ from rollyard.core import Deadline, Json, Message, Sampling
 from rollyard.core.engine import EngineSpec, Kind, Role
 from rollyard.core.policy import PauseMode
 from rollyard.core.trace import LogprobsKind
+from rollyard.engines.http import Contact
 from rollyard.engines.load import Load
 
 __all__ = [
@@ -149,8 +150,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def contact(self) -> int:
-        """A number that changes whenever another process may be listening at its address: see `Http.contact`."""
+    def contact(self) -> Contact:
+        """Changes whenever another process may be listening at its address."""
         ...
 
     async def started(self) -> str | None:

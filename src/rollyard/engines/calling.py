@@ -16,6 +16,7 @@ from rollyard.core import Deadline
 from rollyard.core.deadline import Alarm
 from rollyard.core.failure import EngineFailure, EngineRefused
 from rollyard.engines.base import Engine, GenerateRequest, Generation, OnTokens
+from rollyard.engines.http import Contact
 from rollyard.engines.pool import Call, Member, Pool
 from rollyard.engines.provenance import vouched
 
@@ -77,7 +78,7 @@ class Caller:
             return "clock", None
         limit = Deadline(model_s)
         call = Call(clock, limit, is_streamed=on_tokens is not None)
-        first_contact: int | None = None
+        first_contact: Contact | None = None
 
         def on_first(tokens: Sequence[int]) -> None:
             nonlocal first_contact

@@ -15,7 +15,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -66,11 +66,19 @@ class HttpReply:
     body: bytes  # empty of a stream that was read as it came
 
 
-@dataclass(slots=True)
-class _Contact:
-    """Whether whoever listens at a target is known to be the same as before."""
+class Contact(NamedTuple):
+    """While both numbers stay as they are, the process that answers at a target is the same one, unless a proxy is in
+    between."""
 
-    number: int = 0
+    losses: int = 0  # connections that the other side closed, or did not accept
+    gaps: int = 0  # times that a connection was opened while there was no other
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a target."""
+
+    contact: Contact = Contact()
     open: int = 0  # connections
 
 
@@ -80,7 +88,7 @@ class Http:
     def __init__(self) -> None:
         self._idle: dict[Target, list[_Connection]] = {}
         self._all: set[_Connection] = set()
-        self._contacts: dict[Target, _Contact] = {}
+        self._known: dict[Target, _Known] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,10 +105,8 @@ class Http:
     def idle(self) -> int:
         return sum(map(len, self._idle.values()))
 
-    def contact(self, target: Target) -> int:
-        """A number that stays the same for as long as a connection has been open all the time and the other side has
-        closed none. While it does, the process that answers is the same one, unless a proxy is in between."""
-        return self._contacts[target].number if target in self._contacts else 0
+    def contact(self, target: Target) -> Contact:
+        return self._known[target].contact if target in self._known else Contact()
 
     async def request(self, target: Target, head: bytes, body: bytes, most: int, on_body: OnBody | None) -> HttpReply:
         """`head` is the request's, whole. With `on_body`, an event stream goes there as it comes. HttpFailure,
@@ -125,8 +131,10 @@ class Http:
                     lambda: _Connection(self, target, loop), target.host, target.port, ssl=context
                 )
         except TimeoutError:
+            self._lost(target)
             raise HttpFailure(f"it did not accept a connection within {CONNECT_S:g} s") from None
         except (OSError, ssl.SSLError, ValueError, OverflowError) as error:  # or what is no address at all
+            self._lost(target)
             raise HttpFailure(f"{type(error).__name__}: {error}") from error
         self._all.add(connection)
         return connection
@@ -134,17 +142,21 @@ class Http:
     # --- for the connections
 
     def opened(self, target: Target) -> None:
-        contact = self._contacts.setdefault(target, _Contact())
-        contact.number += contact.open == 0
-        contact.open += 1
+        known = self._known.setdefault(target, _Known())
+        known.contact = known.contact._replace(gaps=known.contact.gaps + (known.open == 0))
+        known.open += 1
+
+    def _lost(self, target: Target) -> None:
+        known = self._known.setdefault(target, _Known())
+        known.contact = known.contact._replace(losses=known.contact.losses + 1)
 
     def keep(self, connection: _Connection) -> None:
         self._idle.setdefault(connection.target, []).append(connection)
 
     def forget(self, connection: _Connection, *, is_closed_by_us: bool) -> None:
-        contact = self._contacts[connection.target]
-        contact.number += not is_closed_by_us
-        contact.open -= 1
+        if not is_closed_by_us:
+            self._lost(connection.target)
+        self._known[connection.target].open -= 1
         self._all.discard(connection)
         waiting = self._idle.get(connection.target)
         if waiting and connection in waiting:

@@ -33,6 +33,7 @@ from rollyard.core.failure import EngineFailure, EngineUnavailable
 from rollyard.engines.admission import SessionCap
 from rollyard.engines.base import Engine, EngineInfo, EngineSpec, Generation, Load, PauseMode
 from rollyard.engines.elsewhere import Elsewhere
+from rollyard.engines.http import Contact
 from rollyard.engines.seats import Seats
 
 log = logging.getLogger("rollyard.engines")
@@ -89,7 +90,7 @@ class Call:
         self.versions: set[int] = set()  # that its engine had, or was about to get, since then
         self.said_version = -1  # the last that its engine had named by then
         self.is_told = False  # its engine had been given a version by then
-        self.contact = 0  # with its engine, when it began; see `Http.contact`
+        self.contact = Contact()  # with its engine, when it began
         self.cut_asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._clocks = clocks
@@ -132,7 +133,7 @@ class Member:
     version: int = 0  # of its weights, as far as it was told to us
     given_version: int | None = None  # that it has taken from us; None: it cannot be given one
     started: str | None = None  # when its process began, as it said when it had this version
-    vouched: int | None = None  # the contact in which it was last known to have this version
+    vouched: Contact | None = None  # the contact in which it was last known to have this version
     next_version: int | None = None  # that it is about to get
     is_paused: bool = False  # no call begins
     is_leaving: bool = False  # while it is paused, its sessions go elsewhere if they can

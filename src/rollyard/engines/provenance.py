@@ -8,8 +8,9 @@ reply; and what does not say it is believed only as long as the same process is 
                                     quarantined, and the part is doubtful.
     it was never given a version    it may name what it likes, but not go back: neither to a lower one, nor to none.
     it names none                   believed if its connections show that the process is the one that was given this
-                                    version (`Http.contact`); else it is asked for its version, or for the time at which
-                                    its process began. While neither can be known, its tokens are doubtful.
+                                    version (`http.Contact`); else it is asked for its version, or for the time at which
+                                    its process began. One that can say neither is believed until a connection was lost,
+                                    and from then on its tokens are doubtful.
 
 A policy whose weights nobody ever named has version 0 for whatever its engines serve: nothing can be wrong there
 unless an engine contradicts itself.
@@ -23,6 +24,7 @@ from dataclasses import replace
 
 from rollyard.core.failure import EngineFailure
 from rollyard.engines.base import Generation, VersionSpan
+from rollyard.engines.http import Contact
 from rollyard.engines.pool import Call, Health, Member
 
 log = logging.getLogger("rollyard.engines")
@@ -31,7 +33,7 @@ ASK_S = 10.0
 """For an engine to say which version it has, or when it was started."""
 
 
-async def vouched(member: Member, call: Call, part: Generation, first_contact: int | None) -> Generation:
+async def vouched(member: Member, call: Call, part: Generation, first_contact: Contact | None) -> Generation:
     """The part with a version for each of its tokens, and with a doubt if there is one. `first_contact` is the contact
     in which the first tokens of a stream came; None: it was not streamed."""
     if not part.token_ids:
@@ -46,10 +48,18 @@ async def vouched(member: Member, call: Call, part: Generation, first_contact: i
         distrust(member, doubt)
         return replace(stamped(part, -1), doubt=doubt)
     seen = member.engine.contact if first_contact is None else first_contact
-    if not member.pool.is_named or seen == call.contact == member.vouched:
+    if not member.pool.is_named or _is_same(member, call.contact, seen):
         return stamped(part, call.version)
     doubt = await doubt_of(member)
     return replace(stamped(part, call.version if not doubt else -1), doubt=doubt)
+
+
+def _is_same(member: Member, *contacts: Contact) -> bool:
+    """Whether it is the process that was last known to have its version, in all these moments."""
+    then = member.vouched
+    if then is None or member.started is not None or member.given_version is not None:
+        return all(contact == then for contact in contacts)
+    return all(contact.losses == then.losses for contact in contacts)
 
 
 def _is_allowed(member: Member, call: Call, version: int) -> bool:
@@ -102,7 +112,7 @@ async def doubt_of(member: Member) -> str:
         doubt = f"engine {member.id} was started again: its weights are not version {member.version}"
         distrust(member, doubt)
         return doubt
-    if contact in (member.engine.contact, member.engine.contact - 1):  # asking may have opened the first connection
+    if contact.losses == member.engine.contact.losses:
         member.vouched = member.engine.contact
     return ""
 

@@ -23,7 +23,7 @@ from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, En
 from rollyard.engines.base import ChatReply, Control, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
 from rollyard.engines.control import NoControl
 from rollyard.engines.extra import allowed_extra
-from rollyard.engines.http import DRAIN_S, Http
+from rollyard.engines.http import DRAIN_S, Contact, Http
 from rollyard.engines.load import Load, read_load, read_started
 from rollyard.engines.streaming import Stream
 from rollyard.engines.wire import MAX_DETAIL, Wire, session_headers
@@ -110,7 +110,7 @@ class RemoteEngine(ABC):
         return True
 
     @property
-    def contact(self) -> int:
+    def contact(self) -> Contact:
         return self._wire.contact
 
     async def started(self) -> str | None:

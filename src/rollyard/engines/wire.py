@@ -23,7 +23,7 @@ import orjson
 
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
 from rollyard.engines.base import EngineSpec
-from rollyard.engines.http import Http, HttpFailure, HttpReply, OnBody, Target, TooLarge
+from rollyard.engines.http import Contact, Http, HttpFailure, HttpReply, OnBody, Target, TooLarge
 
 MAX_REPLY_BYTES = 256 << 20  # 1M tokens with logprobs are about 100 MB of JSON
 MAX_DETAIL = 400  # characters of an engine's message that we repeat; some echo the whole prompt
@@ -56,7 +56,7 @@ class Wire:
         self._base_headers = _headers(base)
 
     @property
-    def contact(self) -> int:
+    def contact(self) -> Contact:
         """See `Http.contact`."""
         return self._http.contact(self._target)
 
