@@ -90,7 +90,7 @@ async def test_a_reply_of_several_choices_takes_no_engine_down(is_scale_out: boo
                     await complete(session)
         (status,) = router.list()
         assert (status.health, status.stats.failures) == (Health.UP, 0)
-        server.script = Rules(default=("fine",))
+        server.script = Rules(default=(Reply("fine"),))
         async with router.session("default", "s2") as session:
             assert (await complete(session)).token_ids
 

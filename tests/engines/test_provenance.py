@@ -14,11 +14,12 @@ from rollyard.engines import Health, Router
 from rollyard.engines import http as http_module
 from rollyard.engines.base import Generation
 from rollyard.engines.router_settings import RouterSettings
-from rollyard.testing.script import Rules
+from rollyard.testing.script import Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import complete, routed
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs into the woods"
+SAYS = Rules(default=(Reply(WORDS),))
 SLOW_WATCH = RouterSettings(watch_s=600.0, backoff_s=0.001, engine_wait_s=20.0, abort_grace_s=5.0, probe_s=20.0)
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 async def named(kind: str, version: int = 3, **fields: Any) -> AsyncGenerator[tuple[ScriptedEngine, Router], None]:
     """An engine whose policy has this version, and that no health check looks at."""
     async with (
-        ScriptedEngine(Rules(default=(WORDS,)), **KINDS[kind], **fields) as server,
+        ScriptedEngine(SAYS, **KINDS[kind], **fields) as server,
         routed(server, settings=SLOW_WATCH) as router,
     ):
         await router.policies.pause("default", holder="trainer")
@@ -57,7 +58,7 @@ def health(router: Router) -> Health:
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_same_engine_is_believed(kind: str, is_streamed: bool) -> None:
-    fields = {"on_tokens": lambda _: None} if is_streamed else {}
+    fields: dict[str, Any] = {"on_tokens": lambda _: None} if is_streamed else {}
     async with named(kind) as (_, router):
         for _ in range(3):
             generation = await sampled(router, **fields)
@@ -68,7 +69,7 @@ async def test_the_same_engine_is_believed(kind: str, is_streamed: bool) -> None
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_engine_started_again_between_two_rollouts_is_quarantined(kind: str, is_streamed: bool) -> None:
-    fields = {"on_tokens": lambda _: None} if is_streamed else {}
+    fields: dict[str, Any] = {"on_tokens": lambda _: None} if is_streamed else {}
     async with named(kind) as (server, router):
         await sampled(router, **fields)
         await server.restart()
@@ -111,8 +112,8 @@ async def test_started_again_between_two_tokens(kind: str) -> None:
 async def test_what_a_stream_told_before_its_engine_died_keeps_its_version() -> None:
     told: list[int] = []
     async with (
-        ScriptedEngine(Rules(default=(WORDS,)), tokens_per_s=40.0) as first,
-        ScriptedEngine(Rules(default=(WORDS,))) as second,
+        ScriptedEngine(SAYS, tokens_per_s=40.0) as first,
+        ScriptedEngine(SAYS) as second,
         routed(first, second, settings=SLOW_WATCH) as router,
     ):
         await router.policies.pause("default", holder="trainer")
@@ -141,7 +142,7 @@ async def test_an_older_version_is_a_contradiction_too() -> None:
 @pytest.mark.parametrize("tells_start", [True, False])
 async def test_an_engine_that_names_no_versions_is_asked_again_after_a_lost_connection(tells_start: bool) -> None:
     """It has neither versions nor controls. The time of its start, if it tells that, shows that it is the same."""
-    async with ScriptedEngine(Rules(default=(WORDS,)), is_scale_out=False) as server:
+    async with ScriptedEngine(SAYS, is_scale_out=False) as server:
         server.control.is_there = False
         server.started_at = server.started_at if tells_start else None
         async with routed(server, settings=SLOW_WATCH) as router:
@@ -160,7 +161,7 @@ async def test_an_engine_that_names_no_versions_is_asked_again_after_a_lost_conn
 
 
 async def test_one_that_names_no_versions_and_was_started_again_is_quarantined() -> None:
-    async with ScriptedEngine(Rules(default=(WORDS,)), is_scale_out=False) as server:
+    async with ScriptedEngine(SAYS, is_scale_out=False) as server:
         server.control.is_there = False
         async with routed(server, settings=SLOW_WATCH) as router:
             await router.policies.pause("default", holder="trainer")
@@ -172,7 +173,7 @@ async def test_one_that_names_no_versions_and_was_started_again_is_quarantined()
 
 async def test_the_watch_finds_a_restart_before_any_rollout_does() -> None:
     quick = RouterSettings(watch_s=0.05, backoff_s=0.001, engine_wait_s=20.0, probe_s=20.0)
-    async with ScriptedEngine(Rules(default=(WORDS,))) as server, routed(server, settings=quick) as router:
+    async with ScriptedEngine(SAYS) as server, routed(server, settings=quick) as router:
         await router.policies.pause("default", holder="trainer")
         await router.policies.resume("default", 3)
         await server.restart()
@@ -183,7 +184,7 @@ async def test_the_watch_finds_a_restart_before_any_rollout_does() -> None:
 
 async def test_weights_that_nobody_named_are_believed() -> None:
     """There is no version that its tokens could wrongly have."""
-    async with ScriptedEngine(Rules(default=(WORDS,))) as server, routed(server, settings=SLOW_WATCH) as router:
+    async with ScriptedEngine(SAYS) as server, routed(server, settings=SLOW_WATCH) as router:
         await sampled(router)
         await server.restart()
         generation = await sampled(router, "s2")
@@ -191,7 +192,7 @@ async def test_weights_that_nobody_named_are_believed() -> None:
 
 
 async def test_a_trainer_that_names_versions_to_the_engine_itself_may_go_on_but_not_back() -> None:
-    async with ScriptedEngine(Rules(default=(WORDS,))) as server, routed(server, settings=SLOW_WATCH) as router:
+    async with ScriptedEngine(SAYS) as server, routed(server, settings=SLOW_WATCH) as router:
         for version in ("7", "8"):
             server.version = version
             generation = await sampled(router)
@@ -221,7 +222,7 @@ async def test_connections_that_we_close_ourselves_raise_no_doubt(
     tells_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
-    async with ScriptedEngine(Rules(default=(WORDS,)), is_scale_out=False) as server:
+    async with ScriptedEngine(SAYS, is_scale_out=False) as server:
         server.control.is_there = False
         server.started_at = server.started_at if tells_start else None
         async with routed(server, settings=SLOW_WATCH) as router:
@@ -236,7 +237,7 @@ async def test_a_restart_between_two_connections_is_found_by_the_time_of_the_sta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
-    async with ScriptedEngine(Rules(default=(WORDS,)), is_scale_out=False) as server:
+    async with ScriptedEngine(SAYS, is_scale_out=False) as server:
         server.control.is_there = False
         async with routed(server, settings=SLOW_WATCH) as router:
             await router.policies.pause("default", holder="trainer")

@@ -292,7 +292,7 @@ async def test_a_number_beyond_the_stores_is_refused(tmp_path: Path, path: str) 
 
 async def test_the_last_batch_of_a_draw_that_has_ended_can_be_got_again(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
-        body = {"id": "d", "group_size": 2, "source": {"tasks": [task()]}, "keep": "all"}
+        body = {"id": "d", "group_size": 2, "source": {"tasks": [task()]}, "keep": "all", "epochs": 1}
         answer = await site.post("/v1/draws", body)
         assert answer.status == 201, answer.body
         number = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
@@ -78,7 +78,7 @@ class Contact(NamedTuple):
 class _Known:
     """What is known of a target."""
 
-    contact: Contact = Contact()
+    contact: Contact = field(default_factory=Contact)
     open: int = 0  # connections
 
 
