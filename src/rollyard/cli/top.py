@@ -107,6 +107,10 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
         speed,
         "",
     ]
+    for name, runtime in (status.get("runtimes") or {}).items():
+        if waiting := runtime.get("waiting_for_room"):
+            short = f"{number(waiting)} sandboxes of {plain(name)} wait: the machine is short of memory or disk"
+            parts.insert(-1, f"[red]{short}[/]")
     nodes: list[dict[str, Any]] = list(status.get("nodes") or ())
     if nodes:
         parts += [nodes_table(nodes), ""]

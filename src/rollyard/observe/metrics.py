@@ -77,6 +77,7 @@ class Snapshot:
     sandboxes: Mapping[str, int] = field(default_factory=dict[str, int])  # live, by runtime
     layer_bytes: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
     open_breakers: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
+    waiting_for_room: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
     nodes: Mapping[str, NodeState] = field(default_factory=dict[str, NodeState])  # by name
 
 
@@ -264,6 +265,11 @@ _GAUGES = {
     "sandboxes": ("rollyard_sandboxes", "runtime", "Live sandboxes."),
     "layer_bytes": ("rollyard_layer_bytes", "runtime", "Disk that kept set-ups take."),
     "open_breakers": ("rollyard_open_breakers", "runtime", "Images (or none) whose starts are being refused."),
+    "waiting_for_room": (
+        "rollyard_waiting_for_room",
+        "runtime",
+        "Sandboxes that wait to be started because the machine is short of memory or disk.",
+    ),
     "node_live": ("rollyard_node_live", "node", "Rollouts that are out at it."),
     "node_wants": ("rollyard_node_wants", "node", "Rollouts that it could take now."),
     "node_heard": ("rollyard_node_heard_seconds_ago", "node", "Since it was last heard of."),
@@ -315,6 +321,8 @@ class _State(Collector):
                 families["layer_bytes"].add_metric([runtime], size_bytes)
             for runtime, count in snapshot.open_breakers.items():
                 families["open_breakers"].add_metric([runtime], count)
+            for runtime, count in snapshot.waiting_for_room.items():
+                families["waiting_for_room"].add_metric([runtime], count)
             for name, node in snapshot.nodes.items():
                 families["node_live"].add_metric([name], node.live)
                 families["node_wants"].add_metric([name], node.wants)

@@ -54,7 +54,7 @@ async def evaluate(
                         stack.enter_context(shop.holding_image(task))
                         spec = shop.spec_of(task, plan, rollout.id)
                     spec = eval_spec(spec, plan, layers)
-                    sandbox = await start(shop, task, spec, lease_s=lease_s, metrics=metrics)
+                    sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
                     stack.push_async_callback(to_its_end, sandbox.kill)
                     watch(sandbox)
                     if plan.eval_mode == "fresh":

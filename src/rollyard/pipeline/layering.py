@@ -76,7 +76,8 @@ async def _make(
     phase = "start"
     try:
         async with clock.counting():
-            sandbox = await start(shop, task, spec, lease_s=task.limits.init_s + INIT_GRACE_S, metrics=metrics)
+            lease_s = task.limits.init_s + INIT_GRACE_S
+            sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
             try:
                 phase = "set-up"
                 with setting_up(f"{task.environment}.prepare"):

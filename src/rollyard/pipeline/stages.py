@@ -160,7 +160,7 @@ async def init(
                 has_doorway = outfit.needs_doorway or bool(shop.served_inside(task))
                 spec = replace(spec, binds=(*spec.binds, *outfit.binds), has_doorway=has_doorway)
                 init_lease_s = max(lease_s, task.limits.init_s + INIT_GRACE_S)
-                kit.sandbox = await start(shop, task, spec, lease_s=init_lease_s, metrics=metrics)
+                kit.sandbox = await start(shop, task, spec, clock, lease_s=init_lease_s, metrics=metrics)
                 await _serve_inside(kit, shop, task, rollout.id)
             phase = "set-up"
             context = EnvContext(task, rollout.id, kit.sandbox, shop.router)

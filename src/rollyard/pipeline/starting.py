@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 
-from rollyard.core import RollyardError, Task
+from rollyard.core import Deadline, RollyardError, Task
 from rollyard.core.failure import (
     DiskLimit,
     MemoryLimit,
@@ -33,9 +33,13 @@ FAIR_START_S = 30.0
 milliseconds, or the last of one that its set-up has used up, would else close all others out."""
 
 
-async def start(shop: Workshop, task: Task, spec: SandboxSpec, *, lease_s: float, metrics: Metrics | None) -> Sandbox:
-    """A running sandbox, or SandboxStartFailed."""
+async def start(
+    shop: Workshop, task: Task, spec: SandboxSpec, clock: Deadline, *, lease_s: float, metrics: Metrics | None
+) -> Sandbox:
+    """A running sandbox, or SandboxStartFailed. The clock is held while the machine has no room for one."""
     runtime = shop.runtime_of(task)
+    with clock.held():
+        await runtime.room()
     begun = time.monotonic()
     try:
         with boundary(SandboxStartFailed, "the runtime"), shop.breakers.guard(runtime.name, spec.image):

@@ -63,6 +63,7 @@ class LaunchedRuntime(ABC):
         self._start_s, self._kill_s = start_s, kill_s
         # Starts are bound by the CPU: more at once only makes each of them slower.
         self._starting = asyncio.Semaphore(max_starting or 4 * (os.cpu_count() or 1))
+        self.waiting = 0  # for room
         self._zygote = Zygote(self.name)
         self._live: dict[str, LaunchedSandbox] = {}
         self._keepers: dict[str, Keeper] = {}
@@ -166,6 +167,13 @@ class LaunchedRuntime(ABC):
         return control
 
     # --- starting ---
+
+    async def room(self) -> None:
+        self.waiting += 1
+        try:
+            await self._wait_for_room()
+        finally:
+            self.waiting -= 1
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
         async with self._gate(spec):

@@ -223,6 +223,15 @@ class Runtime(Protocol):
         """Where its layers lie; the caller's to fill and prune."""
         ...
 
+    @property
+    def waiting(self) -> int:
+        """How many callers of `room` wait because the machine is short of memory or disk."""
+        ...
+
+    async def room(self) -> None:
+        """Returns when the machine has memory and disk for one more sandbox."""
+        ...
+
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> Sandbox:
         """A running sandbox, or SandboxStartFailed. Cancelling it leaves nothing behind."""
         ...

@@ -78,5 +78,6 @@ def snapshot(yard: Yard, router: Router) -> Snapshot:
             for policy in router.policies.all()
         },
         layer_bytes={name: layers.size_bytes for name, layers in yard.shop.layers.items()},
+        waiting_for_room={name: runtime.waiting for name, runtime in yard.shop.runtimes.items()},
         open_breakers=dict.fromkeys(yard.shop.runtimes, 0) | yard.shop.breakers.open_by_runtime(),
     )

@@ -32,7 +32,8 @@ async def readyz(request: Request) -> Response:
         await house.store.list(limit=1)
     except StoreUnusable as error:
         return problem(InternalError(f"the store cannot be used: {error}"), status=503)
-    return reply({"status": "ready"})
+    waiting = sum(runtime.waiting for runtime in house.shop.runtimes.values())
+    return reply({"status": "ready", "waiting_for_room": waiting})
 
 
 @router.get("/metrics")

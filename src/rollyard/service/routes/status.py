@@ -48,6 +48,7 @@ async def status(request: Request) -> Response:
                     "is_default": name == house.shop.default_runtime,
                     "is_isolated": runtime.is_isolated,
                     "features": house.runtimes.get(name, {}),
+                    "waiting_for_room": runtime.waiting,
                     "layers": layers_object(house.shop.layers.get(name)),
                     "breakers": house.shop.breakers.status(name),
                 }

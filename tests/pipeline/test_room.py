@@ -1,0 +1,49 @@
+"""A machine that is short of memory or disk: rollouts wait, free of charge, and everybody can see that."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollyard.core import Outcome, State
+from rollyard.sandbox.bubblewrap import BubblewrapRuntime
+from tests.pipeline.site import finish, says, shell, shell_task, site
+
+
+def set_pressure(runtime: Any, *, is_low: bool) -> None:
+    """As the warden tells it."""
+    runtime._limiter._on_pressure(is_low, 0, 0)
+
+
+async def test_waiting_for_room_counts_against_no_deadline(tmp_path: Path) -> None:
+    async with site(tmp_path, says(shell("touch done"), finish())) as yard:
+        assert isinstance(yard.runtime, BubblewrapRuntime)
+        set_pressure(yard.runtime, is_low=True)
+        task = shell_task()
+        task = replace(task, limits=replace(task.limits, init_s=1.0))
+        rollout_id = await yard.submit(task)
+        async with asyncio.timeout(30):
+            while yard.runtime.waiting == 0:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(2.0)  # twice as long as INIT may take
+        assert (await yard.store.get(rollout_id)).state is State.INIT
+        set_pressure(yard.runtime, is_low=False)
+        rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
+        assert rollout.attempt == 1 and not rollout.lost and yard.runtime.waiting == 0
+
+
+async def test_a_cancel_ends_the_waiting(tmp_path: Path) -> None:
+    async with site(tmp_path, says(finish())) as yard:
+        assert isinstance(yard.runtime, BubblewrapRuntime)
+        set_pressure(yard.runtime, is_low=True)
+        rollout_id = await yard.submit(shell_task())
+        async with asyncio.timeout(30):
+            while yard.runtime.waiting == 0:
+                await asyncio.sleep(0.02)
+        await yard.yard.cancel(rollout_id)
+        rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None and rollout.ending.outcome is Outcome.CANCELLED
+        assert yard.runtime.waiting == 0
+        set_pressure(yard.runtime, is_low=False)
+        yard.nothing_left()
