@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
+from aiohttp import web
 
 from rollyard.client import AsyncClient, ServiceUnreachable
-from rollyard.core.failure import QueueFull
+from rollyard.core.failure import QueueFull, StoreLost
 from tests.client.served import Proxy, Yard, served, task
 
 
@@ -102,3 +103,29 @@ async def test_the_events_go_on_after_a_dropped_connection(yard: Yard):
                     event = await anext(events)
         assert (event.rollout, event.outcome) == (record.id, "cancelled")
         await events.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_lost_store_is_waited_for_by_calls_that_may_be_repeated():
+    seen: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        seen.append(request.method)
+        if len(seen) == 1:
+            body = {"code": "store_lost", "detail": "it is away", "status": 503}
+            return web.json_response(body, status=503, headers={"Retry-After": "0"})
+        return web.json_response({"runs": []})
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with AsyncClient(url, "t" * 16, retry_s=30) as client:
+            assert list(await client.list_runs()) == [] and seen == ["GET", "GET"]
+            seen.clear()
+            with pytest.raises(StoreLost, match="it is away"):
+                await client.rescore("r1")
+            assert seen == ["POST"], "whether it was done is not known: it is not sent again"
+    finally:
+        await runner.cleanup()

@@ -1,5 +1,6 @@
 """Every refusal of the API, over real HTTP: its status, its code, and what it says."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -283,3 +284,23 @@ async def test_of_many_tasks_the_refusal_says_which(site: Site) -> None:
     answer = await site.post("/v1/rollouts", {"rollouts": bodies})
     assert (answer.status, answer.code) == (422, "unknown_environment")
     assert answer.body["path"] == "rollouts[2].task"
+
+
+async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_site(tmp_path) as site:
+        host, _, port = site.url.removeprefix("http://").partition(":")
+        for _ in range(3):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                f"POST /v1/rollouts HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {site.token}\r\n"
+                "Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{".encode()
+            )
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+            await writer.wait_closed()
+        await asyncio.sleep(0.2)
+        assert (await site.get("/healthz")).status == 200
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []

@@ -38,7 +38,7 @@ async def test_the_house_is_in_order_while_it_stands(tmp_path: Path) -> None:
         assert stat.S_IMODE(data.stat().st_mode) == 0o700
         assert stat.S_IMODE((data / "token").stat().st_mode) == 0o600
         assert (data / "url").read_text().strip() == site.url
-        assert (await site.get("/readyz")).body == {"status": "ready"}
+        assert (await site.get("/readyz")).body == {"status": "ready", "waiting_for_room": 0}
         with pytest.raises(StoreLocked):
             async with serve(settings(tmp_path)):
                 pass
@@ -113,7 +113,9 @@ async def test_a_store_that_cannot_be_used_is_not_ready(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.served.house.store.close()
         answer = await site.get("/readyz")
-        assert (answer.status, answer.code) == (503, "internal_error")
+        assert (answer.status, answer.code) == (503, "store_lost")
+        assert int(answer.headers["retry-after"]) > 0
+        assert (await site.get("/v1/runs")).code == "store_lost"
         assert (await site.get("/healthz")).status == 200
 
 

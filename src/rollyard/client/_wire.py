@@ -1,8 +1,8 @@
 """One HTTP call, sent until it is answered, refused, or out of time.
 
 What is tried again. 429, and 503 while the service shuts down: it refused and did nothing, so any call is sent
-again, after the Retry-After it names. No answer (refused, dropped, timed out): only calls that may be repeated
-(reads, deletes, and whatever carries the client's own id), or calls that were never sent at all.
+again, after the Retry-After it names. No answer (refused, dropped, timed out), or a service that has lost its store:
+only calls that may be repeated (reads, deletes, and whatever carries the client's own id), or that were never sent.
 
 Invariant: the tries of one call together wait at most `retry_s`; then the last error is raised as it is.
 """
@@ -21,6 +21,7 @@ import orjson
 from rollyard.client._errors import ServiceUnreachable, UnexpectedReply, error_of
 from rollyard.client._find import Place
 from rollyard.core import RollyardError
+from rollyard.core.failure import StoreLost
 
 CONNECTIONS = 1024  # long-polls hold one each; more of them wait their turn
 BACKOFF_S = (0.1, 5.0)  # first and longest pause between tries
@@ -94,7 +95,8 @@ class Wire:
                 return await self._once(method, path, body, params, accept, wait_s)
             except Again as again:
                 error = again.error
-                if isinstance(error, ServiceUnreachable) and again.was_sent and not may_repeat:
+                is_unsure = isinstance(error, ServiceUnreachable | StoreLost)  # whether it did what was asked
+                if is_unsure and again.was_sent and not may_repeat:
                     raise error from again.__cause__
                 delay_s = again.after_s if again.after_s is not None else pause_s * random.uniform(0.5, 1.0)
                 if time.monotonic() + delay_s > give_up:
@@ -162,7 +164,7 @@ async def raise_for(reply: aiohttp.ClientResponse, data: bytes, where: str) -> N
     except orjson.JSONDecodeError:
         problem = None
     error = error_of(reply.status, problem, where)
-    if reply.status == 429 or (reply.status == 503 and error.code == "draining"):
+    if reply.status == 429 or (reply.status == 503 and error.code in ("draining", "store_lost")):
         raise Again(error, was_sent=True, after_s=_retry_after_s(reply.headers.get("Retry-After")))
     raise error
 

@@ -28,7 +28,7 @@
         ├── SessionConflict  BatchConflict  SourceClosed  VersionConflict
         ├── NodeUnknown  NodeReplaced
         ├── PolicyConflict  PolicyPinned  PolicyStuck
-        └── BodyTooLarge  QueueFull  Draining
+        └── BodyTooLarge  QueueFull  StoreLost  Draining
 
 Invariants. A code is stable for ever: trainers switch on it. Blame follows the cause, and infra needs
 positive evidence from the host. Only a PolicyFailure may carry a reward. `no model call was made` is never
@@ -469,6 +469,13 @@ class BodyTooLarge(RequestError):
 class QueueFull(RequestError):
     status = 429
     remedy = "Wait as long as Retry-After says, then send the same body again."
+
+
+class StoreLost(RequestError):
+    """The store cannot be used now: whether a write was stored is not known."""
+
+    status = 503
+    remedy = "Look at the database or the disk, and start the service again. What was acknowledged is safe."
 
 
 class Draining(RequestError):

@@ -17,12 +17,13 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard.core import Json, RollyardError
-from rollyard.core.failure import InternalError, InvalidRequest, NotFound, RequestError
+from rollyard.core.failure import InternalError, InvalidRequest, NotFound, RequestError, StoreLost
+from rollyard.store.base import StoreUnusable
 
 log = logging.getLogger("rollyard.service")
 
@@ -108,7 +109,11 @@ def install(app: FastAPI) -> None:
             return problem(wrong, status=405, headers=error.headers)
         return problem(RequestError(str(error.detail)), status=error.status_code, headers=error.headers)
 
+    async def store(_: Request, error: Exception) -> Response:
+        return problem(StoreLost(f"the store cannot be used: {error}"))
+
     app.add_exception_handler(RollyardError, ours)
+    app.add_exception_handler(StoreUnusable, store)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)
 
@@ -132,6 +137,8 @@ class CatchAll:
 
         try:
             await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            log.debug("a client left in the midst of its request", extra={"path": scope["path"]})
         except Exception as error:
             log.exception("a call broke", extra={"method": scope["method"], "path": scope["path"]})
             if is_begun:

@@ -6,12 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from rollyard.core.failure import Draining, InternalError
+from rollyard.core.failure import Draining
 from rollyard.service import openapi
 from rollyard.service.house import house_of
-from rollyard.service.problems import problem
 from rollyard.service.records import reply
-from rollyard.store.base import StoreUnusable
 
 router = APIRouter(tags=["health"])
 
@@ -28,10 +26,7 @@ async def readyz(request: Request) -> Response:
     house = house_of(request)
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
-    try:
-        await house.store.list(limit=1)
-    except StoreUnusable as error:
-        return problem(InternalError(f"the store cannot be used: {error}"), status=503)
+    await house.store.list(limit=1)  # StoreLost, 503
     waiting = sum(runtime.waiting for runtime in house.shop.runtimes.values())
     return reply({"status": "ready", "waiting_for_room": waiting})
 
