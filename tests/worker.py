@@ -24,9 +24,9 @@ FIRST_PORT = 12_000
 """Linux gives out 32768 and up: to clients, and to servers that ask for any port."""
 
 UIDS = 4096
-PREFIX = f"rollyard-tests-{Path('/proc/self/ns/pid').stat().st_ino}-"
-"""Of the names of what a run makes; its pid follows. A pid says whether its owner lives only in the same namespace, and
-some tests run pytest in one of their own."""
+PREFIX = f"ry-tests-{Path('/proc/self/ns/pid').stat().st_ino & 0xFFFF:x}-"
+"""Of the names of what a run makes; its pid follows. Short, because sockets lie below. The PID namespace is in it: a
+pid says whether its owner lives only there, and some tests run pytest in a namespace of their own."""
 
 SHM = Path("/dev/shm")
 MEMORY_BYTES = 8 << 30
