@@ -34,7 +34,7 @@ test: ## the whole test suite, with the real vLLM and real tokenizers
 	@scripts/real-parts
 	$(PYTEST)
 
-quick: ## the tests that take seconds, without vLLM and the trainers
+quick: ## the tests that take less than a second each
 	@scripts/setup dev
 	$(PYTEST) -m "not slow and not vllm and not trainers and not local"
 

@@ -1,8 +1,8 @@
 """The reference trainer as a person starts it, with a tiny model: cut after each phase, killed, and run to its end.
 
-The first run has four lives. Engine, service and trainer are real processes of `alone.py`, and all of them end with
-each life. The model is random and earns no reward, so what is looked at is the way, not what is learned from it (that
-is in `inside`): which steps there are, what a step tells, and whether a new life goes on where the checkpoint is.
+Engine, service and trainer are real processes of `alone.py`, and all of them end with each life of a run. The model is
+random and earns no reward. So these tests look at which steps there are, what a step reports, and whether a new life
+goes on where the checkpoint is; `tests/with_torch` shows what is learned.
 """
 
 from __future__ import annotations
