@@ -94,3 +94,11 @@ async def test_a_rollout_that_breaks_a_lease_ends_and_the_others_are_leased(
             for number in (1, 2, 3):
                 record = await site.ended(f"good-{number}")
                 assert (record["reward"], record["attempt"]) == (1.0, 1)
+
+
+async def test_a_node_deletes_the_artifacts_of_an_earlier_life(tmp_path: Path) -> None:
+    left = tmp_path / "n1" / "artifacts" / "ab" / "abcd" / "1" / "file"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of a rollout that the head has given to another node")
+    async with open_head(tmp_path) as site, loop_node(site, tmp_path, "n1"):
+        assert not left.exists()

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollyard.pipeline.yard import Yard
 from rollyard.sampling import groups as groups_module
 from rollyard.sampling import opening
+from rollyard.sampling.draws import DrawKeeper
 from rollyard.sampling.opening import OpenGroup, catch_up
-from rollyard.store import SqliteStore, Store, _reads
-from rollyard.store import sqlite as sqlite_module
+from rollyard.store import SqliteStore, Store
 from tests.service.site import engine_table, open_site, scripted, task
+from tests.store.small_texts import lower_limits
 
 
-@pytest.fixture
-def small_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite refuses a text of more than 1 MiB."""
-    connect = sqlite_module._connect
-
-    def limited(*args: Any, **fields: Any) -> Any:
-        connection = connect(*args, **fields)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 20)
-        return connection
-
-    monkeypatch.setattr(sqlite_module, "_connect", limited)
-    monkeypatch.setattr(_reads, "PAGE_BYTES", 400_000)
-
-
-@pytest.mark.usefixtures("small_texts")
 async def test_a_group_with_more_bytes_than_sqlite_puts_into_a_text_is_read_and_outlives_a_restart(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lower_limits(monkeypatch)
     big = task("x" * 150_000)
     async with scripted() as engine:
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
@@ -64,6 +49,10 @@ async def test_a_group_that_is_too_large_is_refused(tmp_path: Path, monkeypatch:
             answer = await site.post(path, body)
             assert (answer.status, answer.code) == (422, "invalid_request"), (path, answer.body)
             assert "100 rollouts of a task of 20" in answer.body["detail"] and "1 MiB" in answer.body["detail"]
+        grows = {"id": "p", "group_size": 100, "source": {"push": True}}
+        assert (await site.post("/v1/draws", grows)).status == 201
+        pushed = await site.post("/v1/draws/p/tasks", {"tasks": [big]})
+        assert pushed.status == 422 and "tasks.0: 100 rollouts of a task" in pushed.body["detail"]
         assert (await site.post("/v1/groups", {"id": "g", "task": big, "size": 10})).status == 202
 
 
@@ -83,6 +72,28 @@ async def test_a_group_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkey
             bad = (await site.get("/v1/groups/bad")).body
             assert (bad["state"], bad["reason"]) == ("failed", "internal_error")
             assert (await site.get("/v1/groups/good?wait_s=60")).body["state"] == "complete"
+
+
+async def test_a_draw_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = DrawKeeper.load
+
+    async def broken(self: DrawKeeper, groups: Any) -> None:
+        if self.draw.id == "bad":
+            raise ValueError("what it has cannot be read")
+        await load(self, groups)
+
+    async with scripted() as engine:
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            for name in ("good", "bad"):
+                body = {"id": name, "group_size": 2, "source": {"tasks": [task()]}}
+                assert (await site.post("/v1/draws", body)).status == 201
+        with monkeypatch.context() as patch:
+            patch.setattr(DrawKeeper, "load", broken)
+            async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+                assert (await site.get("/v1/draws/good")).body["state"] == "active"
+        async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
+            bad = (await site.get("/v1/draws/bad")).body
+            assert (bad["state"], bad["reason"]) == ("ended", "unusable") and "cannot be read" in bad["detail"]
 
 
 async def test_a_rollout_that_cannot_be_read_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +118,3 @@ async def test_a_rollout_that_cannot_be_read_ends_alone(tmp_path: Path, monkeypa
         assert (bad["outcome"], bad["failure"]["code"]) == ("failed", "internal_error")
         assert "cannot be decoded" in bad["failure"]["detail"] and bad["reward"] is None
         assert good["reward"] == 1.0
-        assert isinstance(site.served.house.yard, Yard)

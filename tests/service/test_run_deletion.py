@@ -2,10 +2,14 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollyard.pipeline.yard import Yard
 from rollyard.service.routes import runs
+from rollyard.store import SqliteStore
+from rollyard.store.base import Stale
 from tests.service.site import Site, engine_table, open_site, scripted, task
 
 MANY = 3000
@@ -26,29 +30,36 @@ async def gone(site: Site, run: str = "long") -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_run_with_a_long_queue_is_being_deleted_when_its_caller_is_answered(
+async def test_a_run_with_a_long_queue_is_deleted_after_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "DELETE_S", 0.0)
+    may_go, delete = asyncio.Event(), Yard.delete_run
+
+    async def delayed(self: Yard, run_id: str) -> None:
+        await may_go.wait()
+        await delete(self, run_id)
+
+    monkeypatch.setattr(Yard, "delete_run", delayed)
     async with open_site(tmp_path) as site:
         await fill(site)
-        answer = await site.delete("/v1/runs/long")
-        assert answer.status == 202 and answer.body["state"] == "deleting" and answer.body["left"] == MANY
-        assert (await site.delete("/v1/runs/long")).status in (202, 404), "a second time it is the same"
+        for _ in range(2):  # a second call is the same
+            answer = await site.delete("/v1/runs/long")
+            assert (answer.status, answer.body["state"], answer.body["left"]) == (202, "deleting", MANY)
+        assert (await site.get("/v1/runs/long")).body["state"] == "deleting"
         late = await site.post("/v1/rollouts", {"id": "late", "run": "long", "task": task()})
-        assert late.status == 404
+        assert late.status == 404 and "is being deleted" in late.body["detail"]
         again = await site.post("/v1/runs", {"id": "long"})
-        assert again.status in (409, 201)
-        await gone(site) if again.status == 409 else None
+        assert again.status == 409 and "is being deleted" in again.body["detail"]
+        may_go.set()
+        await gone(site)
         assert (await site.get("/v1/status")).body["states"]["queued"] == 0
+        assert (await site.post("/v1/runs", {"id": "long"})).status == 201
 
 
-async def test_a_deletion_that_was_cut_off_goes_on_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deletion_goes_on_after_a_restart(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await fill(site)
-        await site.served.house.yard.doom_run("long")  # and here the service is killed
+        await site.served.house.yard.cancelling.begin_deletion("long")  # here the service is killed
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("mine")
         assert (await site.ended("mine"))["reward"] == 1.0
@@ -56,7 +67,38 @@ async def test_a_deletion_that_was_cut_off_goes_on_after_a_restart(
         assert (await site.get("/v1/rollouts/long-0")).status == 404
 
 
-async def test_a_small_run_is_gone_when_its_caller_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rollout_that_comes_back_during_the_deletion_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, calls = SqliteStore.delete_run, 0
+
+    async def stale_at_first(self: SqliteStore, run_id: str) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise Stale("it was requeued")
+        return await delete(self, run_id)
+
+    monkeypatch.setattr(SqliteStore, "delete_run", stale_at_first)
+    async with open_site(tmp_path) as site:
+        assert (await site.post("/v1/runs", {"id": "long"})).status == 201
+        assert (await site.delete("/v1/runs/long")).status == 202
+        await gone(site)
+
+
+async def test_a_deletion_that_fails_is_not_reported_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Yard, run_id: str) -> None:
+        raise ValueError("it cannot be deleted")
+
+    monkeypatch.setattr(Yard, "delete_run", broken)
+    monkeypatch.setattr(runs, "DELETE_S", 60.0)
+    async with open_site(tmp_path) as site:
+        assert (await site.post("/v1/runs", {"id": "long"})).status == 201
+        assert (await site.delete("/v1/runs/long")).status == 202
+        assert (await site.get("/healthz")).status == 200
+
+
+async def test_a_small_run_is_gone_when_the_caller_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "DELETE_S", 60.0)
     async with open_site(tmp_path) as site:
         assert (await site.post("/v1/runs", {"id": "small"})).status == 201
@@ -65,7 +107,7 @@ async def test_a_small_run_is_gone_when_its_caller_is_answered(tmp_path: Path, m
         assert (await site.get("/v1/runs/small")).status == 404
 
 
-async def test_a_cancelled_groups_rollouts_end_though_nobody_waits_for_them(tmp_path: Path) -> None:
+async def test_the_rollouts_of_a_cancelled_group_end_in_the_background(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await site.hold()
         assert (await site.post("/v1/groups", {"id": "g", "task": task(), "size": 2000})).status == 202
@@ -74,3 +116,20 @@ async def test_a_cancelled_groups_rollouts_end_though_nobody_waits_for_them(tmp_
             while (await site.get("/v1/status")).body["states"]["queued"]:
                 await asyncio.sleep(0.02)
         assert (await site.get("/v1/rollouts/g-1999")).body["outcome"] == "cancelled"
+
+
+async def test_a_cancel_in_the_background_that_fails_does_not_end_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: SqliteStore, ids: Any, detail: str) -> Any:
+        raise ValueError("a row cannot be read")
+
+    monkeypatch.setattr(SqliteStore, "cancel_many", broken)
+    async with open_site(tmp_path) as site:
+        await site.hold()
+        assert (await site.post("/v1/groups", {"id": "g", "task": task(), "size": 2})).status == 202
+        assert (await site.delete("/v1/groups/g")).status == 202
+        async with asyncio.timeout(30):
+            while "a task of the pipeline failed" not in caplog.text:
+                await asyncio.sleep(0.02)
+        assert (await site.get("/readyz")).status == 200

@@ -177,6 +177,18 @@ async def test_a_move_that_nobody_awaits_logs_its_failure(
     assert [record.rollout for record in caplog.records if hasattr(record, "rollout")] == ["nobody"]  # type: ignore[attr-defined]
 
 
+async def test_a_move_of_a_rollout_that_was_just_cancelled_is_no_warning(
+    open_any: AnyOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with await open_any() as store:
+        await store.put_run(Run("run"), {})
+        await store.submit([submission("a")])
+        await store.request_cancel("a", "no need")
+        with caplog.at_level(logging.WARNING, "rollyard.store"), pytest.raises(Stale):
+            await store.move("a", Position(), Position(State.INIT))
+    assert [record for record in caplog.records if hasattr(record, "rollout")] == []
+
+
 async def test_illegal_moves_are_refused_at_once(open_any: AnyOpener) -> None:
     async with await open_any() as store:
         with pytest.raises(IllegalMove):

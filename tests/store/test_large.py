@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,13 @@ import pytest
 
 from rollyard.core import Group, Rollout, Run, State, Task
 from rollyard.sampling.opening import rollouts_of
-from rollyard.store import SqliteStore, Submission, _reads
-from rollyard.store import sqlite as sqlite_module
-from rollyard.store._dialect import SqliteConnection
-
-LIMIT = 1 << 20
-"""Of SQLite, for one text. It is 10⁹ bytes elsewhere."""
+from rollyard.store import SqliteStore, Submission
+from tests.store.small_texts import lower_limits
 
 
 @pytest.fixture(autouse=True)
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
-    connect = sqlite_module._connect
-
-    def limited(*args: Any, **fields: Any) -> SqliteConnection:
-        connection = connect(*args, **fields)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LIMIT)
-        return connection
-
-    monkeypatch.setattr(sqlite_module, "_connect", limited)
-    monkeypatch.setattr(_reads, "PAGE_BYTES", 400_000)
-    yield
+def small_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower_limits(monkeypatch)
 
 
 @pytest.fixture

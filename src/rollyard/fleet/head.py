@@ -64,7 +64,7 @@ class HeadYard(LeasingYard):
             seat = self.shop.router.seats(run.policy).take() if is_sitting else None
             self._hold(Leased(rollout, run, None, seat, claimant=row.node))
             self._unclaimed.add(rollout.id)
-        self._loops += [self._own(self._watch), self._own(self._give_back_unclaimed)]
+        self._loops += [self._own(loop, is_vital=True) for loop in (self._watch, self._give_back_unclaimed)]
         return self
 
     def resize(self, sizes: Mapping[str, int]) -> None:

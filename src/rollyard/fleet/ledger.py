@@ -142,7 +142,7 @@ class Ledger:
     async def list_runs(self) -> Sequence[Run]:
         return ()
 
-    async def doomed_runs(self) -> Sequence[str]:
+    async def deleting_runs(self) -> Sequence[str]:
         return ()
 
     async def queued(self) -> Sequence[QueuedRow]:

@@ -25,6 +25,7 @@ from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.attempt import Attempt
 from rollyard.pipeline.base import Live, Shutdown
+from rollyard.pipeline.cancelling import Cancelling
 from rollyard.pipeline.hub import Hub
 from rollyard.pipeline.pool import Pool
 from rollyard.pipeline.rescoring import Rescoring
@@ -36,12 +37,6 @@ from rollyard.store.base import QueuedRow, Retention, Store, StoreUnusable, Subm
 log = logging.getLogger("rollyard.pipeline")
 
 SWEEP_EVERY_S = 60.0
-
-CANCELS = 1000
-"""In one transaction: about 20 ms, for which other writes wait."""
-
-PUBLISHED = 64
-"""Records read at once, to be published."""
 
 
 class Yard:
@@ -70,9 +65,9 @@ class Yard:
         self._taking: dict[str, str] = {}  # admitted, and being read from the store: each one's run
         self._arriving = 0  # being stored: their places in the queue are taken
         self.rescoring = Rescoring(self)
+        self.cancelling = Cancelling(self)
         self._max_live = settings.max_live
         self._runs: dict[str, Run] = {}
-        self.doomed: set[str] = set()  # runs that are being deleted
         self._tasks = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
@@ -88,14 +83,14 @@ class Yard:
         await self._tasks.__aenter__()
         for run in await self.store.list_runs():
             self.know(run)
-        self.doomed.update(await self.store.doomed_runs())
+        self.cancelling.deleting.update(await self.store.deleting_runs())
         for row in await self.store.queued():
             self.scheduler.push(row)
         for rollout_id in self.store.recovered.evals:
             rollout = await self.store.get(rollout_id)
             self.scheduler.adopt(rollout.run)
             self._own(partial(self._live, Attempt(self, rollout, self._runs[rollout.run])))
-        self._loops = [self._own(self._tick), self._own(self._sweep)]
+        self._loops = [self._own(self._tick, is_vital=True), self._own(self._sweep, is_vital=True)]
         self.wake()
         return self
 
@@ -198,44 +193,13 @@ class Yard:
             await asyncio.wait_for(asyncio.shield(end), within_s)
         return await self.store.get(rollout_id)
 
-    async def cancel_many(self, ids: Sequence[str], detail: str) -> None:
-        """Like `cancel` of each, with a few transactions for all that are queued."""
-        for first in range(0, len(ids), CANCELS):
-            few = ids[first : first + CANCELS]
-            queued = [rollout_id for rollout_id in few if self.scheduler.remove(rollout_id)]
-            ended = set(await self.store.cancel_many(queued, detail)) if queued else set[str]()
-            await self._publish_all([rollout_id for rollout_id in queued if rollout_id in ended])
-            for rollout_id in few:
-                if rollout_id not in ended:
-                    await self.cancel(rollout_id, detail)
-
     def cancel_later(self, ids: Sequence[str], detail: str) -> None:
-        """The same, when its caller has been answered."""
-        self._own(partial(self.cancel_many, list(ids), detail))
-
-    async def _publish_all(self, ids: Sequence[str]) -> None:
-        for first in range(0, len(ids), PUBLISHED):
-            for rollout in await self.store.get_many(ids[first : first + PUBLISHED]):
-                self.publish(rollout)
-
-    async def doom_run(self, run_id: str) -> None:
-        """Durable: from now on nothing of it is begun. `delete_run` does the rest, in this life or the next."""
-        await self.store.doom_run(run_id)
-        self.doomed.add(run_id)
-        self.scheduler.drop_run(run_id)
+        """Cancels them in the background."""
+        self._own(partial(self.cancelling.cancel_many, list(ids), detail))
 
     async def delete_run(self, run_id: str) -> None:
-        """Cancels what is not ended, waits for it, forgets the run. It is doomed already."""
-        detail = "its run was deleted"
-        while ids := await self.store.queued_of(run_id, CANCELS):
-            await self._publish_all(await self.store.cancel_many(ids, detail))
-        for rollout_id in [one for one, attempt in self.live.items() if attempt.run.id == run_id]:
-            await self.cancel(rollout_id, detail)
-        while any(attempt.run.id == run_id for attempt in self.live.values()):
-            self._idle.clear()
-            await self._idle.wait()
-        await self.store.delete_run(run_id)
-        self.doomed.discard(run_id)
+        """After `cancelling.begin_deletion`: cancels what has not ended, waits for it, and forgets the run."""
+        await self.cancelling.delete(run_id)
         self._runs.pop(run_id, None)
         self.scheduler.forget_run(run_id)
 
@@ -411,12 +375,19 @@ class Yard:
             self.wake()
 
     def _own(
-        self, work: Callable[[], Coroutine[object, object, None]], row: QueuedRow | None = None
+        self,
+        work: Callable[[], Coroutine[object, object, None]],
+        row: QueuedRow | None = None,
+        *,
+        is_vital: bool = False,
     ) -> asyncio.Task[None]:
-        """`row`: the work is for this rollout alone. What goes wrong with it ends it, and not the service."""
-        return self._tasks.create_task(self._guarded(work, row))
+        """An unexpected error ends the rollout of `row`, if given, and is logged. Only of vital work, without which
+        nothing goes on, it ends the service."""
+        return self._tasks.create_task(self._guarded(work, row, is_vital))
 
-    async def _guarded(self, work: Callable[[], Coroutine[object, object, None]], row: QueuedRow | None) -> None:
+    async def _guarded(
+        self, work: Callable[[], Coroutine[object, object, None]], row: QueuedRow | None, is_vital: bool
+    ) -> None:
         """A store that broke ends everything that is live, once and with one reason; it is not each one's failure."""
         try:
             try:
@@ -424,9 +395,12 @@ class Yard:
             except StoreUnusable:
                 raise
             except Exception as error:
-                if row is None:
+                if is_vital:
                     raise
-                await self._give_up(row, error)
+                if row is not None:
+                    await self._give_up(row, error)
+                else:
+                    log.exception("a task of the pipeline failed")
         except StoreUnusable as error:
             if self.broken is None:
                 log.critical("the store is unusable", extra={"reason": str(error)})
@@ -435,8 +409,8 @@ class Yard:
                 self.broke.set()
 
     async def _give_up(self, row: QueuedRow, error: Exception) -> None:
-        """Ends a rollout that could not even be begun."""
-        log.error("a rollout cannot be begun", exc_info=error, extra={"rollout": row.id})
+        """Ends a rollout that could not be started."""
+        log.error("a rollout could not be started", exc_info=error, extra={"rollout": row.id})
         failure = InternalError(f"{type(error).__name__}: {error}").failure(State.QUEUED)
         try:
             at = Position(State.QUEUED, row.attempt)
@@ -444,7 +418,7 @@ class Yard:
         except StoreUnusable:
             raise
         except Exception:  # it went another way meanwhile, or cannot even be read back
-            log.exception("a rollout that cannot be begun could not be ended", extra={"rollout": row.id})
+            log.exception("a rollout that could not be started could not be ended", extra={"rollout": row.id})
 
     # --- the two loops --------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from rollyard.sampling.bell import Bell
 from rollyard.sampling.drawing import Drawing, Flying
 from rollyard.sampling.flock import Changes, Flock
 from rollyard.sampling.keep import Keep
-from rollyard.sampling.opening import OpenGroup, catch_up
+from rollyard.sampling.opening import OpenGroup, catch_up, check_members
 from rollyard.sampling.order import Order
 from rollyard.store.base import Step, StoreUnusable
 from rollyard.store.codec import to_json
@@ -215,7 +215,7 @@ class DrawKeeper:
             raise InvalidRequest("tasks can only be pushed to a draw whose source is push")
         for place, (_, task) in enumerate(tasks):
             try:
-                self._make_task(task)
+                check_members(self._make_task(task), self.draw.config.group_size)
             except RollyardError as error:
                 error.detail = f"tasks.{place}: {error.detail}"
                 raise
@@ -417,4 +417,4 @@ class DrawKeeper:
         self._yard.enqueue(stored)
         self.bell.ring()  # before the cancels, each a write of its own: a batch that left hundreds over is closed now
         self._on_change()
-        await self._yard.cancel_many(list(changes.cancels), "its group was given up")
+        await self._yard.cancelling.cancel_many(list(changes.cancels), "its group was given up")

@@ -61,7 +61,7 @@ class Sampler:
         await self.evals.load(lone)
         self._own(self.groups.main(), "groups")
         self._yard.cancel_later(await self._store.orphans(), "its group was given up")
-        for run_id in self._yard.doomed:
+        for run_id in self._yard.cancelling.deleting:
             self._own(self._delete_run(run_id), f"delete {run_id}")
         return self
 
@@ -128,11 +128,10 @@ class Sampler:
         return keeper
 
     async def delete_run(self, run_id: str, within_s: float) -> bool:
-        """Whether it is gone after that time. If not, the deletion goes on, also in the next process."""
-        await self._yard.doom_run(run_id)
-        deleting = self._own(self._delete_run(run_id), f"delete {run_id}")
-        await asyncio.wait({deleting}, timeout=within_s)
-        return deleting.done()
+        """Whether the run is gone after that time. If not, the deletion goes on, also after a restart."""
+        await self._yard.cancelling.begin_deletion(run_id)
+        await asyncio.wait({self._own(self._delete_run(run_id), f"delete {run_id}")}, timeout=within_s)
+        return run_id not in self._yard.cancelling.deleting
 
     async def _delete_run(self, run_id: str) -> None:
         await self.close_run(run_id)
@@ -238,4 +237,4 @@ class Sampler:
         except StoreUnusable as error:  # the yard sees it too, and ends the service
             log.error("the store cannot be used", extra={"error": str(error)})
         except Exception:
-            log.exception("work of the sampler broke", extra={"work": task.get_name() if task else ""})
+            log.exception("a task of the sampler failed", extra={"task": task.get_name() if task else ""})

@@ -136,11 +136,11 @@ class SqlStore(ABC):
     async def list_runs(self) -> Sequence[Run]:
         return await self._read(_reads.list_runs)
 
-    async def doom_run(self, run_id: str) -> None:
-        await self._from_client(partial(_writes.doom_run, run_id=run_id))
+    async def begin_deletion(self, run_id: str) -> None:
+        await self._from_client(partial(_writes.begin_deletion, run_id=run_id))
 
-    async def doomed_runs(self) -> Sequence[str]:
-        return await self._read(_reads.doomed_runs)
+    async def deleting_runs(self) -> Sequence[str]:
+        return await self._read(_reads.deleting_runs)
 
     async def queued_of(self, run_id: str, limit: int) -> Sequence[str]:
         return await self._read(partial(_reads.queued_of, run_id=run_id, limit=limit))

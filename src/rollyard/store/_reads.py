@@ -120,7 +120,9 @@ def page(
 def queued(connection: Connection) -> tuple[QueuedRow, ...]:
     fields = "'id', id, 'run', run, 'priority', priority, 'seq', seq, 'attempt', attempt"
     record = f"{connection.dialect.json_object}({fields})"
-    rest = "FROM rollouts WHERE state = 'queued' AND run NOT IN (SELECT id FROM runs WHERE is_doomed = 1) ORDER BY seq"
+    rest = (
+        "FROM rollouts WHERE state = 'queued' AND run NOT IN (SELECT id FROM runs WHERE is_deleting = 1) ORDER BY seq"
+    )
     return connection.read_records(record, rest, (), tuple[QueuedRow, ...])
 
 
@@ -132,8 +134,8 @@ def queued_of(connection: Connection, run_id: str, limit: int) -> list[str]:
     return [row[0] for row in rows]
 
 
-def doomed_runs(connection: Connection) -> list[str]:
-    return [row[0] for row in connection.execute("SELECT id FROM runs WHERE is_doomed = 1 ORDER BY seq").fetchall()]
+def deleting_runs(connection: Connection) -> list[str]:
+    return [row[0] for row in connection.execute("SELECT id FROM runs WHERE is_deleting = 1 ORDER BY seq").fetchall()]
 
 
 def count_of_run(connection: Connection, run_id: str) -> int:

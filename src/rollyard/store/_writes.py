@@ -60,7 +60,7 @@ def sliced(rows: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def put_run(connection: Connection, run_id: str, digest: str, record: str) -> str:
-    row = connection.execute("SELECT digest, record, is_doomed FROM runs WHERE id = ?", (run_id,)).fetchone()
+    row = connection.execute("SELECT digest, record, is_deleting FROM runs WHERE id = ?", (run_id,)).fetchone()
     if row is None:
         connection.execute("INSERT INTO runs (id, digest, record) VALUES (?, ?, ?)", (run_id, digest, record))
         return record
@@ -119,7 +119,7 @@ def submit(connection: Connection, rows: Sequence[NewRow]) -> Steps[list[Row | R
 
 def _known_runs(connection: Connection, runs: set[str]) -> set[str]:
     among, listed = connection.dialect.among.format("id"), connection.dialect.listed(sorted(runs))
-    rows = connection.execute(f"SELECT id FROM runs WHERE {among} AND is_doomed = 0", (listed,)).fetchall()
+    rows = connection.execute(f"SELECT id FROM runs WHERE {among} AND is_deleting = 0", (listed,)).fetchall()
     return {row[0] for row in rows}
 
 
@@ -251,8 +251,8 @@ def cancel_many(connection: Connection, ids: Sequence[str], detail: str) -> Step
     return ended
 
 
-def doom_run(connection: Connection, run_id: str) -> None:
-    if not connection.execute("UPDATE runs SET is_doomed = 1 WHERE id = ?", (run_id,)).rowcount:
+def begin_deletion(connection: Connection, run_id: str) -> None:
+    if not connection.execute("UPDATE runs SET is_deleting = 1 WHERE id = ?", (run_id,)).rowcount:
         raise NotFound(f"there is no run {run_id!r}")
 
 

@@ -179,11 +179,11 @@ class Store(Protocol):
 
     async def list_runs(self) -> Sequence[Run]: ...
 
-    async def doom_run(self, run_id: str) -> None:
+    async def begin_deletion(self, run_id: str) -> None:
         """From now on nothing is submitted to it, and `queued` leaves its rollouts out; `delete_run` is to follow."""
         ...
 
-    async def doomed_runs(self) -> Sequence[str]:
+    async def deleting_runs(self) -> Sequence[str]:
         """Runs whose deletion was begun and is not complete."""
         ...
 

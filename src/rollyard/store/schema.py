@@ -145,7 +145,7 @@ V4 = (
     "ALTER TABLE rollouts ADD COLUMN body INTEGER REFERENCES bodies (id)",
     "CREATE INDEX rollouts_body ON rollouts (body) WHERE body IS NOT NULL",
     # It is being deleted: nothing of it is begun any more.
-    "ALTER TABLE runs ADD COLUMN is_doomed INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE runs ADD COLUMN is_deleting INTEGER NOT NULL DEFAULT 0",
 )
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4)

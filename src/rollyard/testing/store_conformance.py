@@ -361,23 +361,23 @@ async def tasks_are_stored_once_and_read_in_pages(open_store: Open) -> None:
 
 
 @_check
-async def a_doomed_run_takes_nothing_and_begins_nothing(open_store: Open) -> None:
+async def a_run_that_is_being_deleted_takes_nothing_and_begins_nothing(open_store: Open) -> None:
     async with opened(open_store) as store:
-        await store.put_run(Run("doomed"), {})
-        await store.submit([submission("a", run="doomed"), submission("b", run="doomed"), submission("other")])
-        await raises(NotFound, store.doom_run("nobody's"))
-        await store.doom_run("doomed")
-        await raises(NotFound, store.submit([submission("c", run="doomed")]))
-        await raises(IdConflict, store.put_run(Run("doomed"), {}))
+        await store.put_run(Run("old"), {})
+        await store.submit([submission("a", run="old"), submission("b", run="old"), submission("other")])
+        await raises(NotFound, store.begin_deletion("nobody's"))
+        await store.begin_deletion("old")
+        await raises(NotFound, store.submit([submission("c", run="old")]))
+        await raises(IdConflict, store.put_run(Run("old"), {}))
     async with opened(open_store) as store:
-        assert list(await store.doomed_runs()) == ["doomed"]
+        assert list(await store.deleting_runs()) == ["old"]
         assert [row.id for row in await store.queued()] == ["other"]
-        assert sorted(await store.queued_of("doomed", 10)) == ["a", "b"] and await store.count_of_run("doomed") == 2
+        assert sorted(await store.queued_of("old", 10)) == ["a", "b"] and await store.count_of_run("old") == 2
         await store.cancel_many(["a", "b"], "")
-        await store.delete_run("doomed")
-        assert list(await store.doomed_runs()) == []
-        await store.put_run(Run("doomed"), {})
-        await store.submit([submission("a", run="doomed")])
+        await store.delete_run("old")
+        assert list(await store.deleting_runs()) == []
+        await store.put_run(Run("old"), {})
+        await store.submit([submission("a", run="old")])
 
 
 @_check

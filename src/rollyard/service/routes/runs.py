@@ -50,7 +50,7 @@ async def get_run(request: Request, run_id: str) -> Response:
 
 
 async def _run_object(house: House, run: Run) -> JsonObject:
-    if run.id not in house.yard.doomed:
+    if run.id not in house.yard.cancelling.deleting:
         return run_object(run)
     return {**run_object(run), "state": "deleting", "left": await house.store.count_of_run(run.id)}
 
@@ -64,7 +64,7 @@ async def delete_run(request: Request, run_id: str) -> Response:
     run = await house.store.get_run(check_id(run_id, "run"))
     if not caller.is_admin and caller.name != run.owner:
         raise Forbidden(f"run {run_id!r} was made with another token")
-    if run.id not in house.yard.doomed and await house.sampler.delete_run(run.id, DELETE_S):
+    if run.id not in house.yard.cancelling.deleting and await house.sampler.delete_run(run.id, DELETE_S):
         return Response(status_code=204)
     return reply(await _run_object(house, run), 202)
 
