@@ -44,7 +44,7 @@ async def test_they_say_which_engines_there_are_and_which_take_calls_and_survive
         (policy,) = gates.policies
         assert (policy.name, policy.version, policy.is_named, policy.is_paused) == ("default", 3, True, False)
         first, second = policy.engines
-        assert first == EngineGate("e1", 3, given_version=3, started=str(one.started_at))
+        assert first == EngineGate("e1", 3, is_given=True, started=str(one.started_at))
         assert (second.is_paused, second.is_quarantined, second.version) == (True, True, 3)
         assert "did not take its version" in second.error
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=Gates) == gates

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from rollyard.core import Sampling
+from rollyard.core.policy import PolicyRecord
 from rollyard.engines import Health, Router
 from rollyard.engines import http as http_module
 from rollyard.engines.base import Generation
+from rollyard.engines.following import FollowingRouter
 from rollyard.engines.router_settings import RouterSettings
 from rollyard.testing.script import Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
-from tests.engines.parts import complete, routed
+from tests.engines.parts import complete, routed, spec_of
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs into the woods"
 SAYS = Rules(default=(Reply(WORDS),))
@@ -62,7 +64,7 @@ async def test_the_same_engine_is_believed(kind: str, is_streamed: bool) -> None
     async with named(kind) as (_, router):
         for _ in range(3):
             generation = await sampled(router, **fields)
-            assert (versions(generation), generation.doubt) == ({3}, "")
+            assert (versions(generation), generation.untrainable) == ({3}, "")
         assert health(router) is Health.UP
 
 
@@ -74,20 +76,20 @@ async def test_an_engine_started_again_between_two_rollouts_is_quarantined(kind:
         await sampled(router, **fields)
         await server.restart()
         generation = await sampled(router, "s2", **fields)
-        assert "was it started again?" in generation.doubt and 3 not in versions(generation)
+        assert "was it restarted?" in generation.untrainable and 3 not in versions(generation)
         assert health(router) is Health.QUARANTINED
 
         await router.policies.resume("default", 4)
         again = await sampled(router, "s3", **fields)
-        assert (versions(again), again.doubt, health(router)) == ({4}, "", Health.UP)
+        assert (versions(again), again.untrainable, health(router)) == ({4}, "", Health.UP)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_started_again_between_two_calls_of_a_session(kind: str) -> None:
     async with named(kind) as (server, router), router.session("default", "s1") as session:
-        assert not (await complete(session)).doubt
+        assert not (await complete(session)).untrainable
         await server.restart()
-        assert (await complete(session)).doubt
+        assert (await complete(session)).untrainable
         assert health(router) is Health.QUARANTINED
 
 
@@ -106,7 +108,7 @@ async def test_started_again_between_two_tokens(kind: str) -> None:
                 await asyncio.sleep(0.01)
         await router.policies.resume("default", 4)
         generation = await task
-        assert generation.doubt, "a part of it was sampled by nobody knows which weights"
+        assert generation.untrainable, "a part of it was sampled by nobody knows which weights"
 
 
 async def test_what_a_stream_told_before_its_engine_died_keeps_its_version() -> None:
@@ -128,47 +130,103 @@ async def test_what_a_stream_told_before_its_engine_died_keeps_its_version() -> 
             await dying.stop()
             generation = await task
             assert other.engine is not None
-        assert (versions(generation), generation.doubt) == ({3}, "")
+        assert (versions(generation), generation.untrainable) == ({3}, "")
 
 
 async def test_an_older_version_is_a_contradiction_too() -> None:
     async with named("generate") as (server, router):
         server.version = "2"
         generation = await sampled(router)
-        assert "says version 2 where it had version 3" in generation.doubt
+        assert "reports version 2 where it had version 3" in generation.untrainable
         assert health(router) is Health.QUARANTINED
 
 
-@pytest.mark.parametrize("tells_start", [True, False])
-async def test_an_engine_that_names_no_versions_is_asked_again_after_a_lost_connection(tells_start: bool) -> None:
-    """It has neither versions nor controls. The time of its start, if it tells that, shows that it is the same."""
+@asynccontextmanager
+async def silent(*, reports_start: bool = True) -> AsyncGenerator[tuple[ScriptedEngine, Router], None]:
+    """An engine of version 3 that returns no versions and has no controls."""
     async with ScriptedEngine(SAYS, is_scale_out=False) as server:
         server.control.is_there = False
-        server.started_at = server.started_at if tells_start else None
+        server.started_at = server.started_at if reports_start else None
         async with routed(server, settings=SLOW_WATCH) as router:
             await router.policies.pause("default", holder="trainer")
             await router.policies.resume("default", 3)
-            assert not (await sampled(router)).doubt
-            await server.stop()  # a network that was cut: the process is the same
-            await server.start()
-            generation = await sampled(router, "s2")
-            assert bool(generation.doubt) is not tells_start
-            assert health(router) is Health.UP
-            if not tells_start:
-                assert "cannot say which weights it has" in generation.doubt and versions(generation) == {-1}
-                await router.policies.resume("default", 3, engines=["e1"])
-                assert not (await sampled(router, "s3")).doubt
+            yield server, router
 
 
-async def test_one_that_names_no_versions_and_was_started_again_is_quarantined() -> None:
-    async with ScriptedEngine(SAYS, is_scale_out=False) as server:
-        server.control.is_there = False
-        async with routed(server, settings=SLOW_WATCH) as router:
-            await router.policies.pause("default", holder="trainer")
-            await router.policies.resume("default", 3)
+@pytest.mark.parametrize("reports_start", [True, False])
+async def test_an_engine_without_versions_is_verified_after_a_lost_connection(reports_start: bool) -> None:
+    async with silent(reports_start=reports_start) as (server, router):
+        assert not (await sampled(router)).untrainable
+        await server.stop()  # the connection is lost, and the process stays the same
+        await server.start()
+        generation = await sampled(router, "s2")
+        assert bool(generation.untrainable) is not reports_start
+        assert health(router) is Health.UP
+        if not reports_start:
+            assert "does not report which weights it has" in generation.untrainable
+            assert versions(generation) == {-1}
+            await router.policies.resume("default", 3, engines=["e1"])
+            assert not (await sampled(router, "s3")).untrainable
+
+
+@pytest.mark.parametrize("reports_start", [True, False])
+async def test_connections_that_we_close_ourselves_are_no_loss(
+    reports_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
+    async with silent(reports_start=reports_start) as (_, router):
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            assert not (await sampled(router)).untrainable
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_an_engine_without_versions_that_was_restarted_is_quarantined(
+    is_idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_idle:  # nothing is connected when it restarts
+        monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
+    async with silent() as (server, router):
+        assert not (await sampled(router)).untrainable
+        await asyncio.sleep(0.1 if is_idle else 0)
+        await server.restart()
+        assert "was restarted" in (await sampled(router)).untrainable
+        assert health(router) is Health.QUARANTINED
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+async def test_a_restart_of_the_engine_while_the_service_was_down_is_found(is_restarted: bool) -> None:
+    saved: dict[str, PolicyRecord] = {}
+
+    async def save(record: PolicyRecord) -> None:
+        saved[record.name] = record
+
+    async with silent() as (server, router):
+        router.policies.save = save
+        await router.policies.resume("default", 4)
+        if is_restarted:
             await server.restart()
-            generation = await sampled(router)
-            assert "was started again" in generation.doubt and health(router) is Health.QUARANTINED
+        async with Router(SLOW_WATCH) as next_router:
+            next_router.policies.restore(saved.values())
+            status = await next_router.add(spec_of(server))
+            assert (status.health is Health.QUARANTINED) is is_restarted
+            if not is_restarted:
+                generation = await sampled(next_router)
+                assert (versions(generation), generation.untrainable) == ({4}, "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_node_finds_it_too(kind: str) -> None:
+    """Its calls go to the engine directly, and only the head gives the engine a version."""
+    async with named(kind) as (server, head), FollowingRouter(SLOW_WATCH) as node:
+        await node.follow(head.gates())
+        async with asyncio.timeout(20):
+            while health(node) is not Health.UP:
+                await asyncio.sleep(0.01)
+        generation = await sampled(node)
+        assert (versions(generation), generation.untrainable) == ({3}, "")
+        await server.restart()
+        assert "was it restarted?" in (await sampled(node, "s2")).untrainable
 
 
 async def test_the_watch_finds_a_restart_before_any_rollout_does() -> None:
@@ -188,7 +246,7 @@ async def test_weights_that_nobody_named_are_believed() -> None:
         await sampled(router)
         await server.restart()
         generation = await sampled(router, "s2")
-        assert (versions(generation), generation.doubt, health(router)) == ({0}, "", Health.UP)
+        assert (versions(generation), generation.untrainable, health(router)) == ({0}, "", Health.UP)
 
 
 async def test_a_trainer_that_names_versions_to_the_engine_itself_may_go_on_but_not_back() -> None:
@@ -196,9 +254,9 @@ async def test_a_trainer_that_names_versions_to_the_engine_itself_may_go_on_but_
         for version in ("7", "8"):
             server.version = version
             generation = await sampled(router)
-            assert (versions(generation), generation.doubt) == ({int(version)}, "")
+            assert (versions(generation), generation.untrainable) == ({int(version)}, "")
         await server.restart()
-        assert "no version" in (await sampled(router)).doubt
+        assert "no version" in (await sampled(router)).untrainable
         assert health(router) is Health.QUARANTINED
 
 
@@ -213,36 +271,5 @@ async def test_kept_calls_may_name_the_version_that_their_engine_gets() -> None:
         await router.policies.pause("default", holder="trainer", mode="keep")  # type: ignore[arg-type]
         await router.policies.resume("default", 4)
         generation = await task
-        assert versions(generation) <= {3, 4} and not generation.doubt
+        assert versions(generation) <= {3, 4} and not generation.untrainable
         assert health(router) is Health.UP
-
-
-@pytest.mark.parametrize("tells_start", [True, False])
-async def test_connections_that_we_close_ourselves_raise_no_doubt(
-    tells_start: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
-    async with ScriptedEngine(SAYS, is_scale_out=False) as server:
-        server.control.is_there = False
-        server.started_at = server.started_at if tells_start else None
-        async with routed(server, settings=SLOW_WATCH) as router:
-            await router.policies.pause("default", holder="trainer")
-            await router.policies.resume("default", 3)
-            for _ in range(3):
-                await asyncio.sleep(0.1)
-                assert not (await sampled(router)).doubt
-
-
-async def test_a_restart_between_two_connections_is_found_by_the_time_of_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.02)
-    async with ScriptedEngine(SAYS, is_scale_out=False) as server:
-        server.control.is_there = False
-        async with routed(server, settings=SLOW_WATCH) as router:
-            await router.policies.pause("default", holder="trainer")
-            await router.policies.resume("default", 3)
-            assert not (await sampled(router)).doubt
-            await asyncio.sleep(0.1)  # nothing is connected
-            await server.restart()
-            assert "was started again" in (await sampled(router)).doubt

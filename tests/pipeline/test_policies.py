@@ -50,7 +50,7 @@ async def test_a_rollout_whose_engine_was_started_again_keeps_its_reward_but_is_
         assert rollout.ending is not None and trajectory is not None
         verify(trajectory)
         (trace,) = trajectory.traces
-        assert not trace.is_trainable and "was it started again?" in (trace.untrainable_reason or "")
+        assert not trace.is_trainable and "was it restarted?" in (trace.untrainable_reason or "")
         assert 1 not in trace.versions, "no token has the version of the weights that are gone"
         assert rollout.ending.score is not None and not rollout.ending.is_trainable
         yard.nothing_left()

@@ -198,7 +198,7 @@ class TokenConversation:
             engine=engine.spec.id,
             cached_tokens=generation.cached_tokens,
             columns=generation.columns,
-            doubt=generation.doubt,
+            untrainable=generation.untrainable,
         )
         self._turns += 1
         self._sampled_tokens += len(generation.token_ids)

@@ -88,7 +88,7 @@ class Generation:
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    doubt: str = ""  # why it is not certain which weights sampled it; then nothing of it is trainable
+    untrainable: str = ""  # why it must not be trained on; empty: it may be
 
 
 OnTokens = Callable[[Sequence[int]], None]

@@ -18,7 +18,7 @@ from rollyard.core.failure import EngineFailure, EngineRefused
 from rollyard.engines.base import Engine, GenerateRequest, Generation, OnTokens
 from rollyard.engines.http import Contact
 from rollyard.engines.pool import Call, Member, Pool
-from rollyard.engines.provenance import vouched
+from rollyard.engines.provenance import with_versions
 
 log = logging.getLogger("rollyard.engines")
 
@@ -97,7 +97,7 @@ class Caller:
                 return ending.why, None
             ending.close()
             member.sampled(part)
-            return ending.why, await vouched(member, call, part, first_contact)
+            return ending.why, await with_versions(member, call, part, first_contact)
         except EngineFailure as error:
             if ending.why != "done":  # we ended it: that it then failed is not held against it
                 self._stats.tokens_lost += ending.is_hung_up

@@ -19,10 +19,10 @@ _COMMON = frozenset(
 )
 _VLLM = _COMMON | {
     *("allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex"),
-    *("min_tokens", "structured_outputs", "thinking_token_budget", "vllm_xargs"),
+    *("min_tokens", "structured_outputs", "thinking_token_budget"),
 }
 _SGLANG = _COMMON | {
-    *("custom_params", "ebnf", "json_schema", "min_new_tokens", "no_stop_trim", "regex", "structural_tag"),
+    *("ebnf", "json_schema", "min_new_tokens", "no_stop_trim", "regex", "structural_tag"),
 }
 _OPENAI = _COMMON | {
     *("chat_template_kwargs", "enable_thinking", "max_completion_tokens", "min_tokens", "reasoning"),

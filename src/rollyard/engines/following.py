@@ -93,8 +93,8 @@ class FollowingRouter(Router):
         """Where the gate is shut, the version does not matter: no call begins."""
         if gate.next_version is not None and gate.next_version != member.next_version:
             member.expect(gate.next_version)
-        if (gate.given_version, gate.started) != (member.given_version, member.started):
-            member.given_version, member.started, member.vouched = gate.given_version, gate.started, None
+        if (gate.is_given, gate.started) != (member.is_given, member.started):
+            member.is_given, member.started, member.verified = gate.is_given, gate.started, None
         if gate.is_quarantined and member.health is not Health.QUARANTINED:
             member.quarantine(gate.error)
             if not gate.is_paused:

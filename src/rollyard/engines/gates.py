@@ -42,7 +42,7 @@ class EngineGate:
     is_quarantined: bool = False
     error: str = ""  # why
     next_version: int | None = None  # that it is about to get
-    given_version: int | None = None  # that it has taken from the head
+    is_given: bool = False  # it has taken its version from the head
     started: str | None = None  # when the process began that has these weights
 
 
@@ -131,6 +131,6 @@ def _engine_gate(member: Member) -> EngineGate:
         is_quarantined,
         member.stats.last_error if is_quarantined else "",
         member.next_version,
-        member.given_version,
+        member.is_given,
         member.started,
     )

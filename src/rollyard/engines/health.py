@@ -15,7 +15,7 @@ from rollyard.core import Sampling
 from rollyard.core.failure import EngineFailure, EngineTimeout
 from rollyard.engines.base import Engine, GenerateRequest, Generation, Kind, Role
 from rollyard.engines.pool import Health, Member
-from rollyard.engines.provenance import doubt_of
+from rollyard.engines.provenance import verify
 from rollyard.engines.router_settings import RouterSettings
 
 log = logging.getLogger("rollyard.engines")
@@ -62,7 +62,7 @@ class HealthWatch:
                 return
             await self.look(member)
             if self._may_be_another(member):
-                await doubt_of(member)  # one that contradicts is quarantined
+                await verify(member)
             return
         if member.health is Health.QUARANTINED:
             return
@@ -81,7 +81,7 @@ class HealthWatch:
         spec = member.engine.spec
         is_policy = spec.role is Role.POLICY and spec.kind is not Kind.OPENAI
         is_named = member.pool.is_named and member.is_joined and not member.is_paused
-        return is_policy and is_named and member.health is Health.UP and member.engine.contact != member.vouched
+        return is_policy and is_named and member.health is Health.UP and member.engine.contact != member.verified
 
     async def look(self, member: Member, *, is_anew: bool = False) -> None:
         """How loaded it is, for its cap: before it gets its first session, and from then on. The other kinds do not

@@ -18,12 +18,12 @@ class Kept:
         self._logprobs: array[float] | None = array("f")
         self._versions: list[VersionSpan] = []
         self._parts: list[Generation] = []
-        self._doubt = ""
+        self._untrainable = ""
 
     def add(self, part: Generation) -> None:
         shift = len(self.token_ids)
         self._parts.append(part)
-        self._doubt = self._doubt or part.doubt
+        self._untrainable = self._untrainable or part.untrainable
         self.token_ids += part.token_ids
         if self._logprobs is not None and part.logprobs is not None:
             self._logprobs += part.logprobs
@@ -47,5 +47,5 @@ class Kept:
             cached_tokens=first.cached_tokens,
             # an engine's columns run over its own prompt; of several calls they cannot be joined blindly
             columns=first.columns if len(self._parts) == 1 else {},
-            doubt=self._doubt,
+            untrainable=self._untrainable,
         )

@@ -81,22 +81,25 @@ def parse_load(body: bytes) -> Load | None:
 _STARTED = re.compile(rb"^process_start_time_seconds(?:\{[^\n]*\})?[ \t]+([0-9.eE+]{1,32})[ \t\r]*$", re.MULTILINE)
 
 
-async def read_started(wire: Wire) -> str | None:
-    """When its process began, in its own words; None: it did not answer, or does not tell, or is several."""
-    try:
-        async with asyncio.timeout(LOAD_S):
-            body = await wire.get("/metrics", MAX_METRICS_BYTES)
-    except (EngineFailure, TimeoutError):
-        return None
+def parse_started(body: bytes) -> str | None:
+    """When the engine's process started, as it says; None where it does not, or where several processes answer."""
     found = {one.decode() for one in _STARTED.findall(body)}
     return found.pop() if len(found) == 1 else None
 
 
 async def read_load(wire: Wire) -> Load | None:
     """Asks once. None: it did not answer, or does not tell."""
+    return parse_load(await _metrics(wire))
+
+
+async def read_started(wire: Wire) -> str | None:
+    return parse_started(await _metrics(wire))
+
+
+async def _metrics(wire: Wire) -> bytes:
+    """Empty if it did not answer."""
     try:
         async with asyncio.timeout(LOAD_S):
-            body = await wire.get("/metrics", MAX_METRICS_BYTES)
+            return await wire.get("/metrics", MAX_METRICS_BYTES)
     except (EngineFailure, TimeoutError):
-        return None
-    return parse_load(body)
+        return b""

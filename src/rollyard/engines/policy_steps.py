@@ -10,7 +10,7 @@ from rollyard.core.failure import EngineFailure
 from rollyard.core.policy import PauseMode
 from rollyard.engines.policy_state import PolicySettings
 from rollyard.engines.pool import Health, Member
-from rollyard.engines.provenance import remember
+from rollyard.engines.provenance import OtherWeights, UnknownWeights, compare, remember
 
 log = logging.getLogger("rollyard.engines")
 
@@ -49,7 +49,7 @@ async def renew_engine(
     step = "take its version"
     try:
         async with asyncio.timeout(bounds.control_s):
-            member.given_version = version if await control.set_version(version) else None
+            member.is_given = await control.set_version(version)
             step = "clear its cache"
             await control.clear_cache()
             step = "resume"
@@ -77,29 +77,17 @@ async def take_in(member: Member, bounds: PolicySettings, *, is_to_pause: bool, 
             if not member.pool.is_named:
                 return None
             if is_new:
-                member.given_version = member.version if await control.set_version(member.version) else None
+                member.is_given = await control.set_version(member.version)
+                await remember(member)
             else:
-                return await _compared(member)
-        await remember(member)
-        return None
+                member.is_given = member.is_given or await control.version() is not None
+                await compare(member)
+    except OtherWeights as error:
+        return str(error)
+    except UnknownWeights:
+        member.verified = None  # it takes calls, and their tokens are untrainable until a resume names a version
     except (EngineFailure, TimeoutError) as error:
         return f"it could not be given its version: {_detail(error, bounds)}"
-
-
-async def _compared(member: Member) -> str | None:
-    """It has come back: what is wrong with its weights, if that can be known. If not, its tokens are doubtful until a
-    resume names a version (`provenance.py`)."""
-    said, started = await member.engine.control.version(), await member.engine.started()
-    if said is not None:
-        if said != str(member.version):
-            return f"it says its weights are {said!r} where version {member.version} was resumed: was it started again?"
-        member.given_version = member.version
-    elif started is None or member.started is None:
-        member.vouched = None
-        return None
-    elif started != member.started:
-        return f"it was started again, and its weights are not known to be version {member.version}"
-    member.started, member.vouched = started, member.engine.contact
     return None
 
 

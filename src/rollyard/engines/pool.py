@@ -88,8 +88,8 @@ class Call:
         self.was_paused = False  # its engine was, at some time since it began
         self.version = 0  # of its engine's weights, when it began
         self.versions: set[int] = set()  # that its engine had, or was about to get, since then
-        self.said_version = -1  # the last that its engine had named by then
-        self.is_told = False  # its engine had been given a version by then
+        self.said_version = -1  # the highest that its engine had named by then
+        self.is_given = False  # its engine had taken its version from us by then
         self.contact = Contact()  # with its engine, when it began
         self.cut_asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -122,7 +122,7 @@ class Member:
     health: Health = Health.DOWN
     is_probed: bool = False
     says_versions: bool = False  # its last generation named the versions of its tokens
-    said_version: int = -1  # the last that it named
+    said_version: int = -1  # the highest that it named since its version was set
     failures_in_a_row: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     calls: set[Call] = field(default_factory=set[Call])
@@ -131,9 +131,9 @@ class Member:
     session_cap: SessionCap | None = None
     told: Load | None = None
     version: int = 0  # of its weights, as far as it was told to us
-    given_version: int | None = None  # that it has taken from us; None: it cannot be given one
-    started: str | None = None  # when its process began, as it said when it had this version
-    vouched: Contact | None = None  # the contact in which it was last known to have this version
+    is_given: bool = False  # the engine itself has taken this version from us
+    started: str | None = None  # when the process started that has this version, as the engine reports it
+    verified: Contact | None = None  # the contact in which the engine was last known to have this version
     next_version: int | None = None  # that it is about to get
     is_paused: bool = False  # no call begins
     is_leaving: bool = False  # while it is paused, its sessions go elsewhere if they can
@@ -209,21 +209,21 @@ class Member:
         call.version, call.versions = self.version, {self.version}
         if self.next_version is not None:
             call.versions.add(self.next_version)
-        call.said_version, call.is_told = self.said_version, self.given_version is not None
+        call.said_version, call.is_given = self.said_version, self.is_given
         call.contact = self.engine.contact
         self.stats.calls += 1
         self.stats.in_flight += 1
         self.pool.touch(self)
 
     def expect(self, version: int) -> None:
-        """It is about to get weights of this version: calls in flight may name it from now on."""
+        """It is about to get this version: calls in flight may name it from now on."""
         self.next_version = version
         self.pool.moved()
         for call in self.calls:
             call.versions.add(version)
 
     def has(self, version: int) -> None:
-        """Its weights are of this version now, as far as we know. What it said of earlier ones counts no more."""
+        """It has this version now. Versions that it named before are forgotten."""
         self.expect(version)
         self.version, self.next_version, self.said_version = version, None, -1
 

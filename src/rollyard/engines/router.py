@@ -253,7 +253,7 @@ class Router:
             pool.version = version
             for member in pool.members.values():
                 member.has(version)
-                member.given_version = None  # whoever calls this has told the engine, or has not
+                member.is_given = False  # the caller may have given the engine another number, or none
         pool.open()
         if version is not None:
             self.policies.tell(policy, version)

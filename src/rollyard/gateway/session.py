@@ -382,7 +382,7 @@ class GatewaySession:
             engine=engine.spec.id,
             cached_tokens=generation.cached_tokens,
             columns=generation.columns,
-            doubt=generation.doubt,
+            untrainable=generation.untrainable,
             is_abandoned=is_abandoned,
             parsed=told,
         )

@@ -178,7 +178,7 @@ class Book:
         request_id: str = "",
         cached_tokens: int | None = None,
         columns: Mapping[str, bytes] | None = None,
-        doubt: str = "",
+        untrainable: str = "",
         is_abandoned: bool = False,
         parsed: Parsed | None = None,
     ) -> Parsed:
@@ -205,7 +205,7 @@ class Book:
             request_id=request_id,
             cached_tokens=cached_tokens,
             columns=columns,
-            doubt=doubt,
+            untrainable=untrainable,
         )
         self._turns += 1
         if not is_abandoned:

@@ -109,10 +109,10 @@ class TraceBuilder:
         request_id: str = "",
         cached_tokens: int | None = None,
         columns: Mapping[str, bytes] | None = None,
-        doubt: str = "",
+        untrainable: str = "",
     ) -> None:
-        """What one model call sampled from `prompt()`. `versions` are (version, start, end) over `ids`; a `doubt` about
-        them makes the trace untrainable."""
+        """What one model call sampled from `prompt()`. `versions` are (version, start, end) over `ids`;
+        `untrainable` is a reason not to train on them."""
         if logprobs is not None and len(logprobs) != len(ids):
             raise TraceInvalid(f"turn {turn}: {len(ids)} tokens were sampled, with {len(logprobs)} logprobs")
         if not ids:
@@ -136,8 +136,8 @@ class TraceBuilder:
         )
         self._ids += added
         self._mask += b"\x01" * len(added)
-        if doubt:
-            self.untrainable(doubt)
+        if untrainable:
+            self.untrainable(untrainable)
         self._versions += self._version_column(versions, len(added))
         if logprobs is None:
             self._has_logprobs = False
