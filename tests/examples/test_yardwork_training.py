@@ -27,6 +27,7 @@ from tests.trainers.environment import ROOT, trainer_python
 
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(300)]
 
+TRAIN = ROOT / "examples" / "yardwork" / "train.py"
 LIFE_S = 120.0
 STEPS, SAVE_EVERY, KILLED_AT = 5, 2, 3
 AT_ONCE = ("--minutes", "0.0001")  # over when it is first looked at: after an epoch, or after a step
@@ -77,9 +78,19 @@ class Yard:
             status = process.wait(LIFE_S)
             log = (self.folder / "log").read_text(errors="replace")
             assert status == (0 if killed_at is None else -signal.SIGKILL), "".join(said)[-2000:] + log[-4000:]
-        lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
         state = self.out / "rl" / "state.json"
-        return Life(said, lines, json.loads(state.read_text())["step"] if state.exists() else 0)
+        return Life(said, self.lines(), json.loads(state.read_text())["step"] if state.exists() else 0)
+
+    def finished(self, *options: str) -> None:
+        """Starts the trainer alone: one that has done everything needs neither an engine nor a service."""
+        nowhere = "http://127.0.0.1:9"
+        places = ["--model", str(self.model), "--out", str(self.out), "--engine", nowhere, "--service", nowhere]
+        command = [str(trainer_python("local")), str(TRAIN), *places, "--token", "none", *SMALL, *options]
+        done = subprocess.run(command, env=environ(self.folder), capture_output=True, text=True, timeout=LIFE_S)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
 
     @contextmanager
     def _alone(self, options: Sequence[str]) -> Generator[subprocess.Popen[str], None, None]:
@@ -190,7 +201,8 @@ def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tiny_model: Pat
     pushed = (yard.out / "pushed" / "adapter_model.safetensors").read_bytes()
     assert pushed == (best / "adapter_model.safetensors").read_bytes(), "what was tested last"
 
-    assert yard.live(*options).lines == life.lines, "it is done"
+    yard.finished(*options)
+    assert yard.lines() == life.lines, "nothing was left to do"
 
     file = yard.out / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in life.lines[:-1]))  # cut before its last test
@@ -201,10 +213,9 @@ def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tiny_model: Pat
 
 
 def test_what_is_for_turns_is_refused_without_them(tmp_path: Path):
-    train = ROOT / "examples" / "yardwork" / "train.py"
     command = [
         str(trainer_python("local")),
-        str(train),
+        str(TRAIN),
         "--model",
         "x",
         "--engine",
