@@ -99,6 +99,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["groups_file"] = str(_groups_file())
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist tells the controller in the same hook that this worker has collected
 def pytest_collection_finish(session: pytest.Session) -> None:
     if worker.NAME == "gw0" and (given := getattr(session.config, "workerinput", None)):
         groups = {item.nodeid: mark.args[0] for item in session.items if (mark := item.get_closest_marker(GROUP))}

@@ -13,7 +13,7 @@ from rollyard import AsyncClient
 from rollyard.core import RollyardError
 from tests.worker import free_port
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 TOKEN = "a-token-for-the-full-disk-test"
 TASK = {"environment": "math", "data": {"question": "x" * 2000, "answer": "4"}}

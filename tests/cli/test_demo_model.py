@@ -121,11 +121,12 @@ def test_the_trained_model_solves_what_the_base_does_not(tmp_path: Path, monkeyp
         pytest.skip(f"the package index cannot be reached: {error.what}")
     rates = []
     for way in ((), ("--base",)):
-        done = played(tmp_path, *way, "--tasks", "1", "--json", limit_s=400.0)
+        done = played(tmp_path, *way, "--tasks", "2", "--json", limit_s=400.0)
         assert done.returncode == 0, done.stdout + done.stderr
         body = json.loads(done.stdout)  # nothing else is on stdout
-        (rollout,) = body["rollouts"]
-        assert (body["tasks"], body["temperature"], body["pass_rate"]) == (1, 0.0, body["solved"])
-        assert body["sampled_tokens"] == rollout["summary"]["sampled_tokens"] > 0 and body["tokens_per_s"] > 0
+        assert (body["tasks"], body["temperature"], body["pass_rate"]) == (2, 0.0, body["solved"] / 2)
+        counted = [rollout["summary"]["sampled_tokens"] for rollout in body["rollouts"]]
+        assert len(counted) == 2 and body["sampled_tokens"] == sum(counted) > 0 and body["tokens_per_s"] > 0
         rates.append(body["pass_rate"])
-    assert rates == [1.0, 0.0], f"{rates[0]:.2f} with the adapter, {rates[1]:.2f} without"
+    trained, base = rates
+    assert trained >= base + 0.3, f"{trained:.2f} with the adapter, {base:.2f} without"

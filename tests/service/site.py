@@ -77,6 +77,14 @@ class Site:
     async def delete(self, path: str, **options: Any) -> Answer:
         return await self.call("DELETE", path, **options)
 
+    async def delete_run(self, run_id: str, token: str | None = None) -> None:
+        """Returns when it is gone."""
+        answer = await self.delete(f"/v1/runs/{run_id}", token=token)
+        assert answer.status in (202, 204), answer.body
+        async with asyncio.timeout(90):
+            while (await self.get(f"/v1/runs/{run_id}")).status != 404:
+                await asyncio.sleep(0.02)
+
     async def hold(self) -> None:
         """From now on nothing leaves the queue."""
         assert (await self.call("PATCH", "/v1/pools", json={"init": 0})).status == 200

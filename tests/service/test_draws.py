@@ -371,7 +371,7 @@ async def test_closing_a_draw_or_deleting_its_run_leaves_nothing_at_work(tmp_pat
         assert (await closed(site, 1))["reason"] == "closed"
         async with asyncio.timeout(90):
             await engine.idle()
-        assert (await site.delete("/v1/runs/mine")).status == 204
+        await site.delete_run("mine")
         assert (await site.get("/v1/draws/d")).code == "not_found"
 
 

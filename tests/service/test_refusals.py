@@ -69,9 +69,8 @@ async def test_a_run_is_deleted_and_acknowledged_by_who_made_it_or_by_an_admin(s
     answer = await site.post("/v1/runs/mine/ack", {"cursor": "e:0"}, token=OTHER)
     assert (answer.status, answer.code) == (403, "forbidden"), "nor may another's traces be given up"
     assert (await site.post("/v1/runs/mine/ack", {"cursor": "e:0"}, token=TRAINER)).status == 200
-    assert (await site.delete("/v1/runs/mine", token=TRAINER)).status == 204
-    assert (await site.delete("/v1/runs/theirs")).status == 204
-    assert (await site.get("/v1/runs/mine")).status == 404
+    await site.delete_run("mine", token=TRAINER)
+    await site.delete_run("theirs")
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ async def test_a_runs_defaults_and_priority_reach_its_rollouts(tmp_path: Path) -
         assert (record["task"]["environment"], limits["max_turns"], limits["run_s"]) == ("shell", 7, 9.0)
         listed = (await site.get("/v1/runs")).body["runs"]
         assert [entry["id"] for entry in listed] == ["r"]
-        assert (await site.delete("/v1/runs/r")).status == 204
+        await site.delete_run("r")
         assert (await site.get(f"/v1/rollouts/{record['id']}")).status == 404
 
 
