@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if not hasattr(config, "workerinput"):
         worker.sweep()
+    gc.disable()  # until all tests are collected
     if is_controller(config):  # workers get their folders from it
         memory = worker.MemoryFolder()
         memory.take()
@@ -108,6 +109,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         draft.rename(given["groups_file"])
     gc.collect()
     gc.freeze()  # thousands of tests and modules are not looked at again by each collection
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,6 +4,7 @@ environment of their own, without the other conftest files."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator
@@ -17,6 +18,11 @@ import pytest
 import torch
 
 from tests.with_torch.parts import CACHES, KINDS, SETTINGS, tiny
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # torch's half a million objects are not looked at again by each collection
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def of(kernel, pointers, sizes):
 for dtype in ("fp32", "fp16", "bf16"):
     floats = dict.fromkeys(["query", "key", "value", "keys", "values", "out"], "*{}")
     many = floats | {"table": "*i64", "places": "*i64", "scale": "fp32"}
-    for count in (1, 3, 4):
+    for count in (1, 3, 4) if dtype == "bf16" else (3,):
         sizes = {"KEY_SIZE": 64, "VALUE_SIZE": 64, "KEY": 64, "VALUE": 64, "BLOCK": 32, "COUNT": count}
         assert of(kernels._attend, many, sizes)
     floats = dict.fromkeys(["query", "key", "cos", "sin", "new_query", "new_key"], "*{}")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rollyard.cli._console import AsJson, Trouble, note, print_json, run
+from rollyard.cli._importing import quick_imports
 from rollyard.cli.weights import get_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -83,10 +84,11 @@ async def _serve(
 ) -> None:
     import asyncio
 
-    from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
+    with quick_imports():
+        from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
 
-    from rollyard.embedded.model import Unsupported, choose_device, choose_dtype, load_module, load_tokenizer
-    from rollyard.embedded.server import Engine
+        from rollyard.embedded.model import Unsupported, choose_device, choose_dtype, load_module, load_tokenizer
+        from rollyard.embedded.server import Engine
 
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -96,8 +98,9 @@ async def _serve(
         note(f"loading {model} on {chosen}")
         if not sys.stderr.isatty():
             disable_progress_bar()
-        module = await asyncio.to_thread(load_module, model, device=chosen, dtype=choose_dtype(dtype, chosen))
-        tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        with quick_imports():  # transformers imports most of itself only now
+            module = await asyncio.to_thread(load_module, model, device=chosen, dtype=choose_dtype(dtype, chosen))
+            tokenizer = await asyncio.to_thread(load_tokenizer, model)
         async with Engine.serve(module, tokenizer, settings=settings, adapter=adapter, **place) as served:
             note(f"rollyard engine at {served.url}, model {served.name}; use it: rollyard serve --engine {served.url}")
             if as_json:

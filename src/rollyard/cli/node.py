@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from rollyard.cli._console import Trouble
+from rollyard.cli._importing import quick_imports
 
 
 def node(
@@ -45,12 +46,13 @@ def node(
 
     import asyncio
 
-    import uvloop
+    with quick_imports():
+        import uvloop
 
-    from rollyard.fleet.link import NotWanted
-    from rollyard.observe import logs
-    from rollyard.service.node import NodeOptions, run_node
-    from rollyard.service.settings import SettingsError, data_home
+        from rollyard.fleet.link import NotWanted
+        from rollyard.observe import logs
+        from rollyard.service.node import NodeOptions, run_node
+        from rollyard.service.settings import SettingsError, data_home
 
     logs.configure(level=log_level.upper(), style=log_format)
     called = name or socket.gethostname()

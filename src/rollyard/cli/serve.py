@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rollyard.cli._console import Trouble
+from rollyard.cli._importing import quick_imports
 
 
 def serve(
@@ -71,8 +72,9 @@ def serve(
     if address and fleet != "ray":
         raise Trouble("--address is of a Ray cluster", "say --fleet ray", 2)
 
-    from rollyard.service.server import run_server
-    from rollyard.service.settings import load_settings
+    with quick_imports():
+        from rollyard.service.server import run_server
+        from rollyard.service.settings import load_settings
 
     flags: dict[str, object] = {
         "host": host,
