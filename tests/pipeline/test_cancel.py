@@ -69,7 +69,7 @@ async def test_deleting_a_run_ends_all_of_it(tmp_path: Path):
         await yard.until(ids[0], State.RUN)
         await yard.yard.delete_run("run")
         yard.nothing_left()
-        assert (await yard.store.list(run="run")).rollouts == ()
+        assert (await yard.store.list(runs=["run"])).rollouts == ()
 
 
 async def test_who_waits_is_told_of_a_cancel_that_hits_a_rollout_on_its_way_from_the_queue(tmp_path: Path):

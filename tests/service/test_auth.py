@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rollyard.core.access import Access
 from rollyard.core.failure import Unauthorized
-from rollyard.service.auth import Access, Tokens, load_tokens, own_token, split_host
+from rollyard.service.auth import split_host
 from rollyard.service.settings import Settings, SettingsError
+from rollyard.service.tokens import Tokens, load_tokens, own_token
 
 ADMIN, TRAINER = "a" * 32, "t" * 32
 

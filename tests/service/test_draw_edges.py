@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollyard.sampling.keep import Judged
-from tests.service.site import OTHER, Site, engine_table, open_site, scripted, task
+from tests.service.site import Site, engine_table, open_site, scripted, task
 from tests.service.skill import skilled
 from tests.service.test_draws import closed, draw, mixed, site_with, take, tasks
 
@@ -49,8 +49,8 @@ async def test_a_stranger_with_a_members_place_is_not_the_member(tmp_path: Path)
         await draw(site, 1, run="mine", keep="all", epochs=1, shuffle=False)
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
         assert (await site.ended("d.0.0.0-1"))["reward"] == 1
-        stranger = {"id": "x-0", "group": "d.0.0.0", "index": 0, "task": task("fake")}
-        assert (await site.post("/v1/rollouts", stranger, token=OTHER)).status == 202
+        stranger = {"run": "mine", "id": "x-0", "group": "d.0.0.0", "index": 0, "task": task("fake")}
+        assert (await site.post("/v1/rollouts", stranger)).status == 202
         await site.ended("x-0")
         assert (await site.get("/v1/draws/d/batches/1?wait_s=0.5")).body["state"] == "open"
         group = (await site.get("/v1/groups/d.0.0.0")).body
@@ -64,7 +64,7 @@ async def test_a_clients_group_of_the_same_name_is_never_taken_for_the_draws(tmp
         site_with(tmp_path, engine) as site,
     ):
         theirs = {"id": "d.0.0.0", "task": task("another task"), "size": 2}
-        assert (await site.post("/v1/groups", theirs, token=OTHER)).status == 202
+        assert (await site.post("/v1/groups", theirs)).status == 202
         await site.ended("d.0.0.0-0")
         await draw(site, 1, epochs=1, shuffle=False, keep="all")
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})

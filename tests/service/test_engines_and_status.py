@@ -131,11 +131,12 @@ async def test_pools_are_resized_live(tmp_path: Path) -> None:
         assert (await site.ended("r1"))["outcome"] == "completed"
 
 
-async def test_metrics_are_for_whoever_has_a_token(tmp_path: Path) -> None:
+async def test_metrics_are_for_those_who_may_see_everything(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("r1")
         await site.ended("r1")
-        answer = await site.get("/metrics", token=TRAINER)
+        assert (await site.get("/metrics", token=TRAINER)).code == "forbidden"
+        answer = await site.get("/metrics")
         assert answer.status == 200
         assert answer.headers["content-type"].startswith("text/plain")
         text = answer.body.decode()

@@ -290,7 +290,7 @@ async def test_a_cancelled_evaluation_ends_with_all_its_rollouts(tmp_path: Path)
     ):
         await site.post("/v1/evals", {"id": "e", "source": tasks(2), "k": 2}, token=TRAINER)
         await engine.busy()
-        assert (await site.delete("/v1/evals/e", token=OTHER)).code == "forbidden"
+        assert (await site.delete("/v1/evals/e", token=OTHER)).code == "not_found"
         assert (await site.delete("/v1/evals/e", token=TRAINER)).body["state"] == "cancelled"
         for number in range(4):
             assert (await site.ended(f"e.{number // 2}-{number % 2}"))["outcome"] == "cancelled"

@@ -129,7 +129,7 @@ async def test_what_is_wrong_with_a_group_is_said(tmp_path: Path) -> None:
         assert (await site.post("/v1/groups", {"task": task(), "size": 0})).status == 422
         await site.post("/v1/runs", {"id": "mine"})
         theirs = await site.post("/v1/groups", {"run": "mine", "task": task(), "size": 1}, token=OTHER)
-        assert theirs.code == "forbidden"
+        assert theirs.code == "not_found"
 
 
 async def test_a_spare_whose_name_is_taken_fails_its_group_and_no_other(tmp_path: Path) -> None:

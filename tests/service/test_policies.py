@@ -75,10 +75,13 @@ async def test_who_may_not(tmp_path: Path) -> None:
             assert (answer.status, answer.code) == (404, "not_found")
         assert (await site.get("/v1/policies/nobody")).status == 404
         assert (await site.post("/v1/policies/default/pause", {}, token=TRAINER)).status == 200
+        for verb, body in (("pause", {}), ("resume", {"version": 1}), ("renew", {})):
+            answer = await site.post(f"/v1/policies/default/{verb}", body, token=OTHER)
+            assert (answer.status, answer.code) == (403, "forbidden"), "it is the first trainer's"
         for verb in ("pause", "renew"):
-            answer = await site.post(f"/v1/policies/default/{verb}", {}, token=OTHER)
-            assert (answer.status, answer.code) == (409, "policy_conflict")
-        resumed = await site.post("/v1/policies/default/resume", {"version": 1}, token=OTHER)
+            answer = await site.post(f"/v1/policies/default/{verb}", {})
+            assert (answer.status, answer.code) == (409, "policy_conflict"), "even for an admin"
+        resumed = await site.post("/v1/policies/default/resume", {"version": 1})
         assert resumed.body["state"] == "running", "naming a version must always be possible"
         answer = await site.post("/v1/policies/default/renew", {}, token=TRAINER)
         assert (answer.status, answer.code) == (409, "policy_conflict")
@@ -189,7 +192,8 @@ async def test_a_block_that_raises_resumes_nothing_and_says_how_to_go_on(tmp_pat
                 raise ValueError("no weights today")
         assert "rollyard policies resume default VERSION" in raised.value.__notes__[0]
         assert (await policy.status())["state"] == "paused" and engine.control.is_paused
-        async with AsyncClient(site.url, OTHER) as other:
+        second = (await site.post("/v1/tokens", {"access": "admin"})).body["token"]
+        async with AsyncClient(site.url, second) as other:
             with pytest.raises(PolicyConflict):
                 async with other.policy("default").update(version=2):
                     raise AssertionError("it is held by another")

@@ -213,17 +213,19 @@ async def test_other_trainers_sessions_are_not_opened_rewarded_or_cancelled(tmp_
             await site.post("/v1/sessions/s/reward", {"reward": 1}, token=OTHER),
             await site.delete("/v1/sessions/s", token=OTHER),
         ]
-        assert [(answer.status, answer.code) for answer in refused] == [(403, "forbidden")] * 3
+        assert [(answer.status, answer.code) for answer in refused[:2]] == [(404, "not_found")] * 2
+        assert refused[2].body["state"] == "cancelled_before_submit", "of a session of their own, should one come"
         assert (await site.post("/v1/sessions/s/reward", {"reward": 1}, token=TRAINER)).status == 200
 
 
-def test_keys_follow_from_the_id_and_a_secret_that_is_ours_alone(tmp_path: Path) -> None:
+def test_keys_follow_from_the_id_a_number_and_a_secret_that_is_ours_alone(tmp_path: Path) -> None:
     keys = load_keys(tmp_path)
     assert (tmp_path / SECRET).stat().st_mode & 0o777 == 0o600
-    assert load_keys(tmp_path).key_of("a-b.c:d") == keys.key_of("a-b.c:d") != keys.key_of("a-b.c")
-    assert keys.session_of(keys.key_of("a-b.c:d")) == "a-b.c:d"
-    assert SessionKeys("another secret").session_of(keys.key_of("a")) is None
-    for wrong in ("", "rys-", "rys-a", "rys-a-", keys.key_of("a")[4:], keys.key_of("")):
+    assert load_keys(tmp_path).make("r~a-b.c:d", 7) == keys.make("r~a-b.c:d", 7) != keys.make("r~a-b.c", 7)
+    assert keys.session_of(keys.make("r~a-b.c:d", 7)) == ("r~a-b.c:d", 7)
+    assert keys.make("a", 7) != keys.make("a", 8)
+    assert SessionKeys("another secret").session_of(keys.make("a", 7)) is None
+    for wrong in ("", "rys-", "rys-a", "rys-a-", "rys-a-7-", keys.make("a", 7)[4:], keys.make("", 7)):
         assert keys.session_of(wrong) is None
 
 

@@ -55,7 +55,7 @@ async def test_a_page_has_as_many_as_fit_and_says_where_it_goes_on(store: Sqlite
     seen: list[str] = []
     after: str | None = None
     while True:
-        page = await store.list(run="run", after=after, limit=1000)
+        page = await store.list(runs=["run"], after=after, limit=1000)
         assert 1 <= len(page.rollouts) <= 2, "two tasks of 150 kB fit into a page of 400 kB"
         seen += [rollout.id for rollout in page.rollouts]
         after = page.next_cursor
@@ -66,7 +66,7 @@ async def test_a_page_has_as_many_as_fit_and_says_where_it_goes_on(store: Sqlite
 
 async def test_one_that_is_larger_than_a_page_is_a_page(store: SqliteStore) -> None:
     await store.submit(members(large(size=900_000), 2))
-    page = await store.list(run="run", limit=10)
+    page = await store.list(runs=["run"], limit=10)
     assert len(page.rollouts) == 1 and page.next_cursor is not None
 
 

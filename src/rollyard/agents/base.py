@@ -79,6 +79,7 @@ class AgentContext:
     span: Span = NO_SPAN  # of RUN; model and tool calls are its children
     metrics: Metrics | None = None
     lost: Sequence[LostAttempt] = ()  # earlier attempts at this rollout
+    seq: int = 0  # of the rollout, in the order of submission: no other has it
     python: PortablePython | None = None  # ours, in the sandbox, if the agent's outfit asked for it
     solve: Callable[[], Awaitable[Solved]] | None = None  # the environment's own solution of the task, done here
 

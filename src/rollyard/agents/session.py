@@ -42,8 +42,10 @@ BEATS = 3  # within limits.stall_s: a client that thinks is no stall of ours
 class LiveSession:
     """A session that is open: its gateway, and the place for its reward."""
 
-    def __init__(self, gateway: GatewaySession) -> None:
+    def __init__(self, gateway: GatewaySession, nonce: int) -> None:
+        """`nonce` tells it from other sessions of the same id."""
         self.gateway = gateway
+        self.nonce = nonce
         self.posted: asyncio.Future[Mapping[str, Json]] = asyncio.get_running_loop().create_future()
 
     def give(self, posted: Mapping[str, Json]) -> None:
@@ -99,7 +101,7 @@ class SessionAgent:
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         if (lost := _begun_before(context.lost)) is not None:
             raise SessionLost(f"the service lost it in attempt {lost.attempt}: {lost.detail}", cause=lost.code)
-        session = LiveSession(context.gateway)
+        session = LiveSession(context.gateway, context.seq)
         self._open(context.rollout_id, session)
         limit: RollyardError | None = None
         try:

@@ -89,7 +89,7 @@ async def write_trajectories(client: AsyncClient, records: Sequence[Record], pat
         for record in records:
             body: Mapping[str, Any]
             try:
-                body = (await client.trajectory(record.id)).record.raw
+                body = (await client.trajectory(record.id, run=record.run)).record.raw
             except (Gone, NotFound):
                 body = record.raw
             file.write(orjson.dumps(body) + b"\n")
@@ -107,7 +107,7 @@ async def _write_arrow(client: AsyncClient, records: Sequence[Record], path: Pat
         with pa.OSFile(str(partial), "wb") as file:
             for record in records:
                 try:
-                    stream = await client.traces_arrow(record.id)
+                    stream = await client.traces_arrow(record.id, run=record.run)
                 except (Gone, NotFound):
                     continue
                 with pa.ipc.open_stream(stream) as reader:

@@ -86,6 +86,7 @@ async def try_once(
     from rollyard.agents.registry import Agents
     from rollyard.core import Rollout, new_id
     from rollyard.core.failure import RollyardError
+    from rollyard.service.access import OPERATOR
     from rollyard.service.build import open_house
     from rollyard.store import Submission
     from rollyard.tokens import verify
@@ -99,7 +100,7 @@ async def try_once(
         registry = Agents({agent.name: agent}, shelf=agent.shelf)  # pyright: ignore[reportArgumentType]
         house = await stack.enter_async_context(open_house(own, agents=registry))
         await house.router.add(await stack.enter_async_context(_engine(agent.preset, engine, tokenizer)))
-        run = await house.run("default")
+        run = await house.run(OPERATOR, "default")
         rollout = Rollout(new_id("ro"), run.id, task)
         try:
             house.shop.check(task, run)

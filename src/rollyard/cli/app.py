@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rollyard import __version__
+from rollyard.cli.access import access
 from rollyard.cli.agents import agents
 from rollyard.cli.bench import command as bench
 from rollyard.cli.config import config
@@ -74,6 +75,7 @@ app.add_typer(engines, name="engines", epilog=_example("rollyard engines add htt
 app.add_typer(policies, name="policies", epilog=_example("rollyard policies pause actor --mode drain"))
 app.command(epilog=_example("rollyard node --head http://head:8127 --token-file node-token"))(node)
 app.add_typer(nodes, name="nodes", epilog=_example("rollyard nodes drain gpu-07"))
+app.add_typer(access, name="access", epilog=_example("rollyard access create trainer --name alice"))
 app.add_typer(agents, name="agents", epilog=_example("rollyard agents try mini-swe-agent"))
 app.add_typer(images, name="images", epilog=_example("rollyard images pull docker://ubuntu:24.04"))
 app.add_typer(runs, name="runs", epilog=_example("rollyard runs create grpo-7b --policy actor --seed 7"))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 rollouts = typer.Typer(help="Look at rollouts, cancel them, get what they left.", no_args_is_help=True)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id.")]
+InRun = Annotated[str | None, typer.Option("--run", help="The run that it is in; only needed if two have that id.")]
 
 
 @rollouts.command("list", epilog="Example: rollyard rollouts list --run grpo-7b --state ended --limit 20")
@@ -66,6 +67,7 @@ def show_rollout(
     id: Id,
     wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Wait so long for its end.")] = 0.0,
     messages: Annotated[bool, typer.Option("--messages", help="With what was said.")] = False,
+    in_run: InRun = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
@@ -74,8 +76,8 @@ def show_rollout(
 
     async def work() -> tuple[Record, Trajectory | None]:
         async with connect(url, token) as client:
-            record = await client.get(id, wait_s=wait_s)
-            return record, await client.trajectory(id) if messages else None
+            record = await client.get(id, wait_s=wait_s, run=in_run)
+            return record, await client.trajectory(id, run=in_run) if messages else None
 
     record, trajectory = run(work())
     if as_json:
@@ -112,6 +114,7 @@ def show_rollout(
 @rollouts.command("cancel", epilog="Example: rollyard rollouts cancel s_01-3 s_01-4")
 def cancel(
     ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Rollouts to cancel.")],
+    in_run: InRun = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
@@ -120,7 +123,7 @@ def cancel(
 
     async def work() -> dict[str, str]:
         async with connect(url, token) as client:
-            return {id: await client.cancel(id) for id in ids}
+            return {id: await client.cancel(id, run=in_run) for id in ids}
 
     for id, state in run(work()).items():
         if as_json:
@@ -133,6 +136,7 @@ def cancel(
 def traces(
     id: Id,
     file: Annotated[Path | None, typer.Option("--out", help="Write them there: .jsonl or .arrow.")] = None,
+    in_run: InRun = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
@@ -145,7 +149,7 @@ def traces(
 
     async def work() -> Trajectory:
         async with connect(url, token) as client:
-            trajectory = await client.trajectory(id)
+            trajectory = await client.trajectory(id, run=in_run)
             if file is not None:
                 await write_trajectories(client, [trajectory.record], file)
             return trajectory
@@ -175,12 +179,12 @@ def traces(
 
 
 @rollouts.command("rescore", epilog="Example: rollyard rollouts rescore s_01-3")
-def rescore(id: Id, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+def rescore(id: Id, in_run: InRun = None, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
     """Evaluate a rollout again from what it left. The terminal record stays; the new score is added."""
 
     async def work() -> Record:
         async with connect(url, token) as client:
-            return await client.rescore(id)
+            return await client.rescore(id, run=in_run)
 
     record = run(work())
     if as_json:

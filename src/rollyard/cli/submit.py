@@ -180,4 +180,4 @@ async def watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:
     with bar:
         task = bar.add_task("", total=len(records), states="")
         update()
-        return await client.wait_all(list(states), on_end=on_end, on_event=on_event)
+        return await client.wait_all(list(states), on_end=on_end, on_event=on_event, run=records[0].run)

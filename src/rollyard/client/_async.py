@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
+from rollyard.client._access import AsyncAccess
 from rollyard.client._bodies import TaskLike, task_body
 from rollyard.client._bodies import given as _given
 from rollyard.client._bodies import part as _part
@@ -41,7 +42,7 @@ Traces = list[Trace]
 CHUNK = 1000  # rollouts in one call: the service checks them all before it answers anyone else
 
 
-class AsyncClient(AsyncSampling):
+class AsyncClient(AsyncSampling, AsyncAccess):
     """See the module.
 
     `url` and `token`: as given, else ROLLYARD_URL and ROLLYARD_TOKEN, else those of the settings on this machine.
@@ -157,17 +158,20 @@ class AsyncClient(AsyncSampling):
             records += read_page(reply).rollouts
         return records
 
-    async def get(self, id: str, *, wait_s: float = 0.0) -> Record:
-        """The record as it stands; with `wait_s`, at its end or when that time is over."""
-        params = {"wait_s": wait_s or None}
+    async def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record:
+        """The record as it stands; with `wait_s`, at its end or when that time is over.
+
+        `run`, here and below: the run that it is in. It is only needed if two of your runs use the same id.
+        """
+        params = {"wait_s": wait_s or None, "run": run}
         return read(await self._wire.json("GET", f"/rollouts/{_part(id)}", params=params, wait_s=wait_s), Record)
 
-    async def wait(self, id: str, *, timeout_s: float | None = None) -> Record:
+    async def wait(self, id: str, *, timeout_s: float | None = None, run: str | None = None) -> Record:
         """The record at its end. TimeoutError when it has not ended by then; it goes on all the same."""
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
-            record = await self.get(id, wait_s=left_s)
+            record = await self.get(id, wait_s=left_s, run=run)
             if record.is_ended:
                 return record
             if give_up is not None and time.monotonic() >= give_up:
@@ -180,12 +184,13 @@ class AsyncClient(AsyncSampling):
         on_end: Callable[[Record], object] | None = None,
         on_event: Callable[[Event], object] | None = None,
         timeout_s: float | None = None,
+        run: str | None = None,
     ) -> Records:
         """All records at their ends, in the order of the ids; `on_end` gets each as it ends, once.
 
         `on_event` gets their changes of state, as far as the service tells them. TimeoutError as in `wait`.
         """
-        return await wait_all(self, [*ids], on_end, on_event, timeout_s)
+        return await wait_all(self, [*ids], on_end, on_event, timeout_s, run)
 
     async def list(
         self,
@@ -209,14 +214,15 @@ class AsyncClient(AsyncSampling):
                 yield record
             after = page.next or after
 
-    async def cancel(self, id: str) -> str:
-        """Acknowledged when it returns, with the state it was in."""
-        body = await self._wire.json("DELETE", f"/rollouts/{_part(id)}")
+    async def cancel(self, id: str, *, run: str | None = None) -> str:
+        """Acknowledged when it returns, with the state it was in. One that is not there yet is cancelled when it comes
+        to that run, or to the default run."""
+        body = await self._wire.json("DELETE", f"/rollouts/{_part(id)}", params={"run": run})
         return str(read_object(body).get("state", ""))
 
-    async def rescore(self, id: str) -> Record:
+    async def rescore(self, id: str, *, run: str | None = None) -> Record:
         """Evaluates what was saved once more; the new score is the last of `scores`."""
-        reply = await self._wire.json("POST", f"/rollouts/{_part(id)}/rescore", wait_s=3600.0)
+        reply = await self._wire.json("POST", f"/rollouts/{_part(id)}/rescore", params={"run": run}, wait_s=3600.0)
         return read(reply, Record)
 
     # --- agents of your own ---------------------------------------------------------------------------
@@ -255,20 +261,20 @@ class AsyncClient(AsyncSampling):
 
     # --- what came out --------------------------------------------------------------------------------
 
-    async def traces(self, id: str) -> Traces:
+    async def traces(self, id: str, *, run: str | None = None) -> Traces:
         """The training sequences, as numpy views."""
         from rollyard.client.arrow import read_traces
 
-        return read_traces(await self.traces_arrow(id))
+        return read_traces(await self.traces_arrow(id, run=run))
 
-    async def traces_arrow(self, id: str) -> bytes:
+    async def traces_arrow(self, id: str, *, run: str | None = None) -> bytes:
         """The same as the Arrow IPC stream that came: for files, and for readers of your own."""
-        data, _ = await self._wire.call("GET", f"/rollouts/{_part(id)}/traces", accept=ARROW)
+        data, _ = await self._wire.call("GET", f"/rollouts/{_part(id)}/traces", params={"run": run}, accept=ARROW)
         return data
 
-    async def trajectory(self, id: str) -> Trajectory:
+    async def trajectory(self, id: str, *, run: str | None = None) -> Trajectory:
         """Record, messages and traces together."""
-        params = {"include": "trajectory"}
+        params = {"include": "trajectory", "run": run}
         return read_trajectory(await self._wire.json("GET", f"/rollouts/{_part(id)}", params=params))
 
     # --- engines --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any
 from rollyard.client._bodies import TaskLike, given, part, task_body
 from rollyard.client._errors import DrawEnded, UnexpectedReply
 from rollyard.client._waiting import POLL_S
-from rollyard.client._wire import ARROW, Wire
+from rollyard.client._wire import ARROW, Params, Wire
 from rollyard.client.groups import Batch, BatchFacts, Group, GroupsPage, batch_of, read_arrow_page
 from rollyard.client.records import JsonObject, read, read_object
 
@@ -56,6 +56,7 @@ class AsyncDraw:
         self.run = str(facts.get("run", ""))
         self.last_batch: Batch | None = None
         self._path = f"/draws/{part(self.id)}"
+        self._in = {"run": self.run or None}
         self._last: int | None = None  # the number of the batch before the next one
         self._opened = 0  # the last batch that an earlier life of this client may have opened
         self._kept: _Reading | None = None  # by batch(), until it can be given whole
@@ -121,7 +122,9 @@ class AsyncDraw:
     async def ack(self, batch: Batch | int) -> int:
         """Batches up to that one are safe with you, in a checkpoint: their traces may go. Returns how many did."""
         number = batch if isinstance(batch, int) else batch.number
-        body = await self._wire.json("POST", f"{self._path}/ack", body={"batch": number}, is_repeatable=True)
+        body = await self._wire.json(
+            "POST", f"{self._path}/ack", params=self._in, body={"batch": number}, is_repeatable=True
+        )
         return int(read_object(body).get("deleted") or 0)
 
     async def rewind(self, batch: Batch | int, version: int) -> JsonObject:
@@ -132,7 +135,9 @@ class AsyncDraw:
         """
         number = batch if isinstance(batch, int) else batch.number
         call = {"batch": number, "version": version}
-        facts = read_object(await self._wire.json("POST", f"{self._path}/rewind", body=call, is_repeatable=True))
+        facts = read_object(
+            await self._wire.json("POST", f"{self._path}/rewind", params=self._in, body=call, is_repeatable=True)
+        )
         self._kept = self._streamed = None
         self._last, self._opened = number, 0
         return facts
@@ -146,16 +151,18 @@ class AsyncDraw:
             raise ValueError(f"{len(tasks)} tasks and {len(ids)} ids: there must be one id for each task")
         body = given(tasks=[task_body(task) for task in tasks], ids=None if ids is None else [*ids], close=close)
         is_repeatable = ids is not None or not tasks
-        reply = await self._wire.json("POST", f"{self._path}/tasks", body=body, is_repeatable=is_repeatable)
+        reply = await self._wire.json(
+            "POST", f"{self._path}/tasks", params=self._in, body=body, is_repeatable=is_repeatable
+        )
         return int(read_object(reply).get("total") or 0)
 
     async def status(self) -> JsonObject:
         """State, version, last batch, what was acknowledged, figures."""
-        return read_object(await self._wire.json("GET", self._path))
+        return read_object(await self._wire.json("GET", self._path, params=self._in))
 
     async def close(self) -> JsonObject:
         """Ends it: what is in flight is cancelled, what was delivered and the figures stay. Returns the draw."""
-        return read_object(await self._wire.json("DELETE", self._path) or {"id": self.id})
+        return read_object(await self._wire.json("DELETE", self._path, params=self._in) or {"id": self.id})
 
     async def _open(self, want: int | None, number: int | None) -> _Reading:
         """By number, so that asking twice is harmless: the one after the last, which need not be the first that nobody
@@ -168,10 +175,12 @@ class AsyncDraw:
             number = self._last + 1
             is_there = number <= self._opened  # it comes again as it was, whatever is wanted now
         if want is None or is_there:
-            reply = await self._wire.json("GET", f"{self._path}/batches/{number}")
+            reply = await self._wire.json("GET", f"{self._path}/batches/{number}", params=self._in)
         else:
             body = {"want": want, "number": number}
-            reply = await self._wire.json("POST", f"{self._path}/batches", body=body, is_repeatable=True)
+            reply = await self._wire.json(
+                "POST", f"{self._path}/batches", params=self._in, body=body, is_repeatable=True
+            )
         batch = read(reply, BatchFacts)
         if batch.number != number:
             raise UnexpectedReply(f"batch {number} of draw {self.id} was asked for, and {batch.number} came")
@@ -179,7 +188,13 @@ class AsyncDraw:
 
     async def _read(self, reading: _Reading, wait_s: float, limit: int) -> GroupsPage:
         """The groups after its cursor, as soon as there is one. An empty page: not yet, or the batch is closed."""
-        params = {"batch": reading.facts.number, "after": reading.cursor, "limit": limit, "wait_s": wait_s}
+        params: Params = {
+            **self._in,
+            "batch": reading.facts.number,
+            "after": reading.cursor,
+            "limit": limit,
+            "wait_s": wait_s,
+        }
         data, _ = await self._wire.call("GET", f"{self._path}/groups", params=params, accept=ARROW, wait_s=wait_s)
         page = read_arrow_page(data)
         if page.batch is None or page.batch.number != reading.facts.number:

@@ -57,30 +57,33 @@ class AsyncSampling:
         reply = read_object(await self._wire.json("POST", "/groups", body=body, is_repeatable=True))
         return read_group(next(iter(reply.get("groups") or ()), None))
 
-    async def get_group(self, id: str, *, wait_s: float = 0.0, traces: bool = False) -> Group:
+    async def get_group(self, id: str, *, wait_s: float = 0.0, traces: bool = False, run: str | None = None) -> Group:
         """The group as it stands; with `wait_s`, at its end or when that time is over.
 
         `traces`: with its members' whole records and traces, for `collate`; else with what the group says of them.
         """
-        params = {"wait_s": wait_s or None}
+        params = {"wait_s": wait_s or None, "run": run}
         group = read_group(await self._wire.json("GET", f"/groups/{part(id)}", params=params, wait_s=wait_s))
         if not traces:
             return group
-        return replace(group, rollouts=tuple(await asyncio.gather(*(self._whole(each) for each in group.rollouts))))
+        whole = await asyncio.gather(*(self._whole(each, run) for each in group.rollouts))
+        return replace(group, rollouts=tuple(whole))
 
-    async def cancel_group(self, id: str) -> str:
+    async def cancel_group(self, id: str, *, run: str | None = None) -> str:
         """Acknowledged when it returns, with the group's state."""
-        body = await self._wire.json("DELETE", f"/groups/{part(id)}")
+        body = await self._wire.json("DELETE", f"/groups/{part(id)}", params={"run": run})
         return str(read_object(body).get("state", ""))
 
-    async def _whole(self, rollout: GroupRollout) -> GroupRollout:
+    async def _whole(self, rollout: GroupRollout, run: str | None) -> GroupRollout:
         from rollyard.client.arrow import read_traces
 
         path = f"/rollouts/{part(rollout.id)}"
-        record = read(await self._wire.json("GET", path), Record)
+        params = {"run": run}
+        record = read(await self._wire.json("GET", path, params=params), Record)
         found: tuple[Any, ...] = ()
         if (record.summary or {}).get("traces"):
-            found = tuple(read_traces((await self._wire.call("GET", f"{path}/traces", accept=ARROW))[0]))
+            data, _ = await self._wire.call("GET", f"{path}/traces", params=params, accept=ARROW)
+            found = tuple(read_traces(data))
         return GroupRollout(record.id, rollout.index, record.reward, record.trainable, record, found)
 
     # --- draws ----------------------------------------------------------------------------------------
@@ -140,9 +143,11 @@ class AsyncSampling:
         body = read_object(await self._wire.json("GET", "/draws"))
         return [read_object(item) for item in body.get("draws") or ()]
 
-    async def get_draw(self, id: str) -> AsyncDraw:
+    async def get_draw(self, id: str, *, run: str | None = None) -> AsyncDraw:
         """One that is there, to go on with."""
-        return AsyncDraw(self._wire, read_object(await self._wire.json("GET", f"/draws/{part(id)}")))
+        return AsyncDraw(
+            self._wire, read_object(await self._wire.json("GET", f"/draws/{part(id)}", params={"run": run}))
+        )
 
     # --- evaluations ----------------------------------------------------------------------------------
 
@@ -202,14 +207,14 @@ class AsyncSampling:
                 raise TimeoutError(f"evaluation {found.id} has {found.done} of {found.total} after {timeout_s:g} s")
             wait_s = POLL_S if on_progress is None else PROGRESS_S
             left_s = wait_s if give_up is None else min(wait_s, max(0.0, give_up - time.monotonic()))
-            found = await self.get_eval(found.id, wait_s=left_s)
+            found = await self.get_eval(found.id, wait_s=left_s, run=found.run or None)
 
-    async def get_eval(self, id: str, *, wait_s: float = 0.0) -> Evaluation:
+    async def get_eval(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Evaluation:
         """The evaluation as it stands; with `wait_s`, at its end or when that time is over."""
-        params = {"wait_s": wait_s or None}
+        params = {"wait_s": wait_s or None, "run": run}
         return read(await self._wire.json("GET", f"/evals/{part(id)}", params=params, wait_s=wait_s), Evaluation)
 
-    async def cancel_eval(self, id: str) -> str:
+    async def cancel_eval(self, id: str, *, run: str | None = None) -> str:
         """Acknowledged when it returns, with the evaluation's state."""
-        body = await self._wire.json("DELETE", f"/evals/{part(id)}")
+        body = await self._wire.json("DELETE", f"/evals/{part(id)}", params={"run": run})
         return str(read_object(body).get("state", ""))

@@ -42,11 +42,11 @@ class Sampling:
             self._yard.group(task, id=id, run=run, size=size, spares=spares, min_members=min_members, priority=priority)
         )
 
-    def get_group(self, id: str, *, wait_s: float = 0.0, traces: bool = False) -> Group:
-        return self._run(self._yard.get_group(id, wait_s=wait_s, traces=traces))
+    def get_group(self, id: str, *, wait_s: float = 0.0, traces: bool = False, run: str | None = None) -> Group:
+        return self._run(self._yard.get_group(id, wait_s=wait_s, traces=traces, run=run))
 
-    def cancel_group(self, id: str) -> str:
-        return self._run(self._yard.cancel_group(id))
+    def cancel_group(self, id: str, *, run: str | None = None) -> str:
+        return self._run(self._yard.cancel_group(id, run=run))
 
     def draw(
         self,
@@ -100,8 +100,8 @@ class Sampling:
     def draws(self) -> Objects:
         return self._run(self._yard.draws())
 
-    def get_draw(self, id: str) -> Draw:
-        return Draw(self._run, self._iterate, self._run(self._yard.get_draw(id)))
+    def get_draw(self, id: str, *, run: str | None = None) -> Draw:
+        return Draw(self._run, self._iterate, self._run(self._yard.get_draw(id, run=run)))
 
     def evaluate(
         self,
@@ -146,8 +146,8 @@ class Sampling:
             )
         )
 
-    def get_eval(self, id: str, *, wait_s: float = 0.0) -> Evaluation:
-        return self._run(self._yard.get_eval(id, wait_s=wait_s))
+    def get_eval(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Evaluation:
+        return self._run(self._yard.get_eval(id, wait_s=wait_s, run=run))
 
-    def cancel_eval(self, id: str) -> str:
-        return self._run(self._yard.cancel_eval(id))
+    def cancel_eval(self, id: str, *, run: str | None = None) -> str:
+        return self._run(self._yard.cancel_eval(id, run=run))

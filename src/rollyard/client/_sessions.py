@@ -35,6 +35,7 @@ class AsyncSession:
         self._body = body
         self._timeout_s = timeout_s
         self._path = f"/sessions/{quote(check_id(str(body['id'])), safe=':')}"
+        self._run = str(body.get("run") or "default")
         self._is_over = False
         self._is_ours = False  # the service has said that there is one, of this body
         self.id = str(body["id"])
@@ -92,7 +93,7 @@ class AsyncSession:
         """Ends the session; its record, at its end. SessionConflict if it had ended before."""
         given = {"reward": reward, "components": components, "metrics": metrics, "answer": answer}
         body = {name: value for name, value in given.items() if value is not None}
-        params = {"wait_s": POLL_S}
+        params = {"wait_s": POLL_S, "run": self._run}
         while True:
             reply = await self._wire.json(
                 "POST", f"{self._path}/reward", body=body, params=params, wait_s=POLL_S, is_repeatable=True
@@ -104,14 +105,14 @@ class AsyncSession:
 
     async def status(self) -> JsonObject:
         """Its state, turns, tokens and forks so far."""
-        return read_object(await self._wire.json("GET", self._path))
+        return read_object(await self._wire.json("GET", self._path, params={"run": self._run}))
 
     async def _cancel(self) -> None:
         if self._is_over:
             return
         self._is_over = True
         try:
-            await self._wire.json("DELETE", self._path)
+            await self._wire.json("DELETE", self._path, params={"run": self._run})
         except RollyardError as error:  # it ends by its deadline then; why the block was left matters more
             log.warning("a session could not be cancelled", extra={"session": self.id, "code": error.code})
 

@@ -146,11 +146,11 @@ class Client(Sampling):
     ) -> Records:
         return self._run(self._yard.submit(tasks, run=run, ids=ids, group_size=group_size, priority=priority))
 
-    def get(self, id: str, *, wait_s: float = 0.0) -> Record:
-        return self._run(self._yard.get(id, wait_s=wait_s))
+    def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record:
+        return self._run(self._yard.get(id, wait_s=wait_s, run=run))
 
-    def wait(self, id: str, *, timeout_s: float | None = None) -> Record:
-        return self._run(self._yard.wait(id, timeout_s=timeout_s))
+    def wait(self, id: str, *, timeout_s: float | None = None, run: str | None = None) -> Record:
+        return self._run(self._yard.wait(id, timeout_s=timeout_s, run=run))
 
     def wait_all(
         self,
@@ -159,8 +159,9 @@ class Client(Sampling):
         on_end: Callable[[Record], object] | None = None,
         on_event: Callable[[Event], object] | None = None,
         timeout_s: float | None = None,
+        run: str | None = None,
     ) -> Records:
-        return self._run(self._yard.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s))
+        return self._run(self._yard.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s, run=run))
 
     def list(
         self,
@@ -177,11 +178,11 @@ class Client(Sampling):
     def ended(self, run: str | None = None, *, after: str | None = None) -> Iterator[Record]:
         return self._iterate(self._yard.ended(run, after=after))
 
-    def cancel(self, id: str) -> str:
-        return self._run(self._yard.cancel(id))
+    def cancel(self, id: str, *, run: str | None = None) -> str:
+        return self._run(self._yard.cancel(id, run=run))
 
-    def rescore(self, id: str) -> Record:
-        return self._run(self._yard.rescore(id))
+    def rescore(self, id: str, *, run: str | None = None) -> Record:
+        return self._run(self._yard.rescore(id, run=run))
 
     # --- agents of your own ---------------------------------------------------------------------------
 
@@ -215,14 +216,14 @@ class Client(Sampling):
 
     # --- what came out --------------------------------------------------------------------------------
 
-    def traces(self, id: str) -> Traces:
-        return self._run(self._yard.traces(id))
+    def traces(self, id: str, *, run: str | None = None) -> Traces:
+        return self._run(self._yard.traces(id, run=run))
 
-    def traces_arrow(self, id: str) -> bytes:
-        return self._run(self._yard.traces_arrow(id))
+    def traces_arrow(self, id: str, *, run: str | None = None) -> bytes:
+        return self._run(self._yard.traces_arrow(id, run=run))
 
-    def trajectory(self, id: str) -> Trajectory:
-        return self._run(self._yard.trajectory(id))
+    def trajectory(self, id: str, *, run: str | None = None) -> Trajectory:
+        return self._run(self._yard.trajectory(id, run=run))
 
     # --- engines --------------------------------------------------------------------------------------
 
@@ -275,6 +276,32 @@ class Client(Sampling):
         return self._run(self._yard.policies())
 
     # --- the machines of a fleet ----------------------------------------------------------------------
+
+    def create_token(
+        self,
+        access: str,
+        *,
+        name: str | None = None,
+        runs: Sequence[str] | None = None,
+        policies: Sequence[str] | None = None,
+        expires_s: float | None = None,
+        quota: Mapping[str, Json] | None = None,
+    ) -> JsonObject:
+        return self._run(
+            self._yard.create_token(access, name=name, runs=runs, policies=policies, expires_s=expires_s, quota=quota)
+        )
+
+    def list_tokens(self) -> Objects:
+        return self._run(self._yard.list_tokens())
+
+    def rotate_token(self, id: str, *, expires_s: float | None = None) -> JsonObject:
+        return self._run(self._yard.rotate_token(id, expires_s=expires_s))
+
+    def revoke_token(self, id: str) -> None:
+        return self._run(self._yard.revoke_token(id))
+
+    def audit(self, *, limit: int = 100, before: int | None = None) -> Objects:
+        return self._run(self._yard.audit(limit=limit, before=before))
 
     def nodes(self) -> Objects:
         return self._run(self._yard.nodes())

@@ -29,13 +29,14 @@ async def wait_all(
     on_end: Callable[[Record], object] | None,
     on_event: Callable[[Event], object] | None,
     timeout_s: float | None,
+    run: str | None = None,
 ) -> list[Record]:
     """See `AsyncClient.wait_all`."""
     waiting = dict.fromkeys(ids)
     found: dict[str, Record] = {}
 
     async def take(id: str, wait_s: float) -> None:
-        record = await client.get(id, wait_s=wait_s)
+        record = await client.get(id, wait_s=wait_s, run=run)
         if record.is_ended and id in waiting:
             del waiting[id]
             found[id] = record
@@ -44,7 +45,7 @@ async def wait_all(
 
     async def watch() -> None:
         try:
-            async for event in client.events():
+            async for event in client.events(run=run):
                 if event.rollout in waiting:
                     if on_event is not None:
                         on_event(event)

@@ -5,7 +5,7 @@ from rollyard.core.draw import Batch, Draw, DrawConfig
 from rollyard.core.engine import EngineSpec
 from rollyard.core.failure import CODES, Blame, Failure, Outcome, RollyardError
 from rollyard.core.group import Group, GroupState
-from rollyard.core.ids import check_id, new_id, sampling_seed
+from rollyard.core.ids import DEFAULT_RUN, check_id, id_of, key_of, new_id, sampling_seed
 from rollyard.core.json import Json, canonical, digest
 from rollyard.core.rollout import Ending, LostAttempt, Rollout, Summary, Timings
 from rollyard.core.score import Score, TurnReward
@@ -15,6 +15,7 @@ from rollyard.core.trace import Artifact, Message, Span, Trace, Trajectory, ids_
 
 __all__ = [
     "CODES",
+    "DEFAULT_RUN",
     "LIVE",
     "MOVES",
     "AgentSpec",
@@ -55,7 +56,9 @@ __all__ = [
     "canonical",
     "check_id",
     "digest",
+    "id_of",
     "ids_array",
+    "key_of",
     "logprobs_array",
     "new_id",
     "sampling_seed",

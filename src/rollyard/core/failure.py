@@ -24,11 +24,11 @@
         ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool
         ├── SamplingInvalid
         ├── RuntimeNotAllowed  ImageMissing  AgentMissing
-        ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  EngineExists
+        ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  AmbiguousId  EngineExists
         ├── SessionConflict  BatchConflict  SourceClosed  VersionConflict
         ├── NodeUnknown  NodeReplaced
         ├── PolicyConflict  PolicyPinned  PolicyStuck
-        └── BodyTooLarge  QueueFull  StoreLost  Draining
+        └── BodyTooLarge  QueueFull  QuotaExceeded  RateLimited  StoreLost  Draining
 
 Invariants. A code is stable for ever: trainers switch on it. Blame follows the cause, and infra needs
 positive evidence from the host. Only a PolicyFailure may carry a reward. `no model call was made` is never
@@ -396,6 +396,13 @@ class IdConflict(RequestError):
     remedy = "Use a new id, or send the same body again."
 
 
+class AmbiguousId(RequestError):
+    """More than one run has something of that id."""
+
+    status = 409
+    remedy = "Add ?run= to say which one."
+
+
 class EngineExists(RequestError):
     status = 409
 
@@ -464,6 +471,22 @@ class PolicyStuck(RequestError):
 class BodyTooLarge(RequestError):
     status = 413
     remedy = "Send fewer rollouts per call, or raise the setting `max_body_bytes`."
+
+
+class QuotaExceeded(RequestError):
+    """What the token may use at once is in use."""
+
+    status = 429
+    retryable = True
+    remedy = "Wait until some of it is done, or ask an admin for a larger quota."
+
+
+class RateLimited(RequestError):
+    """More calls in a second than the token may make."""
+
+    status = 429
+    retryable = True
+    remedy = "Send fewer calls at once: one call can wait for many rollouts."
 
 
 class QueueFull(RequestError):

@@ -1,4 +1,9 @@
-"""Identifiers: what a client may use as one, and how we make our own."""
+"""Identifiers: what a client may use as one, how we make our own, and how those of different runs are kept apart.
+
+Clients name rollouts, groups, draws, evaluations and sessions by short ids, which are unique within a run. Inside, and
+in the store, each has a *key*: `RUN~ID`, or the id alone in the default run. No id contains `~`, so no client can name
+a key of another run.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,9 @@ import time
 from hashlib import blake2b
 
 from rollyard.core.failure import MalformedId
+
+DEFAULT_RUN = "default"
+SEPARATOR = "~"
 
 _PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's: sorts like the number, no look-alikes
@@ -30,7 +38,18 @@ def check_id(value: str, what: str = "id") -> str:
     return value
 
 
+def key_of(run: str, id: str) -> str:
+    """The key of what has that id in that run."""
+    return id if run == DEFAULT_RUN else f"{run}{SEPARATOR}{id}"
+
+
+def id_of(key: str) -> str:
+    """The id that its client knows."""
+    return key.rpartition(SEPARATOR)[2]
+
+
 def sampling_seed(run_seed: int, rollout_id: str, turn: int) -> int:
-    """The seed of one model call. It does not depend on the attempt: a retry samples the same way."""
-    raw = blake2b(f"{run_seed}\0{rollout_id}\0{turn}".encode(), digest_size=4).digest()
+    """The seed of one model call. It depends neither on the attempt (a retry samples the same way) nor on the name of
+    the run."""
+    raw = blake2b(f"{run_seed}\0{id_of(rollout_id)}\0{turn}".encode(), digest_size=4).digest()
     return int.from_bytes(raw, "big") >> 1  # engines want a non-negative int32

@@ -1,9 +1,10 @@
-"""Which queued rollout goes next: strictly by priority, then fairly between runs, then in order of submission.
+"""Which queued rollout goes next: strictly by priority, then fairly between owners, then fairly between the runs of an
+owner, then in order of submission.
 
-Fair means start-time fair queueing: each run has a virtual time that one admission moves on by one; among the
-runs whose best rollout has the highest priority, the one furthest behind goes next. A run that was idle starts
-at the present, so it can neither save up turns nor be starved. A run at its quota (`max_live`) is passed over, and so
-is one that the caller has no use for now (its policy's engines are full).
+Fair means start-time fair queueing: each owner and each run has a virtual time that one admission moves on by one;
+among those whose best rollout has the highest priority, the one furthest behind goes next. One that was idle starts at
+the present, so it can neither save up turns nor be starved. A run or an owner at its quota of live rollouts is passed
+over, and so is a run that the caller has no use for now (its policy's engines are full).
 
 Pure data: no clock of its own, no I/O. It holds as little of a rollout as `QueuedRow`; tasks stay in the store.
 """
@@ -19,9 +20,19 @@ from rollyard.store.base import QueuedRow
 
 
 @dataclass(slots=True)
-class _RunQueue:
+class _Owner:
     max_live: int | None = None
     live: int = 0
+    queued: int = 0
+    virtual_time: float = 0.0
+
+
+@dataclass(slots=True)
+class _RunQueue:
+    owner: _Owner
+    max_live: int | None = None
+    live: int = 0
+    queued: int = 0
     virtual_time: float = 0.0
     rows: list[tuple[int, int, QueuedRow]] = field(default_factory=list[tuple[int, int, QueuedRow]])
 
@@ -31,9 +42,11 @@ class Scheduler:
 
     def __init__(self) -> None:
         self._runs: dict[str, _RunQueue] = {}
+        self._owners: dict[str, _Owner] = {}
         self._delayed: list[tuple[float, int, QueuedRow]] = []
         self._present: dict[str, QueuedRow] = {}  # the truth; heaps may hold stale rows
-        self._now = 0.0
+        self._now = 0.0  # of runs
+        self._owners_now = 0.0
 
     def __len__(self) -> int:
         return len(self._present)
@@ -42,15 +55,29 @@ class Scheduler:
         return rollout_id in self._present
 
     def queued_of(self, run_id: str) -> int:
-        return sum(row.run == run_id for row in self._present.values())
+        queue = self._runs.get(run_id)
+        return queue.queued if queue is not None else 0
+
+    def queued_by(self, owner: str) -> int:
+        return self._owner(owner).queued
 
     def set_quota(self, run: Run) -> None:
-        self._queue(run.id).max_live = run.max_live
+        queue = self._queue(run.id)
+        queue.max_live = run.max_live
+        owner = self._owner(run.owner)
+        if queue.owner is not owner:
+            for one, sign in ((queue.owner, -1), (owner, 1)):
+                one.live += sign * queue.live
+                one.queued += sign * queue.queued
+            queue.owner = owner
+
+    def set_owner(self, owner: str, max_live: int | None) -> None:
+        self._owner(owner).max_live = max_live
 
     def drop_run(self, run_id: str) -> None:
         """Takes out all rows of a run."""
         for row in [row for row in self._present.values() if row.run == run_id]:
-            del self._present[row.id]
+            self.remove(row.id)
 
     def forget_run(self, run_id: str) -> None:
         queue = self._runs.get(run_id)
@@ -59,14 +86,26 @@ class Scheduler:
 
     def push(self, row: QueuedRow, not_before: float = 0.0) -> None:
         """Adds a row; it is not given out before `not_before` (the caller's clock)."""
+        self.remove(row.id)
         self._present[row.id] = row
+        queue = self._queue(row.run)
+        if not queue.owner.queued:
+            queue.owner.virtual_time = max(queue.owner.virtual_time, self._owners_now)
+        queue.queued += 1
+        queue.owner.queued += 1
         if not_before:
             heapq.heappush(self._delayed, (not_before, row.seq, row))
         else:
             self._push_due(row)
 
     def remove(self, rollout_id: str) -> bool:
-        return self._present.pop(rollout_id, None) is not None
+        row = self._present.pop(rollout_id, None)
+        if row is None:
+            return False
+        queue = self._queue(row.run)
+        queue.queued -= 1
+        queue.owner.queued -= 1
+        return True
 
     def pop(self, now: float, may_go: Callable[[str], bool] = lambda _: True) -> QueuedRow | None:
         """The next row of the runs that may go, counted as live in its run until `done`."""
@@ -74,40 +113,55 @@ class Scheduler:
             _, _, row = heapq.heappop(self._delayed)
             if self._present.get(row.id) is row:
                 self._push_due(row)
-        best: tuple[int, float, int, _RunQueue] | None = None
+        best: tuple[int, float, float, int, _RunQueue] | None = None
         for run_id, queue in self._runs.items():
-            if queue.max_live is not None and queue.live >= queue.max_live:
+            if not queue.queued or any(
+                one.max_live is not None and one.live >= one.max_live for one in (queue, queue.owner)
+            ):
                 continue
             head = self._head(queue)
             if head is None or not may_go(run_id):
                 continue
-            key = (-head.priority, queue.virtual_time, head.seq, queue)
-            if best is None or key[:3] < best[:3]:
+            key = (-head.priority, queue.owner.virtual_time, queue.virtual_time, head.seq, queue)
+            if best is None or key[:4] < best[:4]:
                 best = key
         if best is None:
             return None
-        queue = best[3]
+        queue = best[4]
+        owner = queue.owner
         _, _, row = heapq.heappop(queue.rows)
-        del self._present[row.id]
+        self.remove(row.id)
         self._now = max(self._now, queue.virtual_time)
-        queue.virtual_time += 1
-        queue.live += 1
+        self._owners_now = max(self._owners_now, owner.virtual_time)
+        for one in (queue, owner):
+            one.virtual_time += 1
+            one.live += 1
         return row
 
     def adopt(self, run_id: str) -> None:
         """A rollout that is live without having been popped here: recovered in EVAL."""
-        self._queue(run_id).live += 1
+        self._live(run_id, 1)
 
     def done(self, run_id: str) -> None:
         """A row that `pop` gave out is live no more."""
-        self._queue(run_id).live -= 1
+        self._live(run_id, -1)
+
+    def _live(self, run_id: str, change: int) -> None:
+        queue = self._queue(run_id)
+        queue.live += change
+        queue.owner.live += change
 
     def next_due(self) -> float | None:
         """When the first delayed row becomes due."""
         return self._delayed[0][0] if self._delayed else None
 
     def _queue(self, run_id: str) -> _RunQueue:
-        return self._runs.setdefault(run_id, _RunQueue())
+        if run_id not in self._runs:
+            self._runs[run_id] = _RunQueue(self._owner(""))
+        return self._runs[run_id]
+
+    def _owner(self, name: str) -> _Owner:
+        return self._owners.setdefault(name, _Owner())
 
     def _push_due(self, row: QueuedRow) -> None:
         queue = self._queue(row.run)

@@ -303,6 +303,7 @@ async def run(
                 watch.span,
                 watch.metrics,
                 rollout.lost,
+                rollout.seq,
                 kit.python,
                 partial(_solved, shop, rollout, kit),
             )

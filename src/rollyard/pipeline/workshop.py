@@ -13,6 +13,7 @@ from pathlib import Path
 from rollyard.agents.base import Agent, is_head_only, needs_gateway, needs_model, outfit_of
 from rollyard.agents.registry import Agents
 from rollyard.core import Run, Task
+from rollyard.core.ceilings import Ceilings
 from rollyard.core.failure import ImageMissing, RuntimeNotAllowed, SandboxStartFailed, TaskInvalid
 from rollyard.engines.extra import check_extra
 from rollyard.engines.router import Router
@@ -52,10 +53,12 @@ class Workshop:
     breakers: Breakers = field(default_factory=Breakers)
     pythons: PythonShelf | None = None  # our own Python; without: tools have only the image's
     mcp_servers: Mapping[str, OutsideServer] = field(default_factory=dict[str, OutsideServer])  # the operator's
+    ceilings: Ceilings = field(default_factory=Ceilings)
 
     def check(self, task: Task, run: Run) -> None:
         """Raises the named error for a task that can never run here. No I/O: it is asked at every submit."""
         environment = self.environments.get(task.environment)
+        self.ceilings.check(task)
         environment.check(task)
         self.agent_of(task).check(task)
         self.tools_of(task)

@@ -14,13 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 
 from rollyard.core import Ending, Outcome, Position, Rollout, Run, State
-from rollyard.core.failure import Cancelled, Draining, InternalError, InvalidRequest, NotFound, QueueFull, Stalled
+from rollyard.core.access import Quota
+from rollyard.core.failure import (
+    Cancelled,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    QuotaExceeded,
+    Stalled,
+)
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.attempt import Attempt
@@ -64,6 +75,9 @@ class Yard:
         self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
         self._taking: dict[str, str] = {}  # admitted, and being read from the store: each one's run
         self._arriving = 0  # being stored: their places in the queue are taken
+        self._arriving_by: Counter[str] = Counter()  # owner
+        self.overfull: set[str] = set()  # owners that have stored as much as they may
+        self.quota_of: Callable[[str], Quota] = lambda _: Quota()  # of an owner
         self.rescoring = Rescoring(self)
         self.cancelling = Cancelling(self)
         self._max_live = settings.max_live
@@ -127,34 +141,64 @@ class Yard:
     def know(self, run: Run) -> None:
         self._runs[run.id] = run
         self.scheduler.set_quota(run)
+        self.scheduler.set_owner(run.owner, self.quota_of(run.owner).live)
 
     def run_of(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
+    @property
+    def runs(self) -> Collection[Run]:
+        return self._runs.values()
+
     async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
         """Durable when it returns. The caller has checked the tasks."""
-        with self.arriving(len(submissions)):
+        with self.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
             stored = await self.store.submit(submissions)
         self.enqueue(stored)
         return stored
 
     @contextmanager
-    def arriving(self, count: int) -> Generator[None, None, None]:
-        """Around the storing of so many new rollouts, whoever does it. `Draining`, `QueueFull`."""
+    def arriving(self, count: int, run_id: str) -> Generator[None, None, None]:
+        """Around the storing of so many new rollouts of a run, whoever does it. `Draining`, `QueueFull`,
+        `QuotaExceeded`."""
         if self.is_draining:
             raise Draining("the service is shutting down")
         if count > self.room:
             raise QueueFull(f"{count} rollouts do not fit: the queue has room for {max(0, self.room)}")
+        if count > (room := self.room_of(run_id)):
+            if self._owner_of(run_id) in self.overfull:
+                raise QuotaExceeded(
+                    "the token has stored as much as it may: acknowledge what you have, or delete a run"
+                )
+            raise QuotaExceeded(
+                f"{count} rollouts do not fit: the token's quota has room for {max(0, room)} in the queue"
+            )
+        owner = self._owner_of(run_id)
         self._arriving += count
+        self._arriving_by[owner] += count
         try:
             yield
         finally:
             self._arriving -= count
+            self._arriving_by[owner] -= count
 
     @property
     def room(self) -> int:
         """Rollouts that the queue could take."""
         return self.settings.max_queued - len(self.scheduler) - self._arriving
+
+    def room_of(self, run_id: str) -> int:
+        """Rollouts of that run that the queue could take."""
+        owner = self._owner_of(run_id)
+        if owner in self.overfull:
+            return 0
+        most = self.quota_of(owner).queued
+        left = self.room if most is None else most - self.scheduler.queued_by(owner) - self._arriving_by[owner]
+        return min(self.room, left)
+
+    def _owner_of(self, run_id: str) -> str:
+        run = self._runs.get(run_id)
+        return run.owner if run is not None else ""
 
     def enqueue(self, stored: Sequence[Rollout]) -> None:
         """Takes in what was stored just now, or earlier: what is known already is not taken twice."""

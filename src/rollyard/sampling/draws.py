@@ -338,7 +338,7 @@ class DrawKeeper:
         if held_s > 0:
             self.wake_in(held_s)
             return False
-        room = max(0, self._yard.room // self.draw.config.group_size)
+        room = max(0, self._yard.room_of(self.run.id) // self.draw.config.group_size)
         if not room:  # the queue is full of others' rollouts: nobody tells when it is not
             self.wake_in(FULL_S)
         begun = drawing.admit(min(MOST_AT_ONCE, room))

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rollyard.core import Group, Json, Rollout, RollyardError, Run, Task
-from rollyard.core.failure import Draining, NotFound, QueueFull
+from rollyard.core.failure import Draining, NotFound, QueueFull, QuotaExceeded
 from rollyard.pipeline import Yard
 from rollyard.sampling.bell import Bell
 from rollyard.sampling.evaluation import (
@@ -176,7 +176,7 @@ class EvalKeeper:
             count = min(record.tasks - self._begun, AT_ONCE, max(room, 0 if self._open else 1))
             if count < 1:
                 return
-            count = max(1, min(count, self._yard.room // record.samples))
+            count = max(1, min(count, self._yard.room_of(record.run) // record.samples))
             numbers = range(self._begun, self._begun + count)
             wanted = [await self._group(number) for number in numbers]
             ids = {group.id for group, _, _ in wanted} - self._open
@@ -185,7 +185,7 @@ class EvalKeeper:
                 groups = await self._groups.put(wanted)
             except BaseException as error:
                 self._open -= ids
-                if isinstance(error, QueueFull):
+                if isinstance(error, QueueFull | QuotaExceeded):
                     asyncio.get_running_loop().call_later(FULL_S, self.wake)
                     return
                 if isinstance(error, Draining):

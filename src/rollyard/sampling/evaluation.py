@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollyard.core import Json, Rollout
+from rollyard.core import Json, Rollout, id_of
 from rollyard.core.passk import is_correct
 from rollyard.sampling.estimates import Estimate, pass_curve, reward_over_tasks
 from rollyard.sampling.membership import Fate, end_of
@@ -73,11 +73,11 @@ def sample_of(rollout: Rollout, otherwise: str) -> Sample:
     """A rollout that has ended, or, called `otherwise`, one that has not."""
     ending = rollout.ending
     if ending is None:
-        return Sample(rollout.index, rollout.id, code=otherwise, fate=Fate.CANCELLED)
+        return Sample(rollout.index, id_of(rollout.id), code=otherwise, fate=Fate.CANCELLED)
     end, summary = end_of(rollout), ending.summary
     return Sample(
         index=rollout.index,
-        rollout=rollout.id,
+        rollout=id_of(rollout.id),
         reward=end.reward,
         code=end.code or str(ending.outcome),
         fate=end.fate,

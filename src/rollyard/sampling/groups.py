@@ -56,7 +56,7 @@ class Groups:
             check_members(task, group.size)
         opened = [OpenGroup(group, task) for group, task, _ in wanted]
         submissions = [new for one in opened for new in one.begin(range(one.group.size))]
-        with self._yard.arriving(len(submissions)):
+        with self._yard.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
             for one in opened:
                 self._open.setdefault(one.id, one)  # before the commit: a member may end as soon as that is done
             known = {one.id for one in opened if self._open[one.id] is not one}

@@ -29,10 +29,11 @@ from rollyard.service.routes import (
     runs,
     sessions,
     status,
+    tokens,
 )
 from rollyard.service.scrape import Counted
 
-PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, fleet, status, events, health)
+PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, tokens, fleet, status, events, health)
 """The wings of the API, in the order of its description."""
 
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."

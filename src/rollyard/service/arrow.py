@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from rollyard.core import Rollout, Span, Trace, Trajectory
+from rollyard.core import Rollout, Span, Trace, Trajectory, id_of
 from rollyard.service.records import encode, is_trainable, record, reward, untrainable_reason
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
@@ -80,9 +80,9 @@ def row(schema: pa.Schema, trajectory: Trajectory, rollout: Rollout, index: int,
         "columns": pa.array([list(trace.columns.items())], pa.map_(pa.string(), pa.binary())),
     }
     scalars = {
-        "group": rollout.group,
+        "group": None if rollout.group is None else id_of(rollout.group),
         "rollout_index": rollout.index,
-        "rollout_id": trajectory.rollout_id,
+        "rollout_id": id_of(trajectory.rollout_id),
         "attempt": trajectory.attempt,
         "index": index,
         "siblings": len(trajectory.traces),

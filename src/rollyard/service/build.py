@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import resource
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -35,7 +36,6 @@ from rollyard.sandbox import Runtime
 from rollyard.sandbox.images import ImageStore
 from rollyard.sandbox.layers import Layers
 from rollyard.sandbox.python import PythonShelf
-from rollyard.service.auth import load_tokens
 from rollyard.service.bounds import end_all
 from rollyard.service.house import House
 from rollyard.service.keys import load_keys
@@ -44,8 +44,9 @@ from rollyard.service.runtimes import make_runtime
 from rollyard.service.scrape import snapshot
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.service.tasks import checked_task
+from rollyard.service.tokens import Tokens, load_tokens
 from rollyard.store import open_store
-from rollyard.store.base import Store
+from rollyard.store.base import Store, StoreUnusable
 from rollyard.tools.mcp import OutsideServer
 
 log = logging.getLogger("rollyard.service")
@@ -56,6 +57,8 @@ AGENTS = "agents"  # below data_dir: the operator's presets, and what `rollyard 
 MOST_DESCRIPTORS = 1 << 20  # some hosts allow a billion, and some programs close them one by one
 
 ENGINES_S = 3.0  # engines get so long to answer before the service is ready; the rest come when they come
+
+STORED_EVERY_S = 5.0  # between two looks at what tokens with a quota of stored bytes have stored
 
 PROBE_S = 30.0  # for a runtime to try itself at start; a slow host is reported, not waited for
 
@@ -84,6 +87,8 @@ async def open_house(
                 keeps_leases=settings.fleet is not None,
             )
         )
+        for record in await store.tokens():
+            tokens.put(record)
         renderers = Renderers()
         router = await stack.enter_async_context(
             Router(
@@ -96,16 +101,59 @@ async def open_house(
         specs = all_engines(settings, await store.engines())
         refused = await stack.enter_async_context(_engines(router, specs))
         shop, probes = await stack.enter_async_context(open_shop(settings, router, environments, agents, renderers))
-        yard = await stack.enter_async_context(make_yard(store, shop, settings, metrics=metrics, tracer=tracer))
+        yard = make_yard(store, shop, settings, metrics=metrics, tracer=tracer)
+        yard.quota_of = tokens.quota_of
+        await stack.enter_async_context(yard)
+        await stack.enter_async_context(_stored_quotas(store, yard, tokens))
         sampler = await stack.enter_async_context(
             Sampler(yard, make_task=lambda raw, run: checked_task(shop, raw, run), folders=settings.task_folder_paths)
         )
-        house = House(settings, tokens, store, router, shop, yard, sampler, keys, _sessions(agents), probes, refused)
+        house = House(
+            settings=settings,
+            tokens=tokens,
+            store=store,
+            router=router,
+            shop=shop,
+            yard=yard,
+            sampler=sampler,
+            keys=keys,
+            sessions=_sessions(agents),
+            runtimes=probes,
+            refused_engines=refused,
+            owners=dict(await store.owners()),
+        )
         metrics.watch(lambda: snapshot(yard, router))
         try:
             yield house
         finally:
             house.closing.set()
+
+
+@asynccontextmanager
+async def _stored_quotas(store: Store, yard: Yard, tokens: Tokens) -> AsyncGenerator[None, None]:
+    """Keeps the yard's list of owners that have stored more than they may."""
+
+    async def look() -> None:
+        limits = {one.id: most for one in tokens.created if (most := one.quota.stored_bytes) is not None}
+        runs = {run.id: run.owner for run in yard.runs if run.owner in limits}
+        used = Counter[str]()
+        for run_id, size in (await store.stored_bytes(list(runs))).items() if runs else ():
+            used[runs[run_id]] += size
+        yard.overfull = {owner for owner, size in used.items() if size >= limits[owner]}
+
+    async def watch() -> None:
+        while True:
+            try:
+                await look()
+            except StoreUnusable:
+                return
+            await asyncio.sleep(STORED_EVERY_S)
+
+    watching = asyncio.create_task(watch(), name="stored quotas")
+    try:
+        yield
+    finally:
+        await end_all(watching)
 
 
 @asynccontextmanager
@@ -137,6 +185,7 @@ async def open_shop(
             layers=layers,
             pythons=PythonShelf(settings.data_dir / "python"),
             mcp_servers=mcp_servers(settings),
+            ceilings=settings.ceilings,
         )
         yield shop, probes
 

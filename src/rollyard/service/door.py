@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rollyard.agents.session import SessionAgent
-from rollyard.core import RollyardError
+from rollyard.core import RollyardError, id_of
 from rollyard.gateway.app import GatewayApp, dialect_of, refuse, short_path
 from rollyard.gateway.base import Problem
 from rollyard.service.keys import SessionKeys
@@ -92,13 +92,16 @@ class GatewayDoor:
         given = _given(headers)
         if not given:
             raise Problem("unauthorized", "this call needs a session's key (POST /v1/sessions)")
-        session_id = next(filter(None, map(self._keys.session_of, given)), None)
-        if session_id is None:
+        found = next(filter(None, map(self._keys.session_of, given)), None)
+        if found is None:
             raise Problem("unauthorized", "this is no session's key")
-        live = self._sessions.live(session_id)
+        session, nonce = found
+        live = self._sessions.live(session)
         if live is None:
-            detail = f"session {session_id} is not open: it has not begun yet, or it has ended"
+            detail = f"session {id_of(session)} is not open: it has not begun yet, or it has ended"
             raise Problem("unavailable", detail, code="not_open")
+        if live.nonce != nonce:
+            raise Problem("unauthorized", "this key is of an earlier session with this id")
         return GatewayApp(live.gateway, watches=True)
 
     def _check_length(self, headers: Mapping[bytes, bytes]) -> None:

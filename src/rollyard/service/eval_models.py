@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rollyard.core import Json, check_id, new_id
+from rollyard.core import Json, check_id, id_of, key_of, new_id
 from rollyard.sampling.evals import EvalPlan
+from rollyard.service.access import Caller
 from rollyard.service.draw_models import DRAW_ID_LENGTH, GroupSize, SourceBody
 from rollyard.service.models import Body, Name, Number, Object, Priority, Whole, to_task
 from rollyard.service.records import JsonObject
@@ -16,17 +17,21 @@ from rollyard.store.base import EvalRecord
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
+PRIORITY = 10
+"""Ahead of training, whose batches are larger."""
+
+
 class EvalBody(Body):
     """So many samples of each task, by one version of a policy."""
 
     id: Annotated[str, Field(max_length=DRAW_ID_LENGTH)] | None = None
-    run: str | None = Field(default=None, description="The name of the run that is made for it; unset: its own id.")
+    run: str | None = Field(default=None, description="The name of the run that is made for it; unset: made of its id.")
     policy: Name = "default"
     source: SourceBody
     k: GroupSize = Field(default=1, description="pass@1 to pass@k are told.")
     samples: GroupSize | None = Field(default=None, description="Of each task, k or more; unset: k.")
     threshold: Number = Field(default=1.0, description="The reward from which a sample counts as correct.")
-    priority: Priority = Field(default=10, description="Higher goes first.")
+    priority: Priority = Field(default=PRIORITY, description="Higher goes first.")
     pool_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
         default=0.25, description="Of the RUN slots: it never has more rollouts at work than that."
     )
@@ -49,20 +54,24 @@ class EvalBody(Body):
     def identity(self) -> dict[str, Json]:
         return self.model_dump(exclude_unset=True, exclude={"id"})
 
-    def to_plan(self, owner: str) -> EvalPlan:
+    def to_plan(self, caller: Caller) -> EvalPlan:
         """Checks the defaults as far as a part of a task can be."""
         to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
         name = new_id("ev") if self.id is None else check_id(self.id, "evaluation id")
+        if self.run is not None:
+            run = check_id(self.run, "run")
+        else:
+            run = name if caller.is_admin or caller.runs else f"{name}.{caller.name}"
         return EvalPlan(
-            id=name,
-            run=name if self.run is None else check_id(self.run, "run"),
-            owner=owner,
+            id=key_of(run, name),
+            run=run,
+            owner=caller.name,
             policy=self.policy,
             source=self.source.to_spec(),
             k=self.k,
             samples=self.samples or self.k,
             threshold=self.threshold,
-            priority=self.priority,
+            priority=self.priority if "priority" in self.model_fields_set else _usual(caller),
             pool_share=self.pool_share,
             max_missing=self.max_missing,
             on_update=self.on_update,
@@ -72,9 +81,14 @@ class EvalBody(Body):
         )
 
 
+def _usual(caller: Caller) -> int:
+    most = caller.quota.priority
+    return PRIORITY if most is None else min(PRIORITY, most)
+
+
 def eval_object(record: EvalRecord, done: int) -> JsonObject:
     return {
-        "id": record.id,
+        "id": id_of(record.id),
         "run": record.run,
         "policy": record.policy,
         "state": record.state,

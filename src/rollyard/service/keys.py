@@ -1,7 +1,9 @@
-"""The keys of sessions: `rys-ID-MAC`, made from the id and one secret of this service, and kept nowhere.
+"""The keys of sessions: `rys-SESSION-NONCE-MAC`, made with one secret of this service, and kept nowhere.
 
-A key opens the gateway for its one session and nothing else. The same id has the same key, before and after a restart;
-who has the file `session-secret` below data_dir can make all of them, so it is ours alone (mode 0600).
+A key opens the gateway for its one session and nothing else. The nonce is the number of the session's row in the store,
+which is never given twice: a later session of the same run and id has another key. A session has the same key before
+and after a restart; who has the file `session-secret` below data_dir can make all of them, so it is ours alone (mode
+0600).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import hashlib
 import hmac
 from pathlib import Path
 
-from rollyard.service.auth import own_token
+from rollyard.service.tokens import own_token
 
 SECRET = "session-secret"  # below data_dir
 
@@ -24,19 +26,19 @@ class SessionKeys:
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
 
-    def key_of(self, session_id: str) -> str:
-        return f"{_PREFIX}{session_id}-{self._mac(session_id)}"
+    def make(self, session: str, nonce: int) -> str:
+        return f"{_PREFIX}{session}-{nonce}-{self._mac(f'{session}-{nonce}')}"
 
-    def session_of(self, key: str) -> str | None:
-        """Whose key this is; None: nobody's. The time it takes tells nothing of the right one."""
-        session_id, _, mac = key.removeprefix(_PREFIX).rpartition("-")
-        known = self._mac(session_id)
-        is_ours = hmac.compare_digest(known.encode(), mac.encode("utf-8", "surrogateescape"))
-        return session_id if is_ours and key.startswith(_PREFIX) and session_id else None
+    def session_of(self, key: str) -> tuple[str, int] | None:
+        """Whose key this is, with its nonce; None: nobody's. The time it takes tells nothing of the right one."""
+        text, _, mac = key.removeprefix(_PREFIX).rpartition("-")
+        is_ours = hmac.compare_digest(self._mac(text).encode(), mac.encode("utf-8", "surrogateescape"))
+        session, _, nonce = text.rpartition("-")
+        return (session, int(nonce)) if is_ours and key.startswith(_PREFIX) and session else None
 
-    def _mac(self, session_id: str) -> str:
-        text = session_id.encode("utf-8", "surrogateescape")
-        return hmac.new(self._secret, b"session\0" + text, hashlib.sha256).hexdigest()[:_MAC_HEX]
+    def _mac(self, text: str) -> str:
+        raw = text.encode("utf-8", "surrogateescape")
+        return hmac.new(self._secret, b"session\0" + raw, hashlib.sha256).hexdigest()[:_MAC_HEX]
 
 
 def load_keys(data_dir: Path) -> SessionKeys:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 from starlette.requests import Request
 
@@ -39,6 +40,15 @@ WaitS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Object = dict[str, JsonValue]
+InRun = Annotated[str | None, Query(description="The run that it is in; only needed if two have that id.")]
+
+
+class RunQuery(BaseModel):
+    """The query of a call about something with an id."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: str | None = Field(default=None, description="The run that it is in; only needed if two have that id.")
 
 
 class Body(BaseModel):

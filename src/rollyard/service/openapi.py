@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from rollyard.service import door, draw_models, eval_models, models, policy_models
+from rollyard.service import door, draw_models, eval_models, models, policy_models, token_models
 
 BODIES: tuple[type[BaseModel], ...] = (
     models.RunBody,
@@ -36,6 +36,9 @@ BODIES: tuple[type[BaseModel], ...] = (
     policy_models.PauseBody,
     policy_models.ResumeBody,
     policy_models.RenewBody,
+    policy_models.OwnerBody,
+    token_models.TokenBody,
+    token_models.RotateBody,
 )
 
 PROBLEM: dict[str, Any] = {

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from rollyard.core import Batch, Draw, Group, Rollout, Trajectory
+from rollyard.core import Batch, Draw, Group, Rollout, Trajectory, id_of
 from rollyard.sampling.drawing import Drawing, before_filtering
 from rollyard.sampling.membership import end_of
 from rollyard.sampling.opening import rollouts_of
@@ -52,9 +52,9 @@ def cursor(place: int) -> str:
 
 def group_object(group: Group, rollouts: Sequence[Rollout] = ()) -> JsonObject:
     return {
-        "id": group.id,
+        "id": id_of(group.id),
         "run": group.run,
-        "draw": group.draw,
+        "draw": None if group.draw is None else id_of(group.draw),
         "state": group.state,
         "reason": group.reason,
         "size": group.size,
@@ -81,7 +81,7 @@ def _member(group: Group, rollout: Rollout) -> JsonObject:
     failure = rollout.ending.failure if rollout.ending else None
     return {
         "index": rollout.index,
-        "rollout": rollout.id,
+        "rollout": id_of(rollout.id),
         "is_member": rollout.index in group.members,
         "state": rollout.state,
         "outcome": rollout.ending.outcome if rollout.ending else None,
@@ -145,7 +145,7 @@ def groups_stream(groups: Sequence[LoadedGroup], next_cursor: str, batch: Batch 
 
 def batch_object(batch: Batch) -> JsonObject:
     return {
-        "draw": batch.draw,
+        "draw": id_of(batch.draw),
         "number": batch.number,
         "want": batch.want,
         "state": "open" if batch.is_open else "closed",
@@ -172,7 +172,7 @@ def draw_object(draw: Draw, drawing: Drawing | None = None) -> JsonObject:
         "keep_rate": round(drawing.keep_rate, 4) if drawing is not None else None,
     }
     return {
-        "id": draw.id,
+        "id": id_of(draw.id),
         "run": draw.run,
         "state": "active" if draw.is_active else "ended",
         "reason": draw.reason,

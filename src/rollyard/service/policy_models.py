@@ -34,6 +34,10 @@ class RenewBody(Body):
     lease_s: Seconds = LEASE_S
 
 
+class OwnerBody(Body):
+    owner: Name | None
+
+
 def policy_object(status: PolicyStatus) -> dict[str, Json]:
     return {
         "name": status.name,

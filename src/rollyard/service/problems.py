@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -49,7 +50,9 @@ def problem(error: RollyardError, *, status: int | None = None, headers: Mapping
     }
     extra = dict(headers or {})
     if status in RETRY_AFTER_S:
-        extra.setdefault("retry-after", str(RETRY_AFTER_S[status]))
+        told = error.data.get("retry_after_s")
+        wait_s = ceil(told) if isinstance(told, int | float) else RETRY_AFTER_S[status]
+        extra.setdefault("retry-after", str(wait_s))
     if status == 401:
         extra.setdefault("www-authenticate", "Bearer")
     return Response(msgspec.json.encode(body), status, extra, MEDIA_TYPE)

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 from starlette.responses import Response
 
-from rollyard.core import Json, Rollout, Run, Trace, Trajectory
+from rollyard.core import Json, Rollout, Run, Trace, Trajectory, id_of
 from rollyard.engines.pool import EngineStatus
 from rollyard.sandbox.layers import Layers
 
@@ -42,9 +42,9 @@ def record(rollout: Rollout) -> JsonObject:
     ending = rollout.ending
     score = ending.score if ending else None
     return {
-        "id": rollout.id,
+        "id": id_of(rollout.id),
         "run": rollout.run,
-        "group": rollout.group,
+        "group": None if rollout.group is None else id_of(rollout.group),
         "index": rollout.index,
         "state": rollout.state,
         "attempt": rollout.attempt,
@@ -86,7 +86,7 @@ def traces(trajectory: Trajectory, rollout: Rollout) -> list[JsonObject]:
     siblings = len(trajectory.traces)
     return [
         {
-            "rollout_id": trajectory.rollout_id,
+            "rollout_id": id_of(trajectory.rollout_id),
             "attempt": trajectory.attempt,
             "index": index,
             "siblings": siblings,

@@ -34,10 +34,10 @@ from rollyard.envs.registry import Environments
 from rollyard.fleet.ray_host import RayHost, RayUnavailable
 from rollyard.observe import TracingUnavailable, logs
 from rollyard.service.app import create_app
-from rollyard.service.auth import node_token
 from rollyard.service.build import open_house
 from rollyard.service.house import House
 from rollyard.service.settings import Settings, SettingsError
+from rollyard.service.tokens import node_token
 from rollyard.store.base import StoreLocked, StoreUnusable
 
 log = logging.getLogger("rollyard.service")

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from rollyard.core.ceilings import Ceilings
 from rollyard.sandbox.base import SandboxLimits
 
 PREFIX = "ROLLYARD_"
@@ -148,6 +149,15 @@ class Settings(BaseModel):
     sandbox_disk_bytes: int = Field(default=20 << 30, ge=1 << 20, description="Disk of a sandbox that names none.")
     sandbox_open_files: Count = Field(default=4096, description="Open files of each process in a sandbox.")
     sandbox_cpus: float | None = Field(default=None, gt=0, description="CPUs of a sandbox that names none; unset: all.")
+    max_task_memory_bytes: int = Field(
+        default=1 << 40, ge=1 << 20, description="Memory that a task may ask for, at most."
+    )
+    max_task_disk_bytes: int = Field(default=4 << 40, ge=1 << 20, description="Disk that a task may ask for, at most.")
+    max_task_cpus: float = Field(default=1024, gt=0, description="CPUs that a task may ask for, at most.")
+    max_task_processes: Count = Field(default=65_536, description="Processes that a task may ask for, at most.")
+    max_task_s: Seconds = Field(
+        default=7 * 86_400.0, description="Seconds that a task may ask for in a stage, at most."
+    )
     sandbox_uids: str = Field(
         default="200000-265535",
         pattern=r"^(\d+-\d+)?$",
@@ -232,6 +242,16 @@ class Settings(BaseModel):
         if separator and scheme not in ("sqlite", "postgresql", "postgres"):
             raise ValueError(f"store: a SQLite file or postgresql://… was expected, not {scheme}://")
         return self
+
+    @property
+    def ceilings(self) -> Ceilings:
+        return Ceilings(
+            memory_bytes=self.max_task_memory_bytes,
+            disk_bytes=self.max_task_disk_bytes,
+            cpus=self.max_task_cpus,
+            processes=self.max_task_processes,
+            seconds=self.max_task_s,
+        )
 
     @property
     def sandbox_limits(self) -> SandboxLimits:

@@ -41,15 +41,17 @@ from rollyard.core import (
     Trajectory,
     digest,
 )
+from rollyard.core.access import AuditEntry, TokenRecord
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.policy import PolicyRecord
-from rollyard.store import _groups, _moves, _policies, _reads, _writes
+from rollyard.store import _access, _groups, _moves, _policies, _reads, _writes
 from rollyard.store._dialect import Connection
 from rollyard.store._queue import Fenced, Operation, Steps, WriteQueue
 from rollyard.store._rows import parse_cursor, to_rollout
 from rollyard.store.base import (
     EncodedTrajectory,
     EvalRecord,
+    ItemKind,
     Page,
     QueuedRow,
     Recovered,
@@ -145,6 +147,9 @@ class SqlStore(ABC):
     async def queued_of(self, run_id: str, limit: int) -> Sequence[str]:
         return await self._read(partial(_reads.queued_of, run_id=run_id, limit=limit))
 
+    async def stored_bytes(self, runs: Sequence[str]) -> Mapping[str, int]:
+        return await self._read(partial(_reads.stored_bytes, runs=runs))
+
     async def count_of_run(self, run_id: str) -> int:
         return await self._read(partial(_reads.count_of_run, run_id=run_id))
 
@@ -170,6 +175,29 @@ class SqlStore(ABC):
 
     async def policies(self) -> Sequence[PolicyRecord]:
         return await self._read(_policies.policies)
+
+    # --- who may do what ------------------------------------------------------------------------------
+
+    async def put_token(self, record: TokenRecord) -> None:
+        await self._from_client(partial(_access.put_token, token_id=record.id, record=_encode(record)))
+
+    async def tokens(self) -> Sequence[TokenRecord]:
+        return await self._read(_access.tokens)
+
+    async def delete_token(self, token_id: str) -> None:
+        await self._from_client(partial(_access.delete_token, token_id=token_id))
+
+    async def put_owner(self, policy: str, owner: str | None) -> None:
+        await self._from_client(partial(_access.put_owner, policy=policy, owner=owner))
+
+    async def owners(self) -> Mapping[str, str]:
+        return await self._read(_access.owners)
+
+    async def add_audit(self, entry: AuditEntry) -> None:
+        await self._from_client(partial(_access.add_audit, record=_encode(entry)))
+
+    async def audit(self, *, before: int | None = None, limit: int = 100) -> Sequence[AuditEntry]:
+        return await self._read(partial(_access.audit, before=before, limit=limit))
 
     # --- submit and cancel ----------------------------------------------------------------------------
 
@@ -317,6 +345,12 @@ class SqlStore(ABC):
     async def get_many(self, ids: Sequence[str]) -> Sequence[Rollout]:
         return await self._read(partial(_reads.get_many, ids=ids))
 
+    async def named(self, kind: ItemKind, id: str) -> Mapping[str, str]:
+        return await self._read(partial(_reads.named, kind=kind, id=id))
+
+    async def runs_of(self, kind: ItemKind, keys: Sequence[str]) -> Mapping[str, str]:
+        return await self._read(partial(_reads.runs_of, kind=kind, keys=keys))
+
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         data = await self._read(partial(_reads.trajectory, rollout_id=rollout_id))
         return None if data is None else decode_trajectory(data)
@@ -325,12 +359,12 @@ class SqlStore(ABC):
         self,
         *,
         state: State | None = None,
-        run: str | None = None,
+        runs: Sequence[str] | None = None,
         group: str | None = None,
         after: str | None = None,
         limit: int = 100,
     ) -> Page:
-        return await self._read(partial(_reads.page, state=state, run=run, group=group, after=after, limit=limit))
+        return await self._read(partial(_reads.page, state=state, runs=runs, group=group, after=after, limit=limit))
 
     async def queued(self) -> Sequence[QueuedRow]:
         return await self._read(_reads.queued)

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from rollyard.core import EngineSpec, Json, Rollout, Run, State, Trajectory
 from rollyard.core.failure import InvalidRequest, NotFound
+from rollyard.core.ids import SEPARATOR
 from rollyard.store._dialect import Connection
 from rollyard.store._rows import BYTES, COLUMNS, FROM, fetch, parse_cursor, to_rollout, to_rollouts
-from rollyard.store.base import Page, QueuedRow
+from rollyard.store.base import ItemKind, Page, QueuedRow
 from rollyard.store.codec import decode_trajectory, from_json
 
 PAGE = 1000
@@ -58,6 +59,22 @@ def get_many(connection: Connection, ids: Sequence[str]) -> list[Rollout]:
     return [found[rollout_id] for rollout_id in ids if rollout_id in found]
 
 
+def named(connection: Connection, kind: ItemKind, id: str) -> dict[str, str]:
+    """One look into the index for each run there is."""
+    rows = connection.execute(
+        f"SELECT id, run FROM {kind} WHERE id = ? UNION ALL "
+        f"SELECT x.id, x.run FROM runs q JOIN {kind} x ON x.id = q.id || '{SEPARATOR}' || ?",
+        (id, id),
+    ).fetchall()
+    return {row[0]: row[1] for row in rows}
+
+
+def runs_of(connection: Connection, kind: ItemKind, keys: Sequence[str]) -> dict[str, str]:
+    dialect = connection.dialect
+    rows = connection.read_rows("id, run", f"FROM {kind} WHERE {dialect.among.format('id')}", (dialect.listed(keys),))
+    return {row[0]: row[1] for row in rows}
+
+
 def _fitting(sizes: Sequence[int]) -> int:
     """How many of these, from the first on, are read at once."""
     total = 0
@@ -91,26 +108,29 @@ def page(
     connection: Connection,
     *,
     state: State | None,
-    run: str | None,
+    runs: Sequence[str] | None,
     group: str | None,
     after: str | None,
     limit: int,
 ) -> Page:
     if not 1 <= limit <= PAGE:
         raise InvalidRequest(f"limit is {limit}; it is from 1 to {PAGE}")
+    dialect = connection.dialect
     order = "e" if state is State.ENDED else "s"
     key = "r.ended_seq" if order == "e" else "r.seq"
     where, values = [f"{key} > ?"], list[object]([parse_cursor(after, order) if after is not None else 0])
     if state is not None and order == "s":
         where, values = [*where, "r.state = ?"], [*values, state]
-    if run is not None:
-        where, values = [*where, "r.run = ?"], [*values, run]
+    if runs is not None and len(runs) == 1:
+        where, values = [*where, "r.run = ?"], [*values, runs[0]]
+    elif runs is not None:
+        where, values = [*where, dialect.among.format("r.run")], [*values, dialect.listed(runs)]
     if group is not None:
         where, values = [*where, 'r."group" = ?'], [*values, group]
     rest = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?"
     sizes = [row[0] for row in connection.read_rows(BYTES, rest, (*values, limit))]
     fitting = _fitting(sizes)
-    rows = connection.read_rows(COLUMNS[connection.dialect], rest, (*values, fitting)) if sizes else []
+    rows = connection.read_rows(COLUMNS[dialect], rest, (*values, fitting)) if sizes else []
     rollouts = connection.aside(lambda: tuple(to_rollouts(rows)), len(rows))
     if not rollouts or (order == "s" and len(sizes) < limit and fitting == len(sizes)):
         return Page(rollouts, None)
@@ -136,6 +156,16 @@ def queued_of(connection: Connection, run_id: str, limit: int) -> list[str]:
 
 def deleting_runs(connection: Connection) -> list[str]:
     return [row[0] for row in connection.execute("SELECT id FROM runs WHERE is_deleting = 1 ORDER BY seq").fetchall()]
+
+
+def stored_bytes(connection: Connection, runs: Sequence[str]) -> dict[str, int]:
+    dialect = connection.dialect
+    rows = connection.read_rows(
+        "r.run, SUM(LENGTH(j.trajectory))",
+        f"FROM rollouts r JOIN trajectories j USING (seq) WHERE {dialect.among.format('r.run')} GROUP BY r.run",
+        (dialect.listed(runs),),
+    )
+    return {row[0]: int(row[1]) for row in rows}
 
 
 def count_of_run(connection: Connection, run_id: str) -> int:

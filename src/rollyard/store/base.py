@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from rollyard.core import (
@@ -36,6 +37,7 @@ from rollyard.core import (
     State,
     Trajectory,
 )
+from rollyard.core.access import AuditEntry, TokenRecord
 from rollyard.core.policy import PolicyRecord
 
 
@@ -157,6 +159,15 @@ def eval_items(eval_id: str) -> str:
     return f"eval/{eval_id}"
 
 
+class ItemKind(StrEnum):
+    """What has a key: the table that it is in."""
+
+    ROLLOUT = "rollouts"
+    GROUP = "groups"
+    DRAW = "draws"
+    EVAL = "evals"
+
+
 class Store(Protocol):
     @property
     def epoch(self) -> int: ...
@@ -189,6 +200,10 @@ class Store(Protocol):
 
     async def queued_of(self, run_id: str, limit: int) -> Sequence[str]:
         """Ids of rollouts of a run that wait, as many at most."""
+        ...
+
+    async def stored_bytes(self, runs: Sequence[str]) -> Mapping[str, int]:
+        """Of the trajectories of each of these runs that has any."""
         ...
 
     async def count_of_run(self, run_id: str) -> int:
@@ -267,6 +282,14 @@ class Store(Protocol):
         """In the order given; what is not there is left out."""
         ...
 
+    async def named(self, kind: ItemKind, id: str) -> Mapping[str, str]:
+        """The keys of all that have this id, in whatever run, and the run of each."""
+        ...
+
+    async def runs_of(self, kind: ItemKind, keys: Sequence[str]) -> Mapping[str, str]:
+        """Which of these keys there are, and the run of each."""
+        ...
+
     async def trajectory(self, rollout_id: str) -> Trajectory | None:
         """None: it left none, or it was acknowledged away."""
         ...
@@ -275,12 +298,12 @@ class Store(Protocol):
         self,
         *,
         state: State | None = None,
-        run: str | None = None,
+        runs: Sequence[str] | None = None,
         group: str | None = None,
         after: str | None = None,
         limit: int = 100,
     ) -> Page:
-        """Ended ones in terminal order, others in order of submission."""
+        """Of these runs, or of all: ended ones in terminal order, others in order of submission."""
         ...
 
     async def queued(self) -> Sequence[QueuedRow]:
@@ -371,6 +394,33 @@ class Store(Protocol):
         ...
 
     async def policies(self) -> Sequence[PolicyRecord]: ...
+
+    # who may do what
+    async def put_token(self, record: TokenRecord) -> None:
+        """Over an earlier one of that id. Durable before it returns."""
+        ...
+
+    async def tokens(self) -> Sequence[TokenRecord]:
+        """In the order in which they were created."""
+        ...
+
+    async def delete_token(self, token_id: str) -> None: ...
+
+    async def put_owner(self, policy: str, owner: str | None) -> None:
+        """Names the owner of a policy; None: it has none."""
+        ...
+
+    async def owners(self) -> Mapping[str, str]:
+        """The owner of each policy that has one."""
+        ...
+
+    async def add_audit(self, entry: AuditEntry) -> None:
+        """Appends to the audit log, which keeps its newest `AUDIT_ENTRIES`."""
+        ...
+
+    async def audit(self, *, before: int | None = None, limit: int = 100) -> Sequence[AuditEntry]:
+        """Newest first, those before that place."""
+        ...
 
     # retention
     async def acknowledge(self, run_id: str, cursor: str) -> int:

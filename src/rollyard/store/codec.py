@@ -37,6 +37,7 @@ from rollyard.core import (
     Trace,
     Trajectory,
 )
+from rollyard.core.access import AuditEntry, TokenRecord
 from rollyard.core.policy import PolicyRecord
 from rollyard.core.trace import LogprobsKind
 from rollyard.store.base import EvalRecord, QueuedRow
@@ -114,6 +115,8 @@ _DECODERS: dict[Any, Any] = {
         Batch,
         EvalRecord,
         PolicyRecord,
+        TokenRecord,
+        AuditEntry,
         tuple[Group, ...],
         tuple[Draw, ...],
         tuple[Run, ...],

@@ -148,7 +148,15 @@ V4 = (
     "ALTER TABLE runs ADD COLUMN is_deleting INTEGER NOT NULL DEFAULT 0",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4)
+V5 = (
+    # Tokens that administrators created, by their digests.
+    "CREATE TABLE tokens (id TEXT PRIMARY KEY, record TEXT NOT NULL)",
+    # Who may change the weights of a policy.
+    "CREATE TABLE policy_owners (policy TEXT PRIMARY KEY, owner TEXT NOT NULL)",
+    "CREATE TABLE audit (seq INTEGER PRIMARY KEY AUTOINCREMENT, record TEXT NOT NULL)",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5)
 
 
 POSTGRES_ALSO: dict[int, tuple[str, ...]] = {

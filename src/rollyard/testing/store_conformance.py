@@ -130,7 +130,7 @@ async def ended_ids(store: Store, limit: int = 100, run: str | None = None) -> l
     found: list[str] = []
     cursor: str | None = None
     while True:
-        page = await store.list(state=State.ENDED, after=cursor, limit=limit, run=run)
+        page = await store.list(state=State.ENDED, after=cursor, limit=limit, runs=None if run is None else [run])
         found += [rollout.id for rollout in page.rollouts]
         if page.next_cursor is None:
             return found
@@ -571,10 +571,10 @@ async def listings_are_filtered_and_paged(open_store: Open) -> None:
 
         assert await ids() == ["a0", "a1", "a2", "a3", "a4", "b0", "b1", "b2"]
         assert await ids(state=State.QUEUED) == ["a0", "a4", "b1", "b2"]
-        assert await ids(state=State.QUEUED, run="other") == ["b1", "b2"]
+        assert await ids(state=State.QUEUED, runs=["other"]) == ["b1", "b2"]
         assert await ids(group="g1") == ["a1", "a3"]
         assert await ids(state=State.ENDED) == ["a3", "b0", "a1"]
-        assert await ids(state=State.ENDED, run="other") == ["b0"]
+        assert await ids(state=State.ENDED, runs=["other"]) == ["b0"]
         assert await ids(state=State.ENDED, group="g0") == []
         assert await ids(state=State.ENDED, group="g1") == ["a3", "a1"]
         counts = dict(await store.counts())

@@ -102,7 +102,9 @@ class VerlYard:
         results = await asyncio.gather(*(self._hand_in(ask) for ask in asks), return_exceptions=True)
         refused = [result for result in results if isinstance(result, BaseException)]
         if refused:
-            await asyncio.gather(*(self._client.cancel_group(ask.group) for ask in asks), return_exceptions=True)
+            await asyncio.gather(
+                *(self._client.cancel_group(ask.group, run=ask.run) for ask in asks), return_exceptions=True
+            )
             await self._close(len(asks))
             raise refused[0]
 
@@ -115,9 +117,9 @@ class VerlYard:
     async def ended(self, ask: Ask) -> AsyncIterator[Group]:
         """The group at its end, with its traces; verl may be told of it after the context."""
         try:
-            while not (await self._client.get_group(ask.group, wait_s=POLL_S)).is_ended:
+            while not (await self._client.get_group(ask.group, wait_s=POLL_S, run=ask.run)).is_ended:
                 pass
-            yield await self._client.get_group(ask.group, traces=True)
+            yield await self._client.get_group(ask.group, traces=True, run=ask.run)
         finally:
             await self._close(1)
 

@@ -76,7 +76,7 @@ class GymAgent:
             body = task_of(row, self.server)
             await self.client.submit([body], run=self.run, ids=[name])
             try:
-                record = await _unless(self.client.wait(name), gone)
+                record = await _unless(self.client.wait(name, run=self.run), gone)
             except asyncio.CancelledError:
                 if not is_named:
                     await self._cancel(name)
@@ -109,13 +109,13 @@ class GymAgent:
 
     async def _trajectory(self, record: Record) -> Trajectory:
         try:
-            return await self.client.trajectory(record.id)
+            return await self.client.trajectory(record.id, run=record.run)
         except (NotFound, Gone):
             return Trajectory(record)
 
     async def _cancel(self, name: str) -> None:
         with suppress(RollyardError):
-            await self.client.cancel(name)
+            await self.client.cancel(name, run=self.run)
 
 
 def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

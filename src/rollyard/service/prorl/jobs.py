@@ -26,7 +26,7 @@ from itertools import count
 
 import msgspec
 
-from rollyard.core import Json, Rollout, RollyardError, Run, State, Trajectory, check_id, new_id
+from rollyard.core import Json, Rollout, RollyardError, Run, State, Trajectory, check_id, key_of, new_id
 from rollyard.core.engine import Role
 from rollyard.core.failure import ArtifactLost, Blame, MalformedId, NotFound
 from rollyard.service.house import House
@@ -50,6 +50,7 @@ class Job:
     instance: Mapping[str, Json]
     sampling_params: Mapping[str, Json]
     job_id: str | None = None
+    owner: str = ""  # of the run, if this is its first job
 
     @property
     def identity(self) -> dict[str, Json]:
@@ -57,11 +58,12 @@ class Job:
 
 
 def rollout_id(job_id: str) -> str:
-    """Of a job that its client named. Names that are no ids here are hashed."""
+    """The key of a job that its client named. Names that are no ids here are hashed."""
     try:
-        return check_id(PREFIX + check_id(job_id))
+        name = check_id(PREFIX + check_id(job_id))
     except MalformedId:
-        return f"{PREFIX}sha-{hashlib.sha256(job_id.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+        name = f"{PREFIX}sha-{hashlib.sha256(job_id.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+    return key_of(RUN, name)
 
 
 class Jobs:
@@ -114,9 +116,9 @@ class Jobs:
         if job.job_id is not None:
             return await self._submit(job, rollout_id(job.job_id))
         if job.instance.get("trajectory_id") is None:
-            return await self._submit(job, new_id(RUN))
+            return await self._submit(job, key_of(RUN, new_id(RUN)))
         digest = hashlib.sha256(msgspec.json.encode(job.identity, order="deterministic")).hexdigest()[:24]
-        name = f"{PREFIX}p{self.intake.now.period}-{digest}"
+        name = key_of(RUN, f"{PREFIX}p{self.intake.now.period}-{digest}")
         for number in count(1):  # at most one further than the calls before: each of those made one
             again = name if number == 1 else f"{name}.{number}"
             try:
@@ -146,7 +148,7 @@ class Jobs:
                 continue
             after: str | None = None
             while True:
-                page = await self._house.store.list(state=state, run=RUN, after=after, limit=1000)
+                page = await self._house.store.list(state=state, runs=[RUN], after=after, limit=1000)
                 for rollout in page.rollouts:
                     await self._house.yard.cancel(rollout.id, STOPPED)
                 after = page.next_cursor
@@ -187,7 +189,7 @@ class Jobs:
 
     async def _submit(self, job: Job, name: str) -> Rollout:
         house = self._house
-        run = await self._run()
+        run = await self._run(job.owner)
         body = merge(task_body(job.instance, house.shop.environments, self._choices), run.defaults)
         task = to_task(merge(body, asked_of(job.sampling_params)), {}, ("instance",))
         house.shop.check(task, run)
@@ -195,10 +197,10 @@ class Jobs:
         (stored,) = await house.yard.submit([Submission(rollout, job.identity)])
         return stored
 
-    async def _run(self) -> Run:
+    async def _run(self, owner: str) -> Run:
         """Made on first use, unless the operator has made it, with defaults of their own."""
         found = self._house.yard.run_of(RUN)
         if found is None:
-            found = await self._house.store.put_run(Run(RUN, created_at=time.time()), {})
+            found = await self._house.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
             self._house.yard.know(found)
         return found

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollyard.core import Ending, Failure, Json, Outcome, Rollout, Timings, Trajectory
+from rollyard.core import Ending, Failure, Json, Outcome, Rollout, Timings, Trajectory, id_of
 from rollyard.core.failure import EngineTimeout, EvalDeadline, RunDeadline, SetupDeadline, Stalled
 from rollyard.service.prorl.messages import messages_of, trained_trace
 
@@ -61,7 +61,7 @@ def result_of(
         "timing": _timing(ending.timings, ending.failure),
         "reward": reward,
         "rollyard": {
-            "rollout": rollout.id,
+            "rollout": id_of(rollout.id),
             "outcome": ending.outcome,
             "code": ending.failure.code if ending.failure else None,
             "attempt": rollout.attempt,

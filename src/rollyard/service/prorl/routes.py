@@ -20,14 +20,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import State
+from rollyard.core import State, id_of
 from rollyard.core.failure import EngineExists, Forbidden, InvalidRequest, NotFound, TaskInvalid, UnknownEnvironment
 from rollyard.engines.prorl import kind_at
 from rollyard.engines.wire import open_http
+from rollyard.service.access import caller_of, require_admin
 from rollyard.service.bounds import while_wanted
 from rollyard.service.house import House, house_of
 from rollyard.service.models import EngineBody, check_body, engine_id
-from rollyard.service.prorl.jobs import Job, Jobs
+from rollyard.service.prorl.jobs import RUN, Job, Jobs
 from rollyard.service.prorl.results import result_of
 from rollyard.service.records import reply
 from rollyard.service.settings import Settings
@@ -117,16 +118,17 @@ async def process(request: Request) -> Response:
         return _not_running()
     if not jobs.has_engine:
         return _refused(503, "No LLM server addresses configured. Please add at least one LLM server address.")
-    job = Job(body.instance, body.sampling_params, body.job_id)
+    owner = "" if caller_of(request).is_admin else caller_of(request).name
+    job = Job(body.instance, body.sampling_params, body.job_id, owner)
     try:
         rollout = await jobs.begin(job)
     except (UnknownEnvironment, TaskInvalid) as error:
         return _refused(400, f"Invalid dataset type or instance: {error.detail}")
     ended = await while_wanted(request, jobs.ended(rollout, house.settings.prorl_timeout_s), house.closing)
     if ended is None:
-        return _refused(503, f"the service is closing; the job is kept as rollout {rollout.id}")
+        return _refused(503, f"the service is closing; the job is kept as rollout {id_of(rollout.id)}")
     if ended.state is not State.ENDED:
-        return _refused(504, f"Processing timed out; the job goes on as rollout {rollout.id}: ask again")
+        return _refused(504, f"Processing timed out; the job goes on as rollout {id_of(rollout.id)}: ask again")
     trajectory = await house.store.trajectory(ended.id)
     result = result_of(
         ended,
@@ -155,7 +157,7 @@ async def cancel(request: Request) -> Response:
 @router.post("/add_llm_server")
 async def add_llm_server(request: Request) -> Response:
     """Takes an engine in, as what it answers to be: vLLM, SGLang, or the reference's own protocol."""
-    _need_admin(request)
+    require_admin(request)
     house = house_of(request)
     body = await _read(request, ServerBody)
     kind = body.kind
@@ -187,7 +189,7 @@ async def add_llm_server(request: Request) -> Response:
 @router.post("/clear_llm_server")
 async def clear_llm_server(request: Request) -> Response:
     """Takes out the engines that were added here, and begins a new period. Those of the settings stay."""
-    _need_admin(request)
+    require_admin(request)
     house = house_of(request)
     await _jobs(request).intake.renew()
     added = [status.spec.id for status in house.router.list() if status.spec.id.startswith(OURS)]
@@ -210,14 +212,11 @@ async def _remove(house: House, name: str) -> None:
 
 
 def _jobs(request: Request) -> Jobs:
+    """Where tokens are asked for, all of this is one tenant's: the first that used it."""
+    caller, run = caller_of(request), house_of(request).yard.run_of(RUN)
+    if not (caller.can_write if run is None else caller.writes(run)):
+        raise Forbidden(f"the run {RUN!r} was made with another token")
     return request.app.state.prorl
-
-
-def _need_admin(request: Request) -> None:
-    """Where tokens are asked for at all, engines are for admins: an engine sees every prompt."""
-    caller = request.scope.get("rollyard.caller")
-    if caller is not None and not caller.is_admin:
-        raise Forbidden(f"{request.method} {request.url.path} is for admins")
 
 
 def _refused(status: int, detail: str) -> Response:

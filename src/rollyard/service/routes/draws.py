@@ -12,19 +12,19 @@ from contextlib import suppress
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import Batch, Group, check_id, new_id
+from rollyard.core import Batch, Group, check_id, key_of, new_id
 from rollyard.core.failure import Draining
 from rollyard.sampling.draws import DrawKeeper
 from rollyard.service import arrow, sse
-from rollyard.service.auth import caller_of, require_mine
+from rollyard.service.access import caller_of, require_manage, require_priority
 from rollyard.service.bounds import while_wanted
 from rollyard.service.draw_models import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
 from rollyard.service.house import House, house_of
-from rollyard.service.models import Count, WaitS, read_body
+from rollyard.service.models import Count, InRun, RunQuery, WaitS, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.pages import (
     batch_object,
@@ -35,21 +35,18 @@ from rollyard.service.pages import (
     load_group,
 )
 from rollyard.service.records import reply
+from rollyard.store.base import ItemKind
 
 router = APIRouter(prefix="/v1/draws", tags=["draws"])
 
 MOST_GROUPS = 256  # on one page
 
 
-class WaitQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class WaitQuery(RunQuery):
     wait_s: WaitS = Field(default=0.0, description="Answer when the batch is closed, or after so long.")
 
 
-class GroupsQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class GroupsQuery(RunQuery):
     after: str | None = Field(default=None, description="The `next` of the page before.")
     batch: Count | None = Field(default=None, description="Only groups of that batch.")
     limit: int = Field(default=16, ge=1, le=MOST_GROUPS)
@@ -64,10 +61,13 @@ async def create(request: Request) -> Response:
     body = await read_body(request, DrawBody)
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
-    run = await house.run(body.run)
-    require_mine(caller_of(request), run)
+    run = await house.run(caller_of(request), body.run)
+    require_manage(caller_of(request), run)
     name = new_id("d") if body.id is None else check_id(body.id, "draw id")
-    keeper = await house.sampler.create(name, run, body.to_config(run), body.source.tasks or (), body.identity())
+    config = body.to_config(run)
+    require_priority(caller_of(request), config.priority)
+    key = key_of(run.id, name)
+    keeper = await house.sampler.create(key, run, config, body.source.tasks or (), body.identity())
     return reply(draw_object(keeper.draw, keeper.drawing), 201)
 
 
@@ -75,29 +75,30 @@ async def create(request: Request) -> Response:
 async def list_draws(request: Request) -> Response:
     """All draws, in the order in which they were made."""
     house = house_of(request)
-    found = [await house.sampler.keeper(draw.id) for draw in await house.store.list_draws()]
+    runs = {run.id for run in house.readable(caller_of(request))}
+    found = [await house.sampler.keeper(draw.id) for draw in await house.store.list_draws() if draw.run in runs]
     return reply({"draws": [draw_object(keeper.draw, keeper.drawing) for keeper in found]})
 
 
 @router.get("/{draw_id}")
-async def get_draw(request: Request, draw_id: str) -> Response:
+async def get_draw(request: Request, draw_id: str, run: InRun = None) -> Response:
     """How a draw stands, with its figures."""
-    keeper = await house_of(request).sampler.keeper(check_id(draw_id, "draw"))
+    keeper = await _keeper(request, draw_id, run)
     return reply(draw_object(keeper.draw, keeper.drawing))
 
 
 @router.delete("/{draw_id}", status_code=202)
-async def close(request: Request, draw_id: str) -> Response:
+async def close(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Ends a draw: what is at work for it is cancelled, what was delivered stays."""
-    keeper = await _mine(request, draw_id)
+    keeper = await _mine(request, draw_id, run)
     await keeper.close()
     return reply(draw_object(keeper.draw, keeper.drawing), 202)
 
 
 @router.post("/{draw_id}/batches", openapi_extra=json_body(BatchBody))
-async def ask(request: Request, draw_id: str) -> Response:
+async def ask(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Opens the next batch. Its groups come by `GET …/groups?batch=`, as they become ready."""
-    keeper = await _mine(request, draw_id)
+    keeper = await _mine(request, draw_id, run)
     body = await read_body(request, BatchBody)
     return reply(batch_object(await keeper.ask(body.want, body.number)))
 
@@ -106,7 +107,7 @@ async def ask(request: Request, draw_id: str) -> Response:
 async def get_batch(request: Request, draw_id: str, number: Count, query: Annotated[WaitQuery, Query()]) -> Response:
     """How a batch stands, at once or when it is closed."""
     house = house_of(request)
-    keeper = await house.sampler.keeper(check_id(draw_id, "draw"))
+    keeper = await _keeper(request, draw_id, query.run)
     wait_s = house.wait_s(query.wait_s)
     batch = await while_wanted(request, keeper.batch(number, wait_s), house.closing) if wait_s else None
     if batch is None:
@@ -119,7 +120,7 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
     """Delivered groups in order, with their traces: JSON, Arrow (`Accept: application/vnd.apache.arrow.stream`), or,
     without traces, a stream of events (`Accept: text/event-stream`)."""
     house = house_of(request)
-    keeper = await house.sampler.keeper(check_id(draw_id, "draw"))
+    keeper = await _keeper(request, draw_id, query.run)
     accept = request.headers.get("accept", "")
     if sse.MEDIA_TYPE in accept:
         after = query.after or request.headers.get("last-event-id")
@@ -139,9 +140,9 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
 
 
 @router.post("/{draw_id}/tasks", status_code=202, openapi_extra=json_body(TasksBody))
-async def push(request: Request, draw_id: str) -> Response:
+async def push(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Adds tasks to a draw whose source is pushed."""
-    keeper = await _mine(request, draw_id)
+    keeper = await _mine(request, draw_id, run)
     body = await read_body(request, TasksBody)
     names = [None] * len(body.tasks) if body.ids is None else [check_id(name, "task id") for name in body.ids]
     total = await keeper.push(list(zip(names, body.tasks, strict=True)), close=body.close)
@@ -149,26 +150,31 @@ async def push(request: Request, draw_id: str) -> Response:
 
 
 @router.post("/{draw_id}/ack", openapi_extra=json_body(DrawAckBody))
-async def acknowledge(request: Request, draw_id: str) -> Response:
+async def acknowledge(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Says that all batches up to that one are safe with the trainer: their traces may be deleted."""
-    keeper = await _mine(request, draw_id)
+    keeper = await _mine(request, draw_id, run)
     body = await read_body(request, DrawAckBody)
     deleted = await keeper.acknowledge(body.batch)
     return reply({"acked": keeper.draw.progress.acked, "deleted": deleted})
 
 
 @router.post("/{draw_id}/rewind", openapi_extra=json_body(RewindBody))
-async def rewind(request: Request, draw_id: str) -> Response:
+async def rewind(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Undoes the batches after that one: for a trainer that has gone back to an earlier checkpoint."""
-    await _mine(request, draw_id)
+    key = (await _mine(request, draw_id, run)).draw.id
     body = await read_body(request, RewindBody)
-    keeper = await house_of(request).sampler.rewind(draw_id, body.batch, body.version)
+    keeper = await house_of(request).sampler.rewind(key, body.batch, body.version)
     return reply(draw_object(keeper.draw, keeper.drawing))
 
 
-async def _mine(request: Request, draw_id: str) -> DrawKeeper:
-    keeper = await house_of(request).sampler.keeper(check_id(draw_id, "draw"))
-    require_mine(caller_of(request), keeper.run)
+async def _keeper(request: Request, draw_id: str, run: str | None) -> DrawKeeper:
+    house = house_of(request)
+    return await house.sampler.keeper(await house.find(caller_of(request), ItemKind.DRAW, draw_id, run))
+
+
+async def _mine(request: Request, draw_id: str, run: str | None) -> DrawKeeper:
+    keeper = await _keeper(request, draw_id, run)
+    require_manage(caller_of(request), keeper.run)
     return keeper
 
 

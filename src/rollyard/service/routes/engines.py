@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.core import check_id
-from rollyard.service.auth import require_admin
+from rollyard.service.access import require_admin
 from rollyard.service.house import House, house_of
 from rollyard.service.models import EngineBody, read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.records import engine_object, reply
+from rollyard.service.records import engine_object, reply, without_password
 
 router = APIRouter(prefix="/v1", tags=["engines"])
 
@@ -22,6 +22,7 @@ async def add_engine(request: Request) -> Response:
     require_admin(request)
     house = house_of(request)
     spec = (await read_body(request, EngineBody)).to_spec()
+    await house.audit(request, "add_engine", spec.id, url=without_password(spec.url), policy=spec.policy)
     status = await house.router.add(spec)
     try:
         await house.store.put_engine(spec)
@@ -42,6 +43,7 @@ async def remove_engine(request: Request, engine_id: str) -> Response:
     """Takes an engine out. Its sessions go on elsewhere, from the tokens that they have."""
     require_admin(request)
     house = house_of(request)
+    await house.audit(request, "remove_engine", engine_id)
     await _remove(house, check_id(engine_id, "engine"))
     return Response(status_code=204)
 
@@ -51,6 +53,7 @@ async def clear_engines(request: Request) -> Response:
     """Takes all engines out."""
     require_admin(request)
     house = house_of(request)
+    await house.audit(request, "remove_engine", "*")
     for status in house.router.list():
         await _remove(house, status.spec.id)
     return Response(status_code=204)

@@ -5,27 +5,25 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import check_id
-from rollyard.core.failure import Draining
-from rollyard.service.auth import caller_of, require_mine
+from rollyard.core.failure import Draining, Forbidden
+from rollyard.sampling.evals import EvalPlan
+from rollyard.service.access import caller_of, owns_policy, require_new_run, require_priority, require_write
 from rollyard.service.bounds import while_wanted
 from rollyard.service.eval_models import EvalBody, eval_object
 from rollyard.service.house import House, house_of
-from rollyard.service.models import WaitS, read_body
+from rollyard.service.models import InRun, RunQuery, WaitS, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import JsonObject, reply
-from rollyard.store.base import EvalRecord
+from rollyard.store.base import EvalRecord, ItemKind
 
 router = APIRouter(prefix="/v1/evals", tags=["evals"])
 
 
-class EvalQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class EvalQuery(RunQuery):
     wait_s: WaitS = Field(default=0.0, description="Answer when it has ended, or after so long.")
 
 
@@ -37,7 +35,7 @@ async def create(request: Request) -> Response:
     body = await read_body(request, EvalBody)
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
-    plan = body.to_plan(caller_of(request).name)
+    plan = await _plan(request, body)
     record = await house.sampler.evals.create(plan, body.source.tasks or (), body.identity())
     return reply(_told(house, record), 201)
 
@@ -46,30 +44,52 @@ async def create(request: Request) -> Response:
 async def list_evals(request: Request) -> Response:
     """All evaluations, in the order in which they were made."""
     house = house_of(request)
-    return reply({"evals": [_told(house, record) for record in await house.store.list_evals()]})
+    runs = {run.id for run in house.readable(caller_of(request))}
+    return reply({"evals": [_told(house, record) for record in await house.store.list_evals() if record.run in runs]})
 
 
 @router.get("/{eval_id}")
 async def get_eval(request: Request, eval_id: str, query: Annotated[EvalQuery, Query()]) -> Response:
     """How it stands, at once or at its end: `done` of `total` samples, and then the result."""
     house = house_of(request)
-    check_id(eval_id, "evaluation")
+    key = await house.find(caller_of(request), ItemKind.EVAL, eval_id, query.run)
     wait_s = house.wait_s(query.wait_s)
     record = None
     if wait_s:
-        record = await while_wanted(request, house.sampler.evals.wait(eval_id, wait_s), house.closing)
+        record = await while_wanted(request, house.sampler.evals.wait(key, wait_s), house.closing)
     if record is None:
-        record = await house.store.get_eval(eval_id)
+        record = await house.store.get_eval(key)
     return reply(_told(house, record))
 
 
 @router.delete("/{eval_id}", status_code=202)
-async def cancel(request: Request, eval_id: str) -> Response:
+async def cancel(request: Request, eval_id: str, run: InRun = None) -> Response:
     """Ends it with all its rollouts, and without a result. One that has ended stays as it is."""
     house = house_of(request)
-    record = await house.store.get_eval(check_id(eval_id, "evaluation"))
-    require_mine(caller_of(request), await house.store.get_run(record.run))
-    return reply(_told(house, await house.sampler.evals.cancel(eval_id)), 202)
+    caller = caller_of(request)
+    record = await house.store.get_eval(await house.find(caller, ItemKind.EVAL, eval_id, run))
+    require_write(caller, await house.store.get_run(record.run))
+    return reply(_told(house, await house.sampler.evals.cancel(record.id)), 202)
+
+
+async def _plan(request: Request, body: EvalBody) -> EvalPlan:
+    """What was asked for, by keys. `Forbidden` if it is not the caller's to ask for."""
+    house, caller = house_of(request), caller_of(request)
+    if not caller.can_write:
+        raise Forbidden(f"a {caller.access} token cannot begin evaluations")
+    plan = body.to_plan(caller)
+    require_priority(caller, plan.priority)
+    known = house.yard.run_of(plan.run)
+    if known is None:
+        require_new_run(caller, plan.run, plan.policy, house.tokens.callers)
+    elif not caller.reads(known):
+        raise Forbidden(f"the run name {plan.run!r} is taken")
+    if plan.on_update == "hold" and not owns_policy(caller, plan.policy, house.owners, house.tokens.callers):
+        raise Forbidden(
+            f"to hold back new weights of policy {plan.policy!r} is for its owner and for admins: "
+            'use "on_update": "fail"'
+        )
+    return plan
 
 
 def _told(house: House, record: EvalRecord) -> JsonObject:

@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import check_id
-from rollyard.pipeline import Event, Hub
-from rollyard.service.house import house_of
+from rollyard.core import id_of
+from rollyard.pipeline import Event
+from rollyard.service.access import Caller, caller_of
+from rollyard.service.house import House, house_of
 from rollyard.service.sse import EventStream, frame
 
 router = APIRouter(prefix="/v1", tags=["events"])
@@ -34,22 +35,28 @@ class EventsQuery(BaseModel):
 async def events(request: Request, query: Annotated[EventsQuery, Query()]) -> Response:
     """A stream of `state` events, for ever. After a `gap` event, list what you follow: some were missed."""
     house = house_of(request)
-    run = None if query.run is None else check_id(query.run, "run")
+    caller = caller_of(request)
+    run = None if query.run is None else (await house.run(caller, query.run)).id
     # Taken now: what happens between the headers and the first event is not missed.
     after = query.after or request.headers.get("last-event-id") or house.yard.hub.last_id
-    return EventStream(_frames(house.yard.hub, after, run), house.closing)
+    return EventStream(_frames(house, caller, after, run), house.closing)
 
 
-async def _frames(hub: Hub, after: str, run: str | None) -> AsyncGenerator[bytes, None]:
-    async with aclosing(hub.events(after)) as stream:
+async def _frames(house: House, caller: Caller, after: str, run: str | None) -> AsyncGenerator[bytes, None]:
+    async with aclosing(house.yard.hub.events(after)) as stream:
         async for event in stream:
-            if event.kind == "gap" or run in (None, event.run):
+            if event.kind == "gap" or (run in (None, event.run) and _reads(house, caller, event)):
                 yield frame(event.kind, _data(event), event.id)
+
+
+def _reads(house: House, caller: Caller, event: Event) -> bool:
+    run = house.yard.run_of(event.run)
+    return caller.is_admin or (run is not None and caller.reads(run))
 
 
 def _data(event: Event) -> dict[str, object]:
     return {
-        "rollout": event.rollout,
+        "rollout": id_of(event.rollout),
         "run": event.run,
         "state": event.state,
         "attempt": event.attempt,

@@ -10,7 +10,7 @@ from rollyard.core import Json
 from rollyard.core.failure import Draining, InvalidRequest
 from rollyard.fleet.nodes import Node
 from rollyard.fleet.wire import MEDIA_TYPE, Join, Poll, Report, decode, encode
-from rollyard.service.auth import require_admin, require_node
+from rollyard.service.access import require_admin, require_node
 from rollyard.service.bounds import while_wanted
 from rollyard.service.house import house_of
 from rollyard.service.node_settings import for_nodes
@@ -66,19 +66,20 @@ async def list_nodes(request: Request) -> Response:
 @router.post("/nodes/{name}/drain")
 async def drain(request: Request, name: str) -> Response:
     """It takes nothing more; what it has, it ends. It is empty when `live` is 0."""
-    return _asked(request, name, is_drained=True)
+    return await _asked(request, name, is_drained=True)
 
 
 @router.post("/nodes/{name}/resume")
 async def resume(request: Request, name: str) -> Response:
     """It takes rollouts again."""
-    return _asked(request, name, is_drained=False)
+    return await _asked(request, name, is_drained=False)
 
 
-def _asked(request: Request, name: str, *, is_drained: bool) -> Response:
+async def _asked(request: Request, name: str, *, is_drained: bool) -> Response:
     require_admin(request)
-    nodes = house_of(request).head.nodes
-    node = nodes.named(name)
+    house = house_of(request)
+    node = house.head.nodes.named(name)
+    await house.audit(request, "drain_node" if is_drained else "resume_node", name)
     node.drain(is_drained)
     return reply(node_object(node))
 

@@ -5,31 +5,30 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import Group, Json, Task, check_id, new_id
+from rollyard.core import Group, Json, Task, check_id, id_of, key_of, new_id
 from rollyard.core.failure import InvalidRequest
 from rollyard.sampling.groups import new_group
 from rollyard.sampling.opening import rollouts_of
-from rollyard.service.auth import caller_of, require_mine
+from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.bounds import while_wanted
 from rollyard.service.draw_models import GroupBody, GroupsBody, SingleGroupBody
 from rollyard.service.house import house_of
-from rollyard.service.models import WaitS, check_body, read_json
+from rollyard.service.models import InRun, RunQuery, WaitS, check_body, read_json
 from rollyard.service.openapi import json_body
 from rollyard.service.pages import group_object
 from rollyard.service.problems import field_path
 from rollyard.service.records import reply
 from rollyard.service.tasks import checked_task
+from rollyard.store.base import ItemKind
 
 router = APIRouter(prefix="/v1", tags=["groups"])
 
 
-class GroupQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class GroupQuery(RunQuery):
     wait_s: WaitS = Field(default=0.0, description="Answer when its members have ended, or after so long.")
 
 
@@ -44,8 +43,8 @@ async def create(request: Request) -> Response:
     else:
         one = check_body(raw, SingleGroupBody)
         run_id, bodies, is_single = one.run, list[GroupBody]([one]), True
-    run = await house.run(run_id)
-    require_mine(caller_of(request), run)
+    run = await house.run(caller_of(request), run_id)
+    require_write(caller_of(request), run)
     version = house.router.version(run.policy)
     wanted: list[tuple[Group, Task, dict[str, Json]]] = []
     for number, body in enumerate(bodies):
@@ -53,7 +52,8 @@ async def create(request: Request) -> Response:
         task = checked_task(house.shop, body.task, run, path)
         name = new_id("g") if body.id is None else check_id(body.id, field_path((*path[:-1], "id")))
         priority = run.priority if body.priority is None else body.priority
-        group = new_group(name, run.id, body.size, body.spares, body.min_members, priority, version)
+        require_priority(caller_of(request), priority)
+        group = new_group(key_of(run.id, name), run.id, body.size, body.spares, body.min_members, priority, version)
         wanted.append((group, task, body.identity()))
     groups = await house.sampler.groups.put(wanted)
     return reply({"groups": [group_object(group) for group in groups]}, 202)
@@ -63,25 +63,26 @@ async def create(request: Request) -> Response:
 async def get_group(request: Request, group_id: str, query: Annotated[GroupQuery, Query()]) -> Response:
     """The group with its members, at once or when they have ended."""
     house = house_of(request)
-    check_id(group_id, "group")
+    key = await house.find(caller_of(request), ItemKind.GROUP, group_id, query.run)
     wait_s = house.wait_s(query.wait_s)
     group = None
     if wait_s:
-        group = await while_wanted(request, house.sampler.groups.wait(group_id, wait_s), house.closing)
+        group = await while_wanted(request, house.sampler.groups.wait(key, wait_s), house.closing)
     if group is None:
-        group = await house.store.get_group(group_id)
+        group = await house.store.get_group(key)
     return reply(group_object(group, await rollouts_of(house.store, group.id)))
 
 
 @router.delete("/groups/{group_id}", status_code=202)
-async def cancel(request: Request, group_id: str) -> Response:
+async def cancel(request: Request, group_id: str, run: InRun = None) -> Response:
     """Cancels a group and its rollouts. One that belongs to a draw is that draw's business."""
     house = house_of(request)
-    group = await house.store.get_group(check_id(group_id, "group"))
-    require_mine(caller_of(request), await house.store.get_run(group.run))
+    caller = caller_of(request)
+    group = await house.store.get_group(await house.find(caller, ItemKind.GROUP, group_id, run))
+    require_write(caller, await house.store.get_run(group.run))
     if group.draw is not None:
         raise InvalidRequest(
-            f"group {group_id!r} belongs to the draw {group.draw!r}: close that, or cancel its rollouts"
+            f"group {group_id!r} belongs to the draw {id_of(group.draw)!r}: close that, or cancel its rollouts"
         )
     group = await house.sampler.groups.cancel(group.id)
-    return reply({"id": group.id, "state": group.state}, 202)
+    return reply({"id": group_id, "state": group.state}, 202)

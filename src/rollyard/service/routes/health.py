@@ -8,6 +8,7 @@ from starlette.responses import HTMLResponse, Response
 
 from rollyard.core.failure import Draining
 from rollyard.service import openapi
+from rollyard.service.access import require_operator
 from rollyard.service.house import house_of
 from rollyard.service.records import reply
 
@@ -33,7 +34,9 @@ async def readyz(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text, or OpenMetrics where that is accepted. Needs a token, of any scope."""
+    """Prometheus text, or OpenMetrics where that is accepted. For admins, and for readers of all runs: it
+    names runs and engines."""
+    require_operator(request)
     data, content_type = house_of(request).yard.metrics.render(request.headers.get("accept", ""))
     return Response(data, headers={"content-type": content_type})
 

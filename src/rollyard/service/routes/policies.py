@@ -1,7 +1,7 @@
 """/v1/policies: changing weights under rollouts that are in flight. Trainers may call it: it is their weights.
 
-Who paused is known by its token. A pause or a renewal of another's is refused; a resume is not: it must always be
-possible to name a version and go on."""
+Only the owner of a policy and admins change its weights (`access.py`). Who paused is known by its token; a pause or a
+renewal of another's is refused, but a resume is not: it must always be possible to name a version and go on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rollyard.core import Json
 from rollyard.core.policy import PauseMode
-from rollyard.service.auth import caller_of
-from rollyard.service.house import house_of
+from rollyard.engines.policy_state import PolicyStatus
+from rollyard.service.access import caller_of, require_admin
+from rollyard.service.house import House, house_of
 from rollyard.service.models import read_body
 from rollyard.service.openapi import json_body
-from rollyard.service.policy_models import PauseBody, RenewBody, ResumeBody, policy_object
+from rollyard.service.policy_models import OwnerBody, PauseBody, RenewBody, ResumeBody, policy_object
 from rollyard.service.records import reply
 
 router = APIRouter(prefix="/v1", tags=["policies"])
@@ -23,13 +25,15 @@ router = APIRouter(prefix="/v1", tags=["policies"])
 @router.get("/policies")
 async def list_policies(request: Request) -> Response:
     """Every policy with its version, its state, and its engines."""
-    return reply({"policies": [policy_object(status) for status in house_of(request).router.policies.all()]})
+    house = house_of(request)
+    return reply({"policies": [_object(house, status) for status in house.router.policies.all()]})
 
 
 @router.get("/policies/{name}")
 async def get_policy(request: Request, name: str) -> Response:
     """One policy."""
-    return reply(policy_object(house_of(request).router.policies.status(name)))
+    house = house_of(request)
+    return reply(_object(house, house.router.policies.status(name)))
 
 
 @router.post("/policies/{name}/pause", openapi_extra=json_body(PauseBody))
@@ -37,6 +41,7 @@ async def pause_policy(request: Request, name: str) -> Response:
     """Pauses its engines, so that their weights can be written. Answers when they are paused, or after `wait_s`."""
     house = house_of(request)
     body = await read_body(request, PauseBody)
+    await house.own_policy(request, name)
     status = await house.router.policies.pause(
         name,
         holder=caller_of(request).name,
@@ -45,22 +50,41 @@ async def pause_policy(request: Request, name: str) -> Response:
         engines=body.engines,
         wait_s=house.wait_s(house.settings.max_wait_s if body.wait_s is None else body.wait_s),
     )
-    return reply(policy_object(status))
+    return reply(_object(house_of(request), status))
 
 
 @router.post("/policies/{name}/resume", openapi_extra=json_body(ResumeBody))
 async def resume_policy(request: Request, name: str) -> Response:
     """Its engines have weights of this version: they get it, clear their caches, and go on."""
     body = await read_body(request, ResumeBody)
+    await house_of(request).own_policy(request, name)
     status = await house_of(request).router.policies.resume(name, body.version, engines=body.engines)
-    return reply(policy_object(status))
+    return reply(_object(house_of(request), status))
 
 
 @router.post("/policies/{name}/renew", openapi_extra=json_body(RenewBody))
 async def renew_policy(request: Request, name: str) -> Response:
     """The pause goes on for so long from now. Also takes up one whose lease ran out."""
     body = await read_body(request, RenewBody)
-    holder = caller_of(request).name
-    return reply(
-        policy_object(await house_of(request).router.policies.renew(name, holder=holder, lease_s=body.lease_s))
-    )
+    await house_of(request).own_policy(request, name)
+    house, holder = house_of(request), caller_of(request).name
+    return reply(_object(house, await house.router.policies.renew(name, holder=holder, lease_s=body.lease_s)))
+
+
+@router.put("/policies/{name}/owner", openapi_extra=json_body(OwnerBody))
+async def set_owner(request: Request, name: str) -> Response:
+    """Names the token that may change its weights, by its id; null: the next trainer that does. For admins."""
+    require_admin(request)
+    house = house_of(request)
+    body = await read_body(request, OwnerBody)
+    status = house.router.policies.status(name)
+    await house.audit(request, "set_policy_owner", name, owner=body.owner)
+    await house.store.put_owner(name, body.owner)
+    house.owners.pop(name, None)
+    if body.owner is not None:
+        house.owners[name] = body.owner
+    return reply(_object(house, status))
+
+
+def _object(house: House, status: PolicyStatus) -> dict[str, Json]:
+    return {**policy_object(status), "owner": house.owners.get(status.name)}

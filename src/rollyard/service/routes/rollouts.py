@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, suppress
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -11,27 +12,25 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import DeadlineExpired, Rollout, State, Trajectory, check_id, new_id
+from rollyard.core import DEFAULT_RUN, DeadlineExpired, Rollout, State, Trajectory, check_id, id_of, key_of, new_id
 from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
 from rollyard.pipeline import Yard
 from rollyard.service import arrow
-from rollyard.service.auth import caller_of, require_mine
+from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.bounds import while_wanted
 from rollyard.service.house import House, house_of
-from rollyard.service.models import SingleBody, SubmitBody, WaitS, read_submit
+from rollyard.service.models import InRun, RunQuery, SingleBody, SubmitBody, WaitS, read_submit
 from rollyard.service.openapi import json_body
 from rollyard.service.records import record, reply, traces, trajectory_object
 from rollyard.service.tasks import checked_task
-from rollyard.store.base import Page, Submission
+from rollyard.store.base import ItemKind, Page, Submission
 
 router = APIRouter(prefix="/v1", tags=["rollouts"])
 
 BREATH = 100  # tasks checked between two turns of the event loop: about 5 ms
 
 
-class GetQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class GetQuery(RunQuery):
     wait_s: WaitS = Field(default=0.0, description="Answer at the rollout's end, or after so long.")
     include: Literal["trajectory"] | None = None
 
@@ -54,19 +53,22 @@ async def submit(request: Request) -> Response:
     run_id, bodies = await read_submit(request)
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
-    run = await house.run(run_id)
-    require_mine(caller_of(request), run)
+    caller = caller_of(request)
+    run = await house.run(caller, run_id)
+    require_write(caller, run)
     submissions: list[Submission] = []
     for number, body in enumerate(bodies):
+        priority = run.priority if body.priority is None else body.priority
+        require_priority(caller, priority)
         path = ("task",) if isinstance(body, SingleBody) else ("rollouts", number, "task")
         task = checked_task(house.shop, body.task, run, path)
         rollout = Rollout(
-            id=new_id("ro") if body.id is None else check_id(body.id, "rollout id"),
+            id=key_of(run.id, new_id("ro") if body.id is None else check_id(body.id, "rollout id")),
             run=run.id,
             task=task,
-            group=None if body.group is None else check_id(body.group, "group"),
+            group=None if body.group is None else key_of(run.id, check_id(body.group, "group")),
             index=body.index,
-            priority=run.priority if body.priority is None else body.priority,
+            priority=priority,
         )
         submissions.append(Submission(rollout, body.identity()))
         if number % BREATH == BREATH - 1:
@@ -79,15 +81,16 @@ async def submit(request: Request) -> Response:
 async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
     """A page of rollouts: ended ones in the order in which they ended, others in order of submission."""
     house = house_of(request)
+    chosen = await _chosen(request, query)
     is_ended = query.state is State.ENDED
     if query.wait_s and not is_ended:
         raise InvalidRequest("wait_s: only a listing with state=ended can be waited for")
     wait_s = house.wait_s(query.wait_s)
     page: Page | None = None
     if wait_s:
-        page = await while_wanted(request, _first_ended(house, query, wait_s), house.closing)
+        page = await while_wanted(request, _first_ended(house, query, chosen, wait_s), house.closing)
     if page is None:
-        page = await _list(house, query)
+        page = await _list(house, query, chosen)
     after = page.next_cursor
     if is_ended:  # there will be more: the place to ask from next time
         last = page.rollouts[-1].ended_seq if page.rollouts else None
@@ -95,28 +98,53 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
     return reply({"rollouts": [record(rollout) for rollout in page.rollouts], "next": after})
 
 
-async def _list(house: House, query: ListQuery) -> Page:
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What a listing is about, by keys. `runs`: None for all."""
+
+    runs: list[str] | None
+    group: str | None
+
+
+async def _chosen(request: Request, query: ListQuery) -> _Chosen:
+    house, caller = house_of(request), caller_of(request)
+    if query.run is not None:
+        runs = [(await house.run(caller, query.run)).id]
+    else:
+        runs = None if caller.is_admin else [run.id for run in house.readable(caller)]
+    if query.group is None:
+        return _Chosen(runs, None)
+    try:
+        return _Chosen(runs, await house.find(caller, ItemKind.GROUP, query.group, query.run))
+    except NotFound:  # rollouts may name a group that is not ours to keep
+        run = query.run or DEFAULT_RUN
+        return _Chosen(runs, key_of((await house.run(caller, run)).id, check_id(query.group, "group")))
+
+
+async def _list(house: House, query: ListQuery, chosen: _Chosen) -> Page:
     return await house.store.list(
-        state=query.state, run=query.run, group=query.group, after=query.after, limit=query.limit
+        state=query.state, runs=chosen.runs, group=chosen.group, after=query.after, limit=query.limit
     )
 
 
-async def _first_ended(house: House, query: ListQuery, wait_s: float) -> Page:
+async def _first_ended(house: House, query: ListQuery, chosen: _Chosen, wait_s: float) -> Page:
     """The page as soon as there is something on it."""
     hub = house.yard.hub
     try:
         async with asyncio.timeout(wait_s):
             while True:
                 seen = hub.last_id
-                page = await _list(house, query)
+                page = await _list(house, query, chosen)
                 if page.rollouts:
                     return page
                 async with aclosing(hub.events(seen)) as events:
                     async for event in events:
-                        if event.kind == "gap" or (event.state is State.ENDED and query.run in (None, event.run)):
+                        if event.kind == "gap" or (
+                            event.state is State.ENDED and (chosen.runs is None or event.run in chosen.runs)
+                        ):
                             break
     except TimeoutError:
-        return await _list(house, query)
+        return await _list(house, query, chosen)
 
 
 @router.get("/rollouts/{rollout_id}")
@@ -124,38 +152,35 @@ async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQue
     """The record, at once or at its end; with its trajectory if asked for. As Arrow: its traces, and the record in
     the schema's metadata."""
     house = house_of(request)
-    check_id(rollout_id, "rollout id")
+    key = await _find(request, rollout_id, query.run)
     wait_s = house.wait_s(query.wait_s)
     rollout: Rollout | None = None
     if wait_s:
-        rollout = await while_wanted(request, house.yard.wait(rollout_id, wait_s), house.closing)
+        rollout = await while_wanted(request, house.yard.wait(key, wait_s), house.closing)
     if rollout is None:
-        rollout = await house.store.get(rollout_id)
+        rollout = await house.store.get(key)
     if _wants_arrow(request):
         return _arrow(await _trajectory(house, rollout), rollout, with_record=True)
     body = record(rollout)
     if query.include == "trajectory":
-        trajectory = await house.store.trajectory(rollout_id)
+        trajectory = await house.store.trajectory(key)
         body["trajectory"] = trajectory and trajectory_object(trajectory, rollout)
     return reply(body)
 
 
 @router.delete("/rollouts/{rollout_id}", status_code=202)
-async def cancel(request: Request, rollout_id: str) -> Response:
-    """Cancels, from any state, as often as you like. An id that is not known yet is cancelled when it comes."""
-    house = house_of(request)
-    check_id(rollout_id, "rollout id")
-    with suppress(NotFound):  # of one that is not known yet nobody knows whose it will be
-        await _require_mine(request, rollout_id)
-    rollout = await house.yard.cancel(rollout_id)
+async def cancel(request: Request, rollout_id: str, run: InRun = None) -> Response:
+    """Cancels, from any state, as often as you like. An id that is not known yet is cancelled when it comes to that
+    run (unset: to the default run)."""
+    rollout = await cancel_by_id(request, rollout_id, run)
     return reply({"id": rollout_id, "state": rollout.state if rollout else "cancelled_before_submit"}, 202)
 
 
 @router.get("/rollouts/{rollout_id}/traces")
-async def get_traces(request: Request, rollout_id: str) -> Response:
+async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Response:
     """The training sequences alone, as JSON or (`Accept: application/vnd.apache.arrow.stream`) as Arrow."""
     house = house_of(request)
-    rollout = await house.store.get(check_id(rollout_id, "rollout id"))
+    rollout = await house.store.get(await _find(request, rollout_id, run))
     trajectory = await _trajectory(house, rollout)
     if _wants_arrow(request):
         return _arrow(trajectory, rollout)
@@ -163,31 +188,47 @@ async def get_traces(request: Request, rollout_id: str) -> Response:
 
 
 @router.post("/rollouts/{rollout_id}/rescore")
-async def rescore(request: Request, rollout_id: str) -> Response:
+async def rescore(request: Request, rollout_id: str, run: InRun = None) -> Response:
     """Scores the saved artifacts again, without inference. Appended to `scores`; the terminal record stays."""
     house = house_of(request)
-    check_id(rollout_id, "rollout id")
     await request.body()  # there is none; but what there is must be read before a disconnect can be seen
-    await _require_mine(request, rollout_id)
+    key = await _find_writable(request, rollout_id, run)
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
-    rollout = await while_wanted(request, _rescore(house.yard, rollout_id), house.closing)
+    rollout = await while_wanted(request, _rescore(house.yard, key), house.closing)
     if rollout is None:
         raise Draining("the service is shutting down")
     return reply(record(rollout))
 
 
-async def _require_mine(request: Request, rollout_id: str) -> None:
-    house = house_of(request)
-    rollout = await house.store.get(rollout_id)
-    require_mine(caller_of(request), await house.store.get_run(rollout.run))
+async def _find(request: Request, rollout_id: str, run: str | None) -> str:
+    return await house_of(request).find(caller_of(request), ItemKind.ROLLOUT, rollout_id, run)
+
+
+async def _find_writable(request: Request, rollout_id: str, run: str | None) -> str:
+    house, key = house_of(request), await _find(request, rollout_id, run)
+    rollout = await house.store.get(key)
+    require_write(caller_of(request), await house.store.get_run(rollout.run))
+    return key
+
+
+async def cancel_by_id(request: Request, rollout_id: str, run: str | None) -> Rollout | None:
+    """None: it was not there, and is cancelled when it comes."""
+    house, caller = house_of(request), caller_of(request)
+    try:
+        key = await _find_writable(request, rollout_id, run)
+    except NotFound:
+        into = await house.run(caller, run or DEFAULT_RUN)
+        require_write(caller, into)
+        key = key_of(into.id, rollout_id)
+    return await house.yard.cancel(key)
 
 
 async def _rescore(yard: Yard, rollout_id: str) -> Rollout:
     try:
         return await yard.rescore(rollout_id)
     except DeadlineExpired as error:
-        raise EvalDeadline(f"scoring rollout {rollout_id} took longer than its limits.eval_s") from error
+        raise EvalDeadline(f"scoring rollout {id_of(rollout_id)} took longer than its limits.eval_s") from error
 
 
 async def _trajectory(house: House, rollout: Rollout) -> Trajectory:
@@ -195,9 +236,9 @@ async def _trajectory(house: House, rollout: Rollout) -> Trajectory:
     if trajectory is not None:
         return trajectory
     if rollout.ending is None:
-        raise NotFound(f"rollout {rollout.id} is in state {rollout.state}: its traces come with its end")
+        raise NotFound(f"rollout {id_of(rollout.id)} is in state {rollout.state}: its traces come with its end")
     if rollout.ending.summary.traces:
-        raise Gone(f"the traces of rollout {rollout.id} have been deleted")
+        raise Gone(f"the traces of rollout {id_of(rollout.id)} have been deleted")
     return Trajectory(rollout.id, rollout.attempt)
 
 

@@ -8,9 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard.core import Run, check_id
+from rollyard.core import Run
+from rollyard.core.access import Access
 from rollyard.core.failure import Draining, Forbidden
-from rollyard.service.auth import caller_of, require_mine
+from rollyard.service.access import caller_of, require_manage, require_new_run, require_priority
 from rollyard.service.house import House, house_of
 from rollyard.service.models import AckBody, RunBody, read_body
 from rollyard.service.openapi import json_body
@@ -29,24 +30,33 @@ async def create_run(request: Request) -> Response:
     body = await read_body(request, RunBody)
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
-    run = body.to_run(caller_of(request).name, time.time())
-    is_known = house.yard.run_of(run.id) is not None
+    caller = caller_of(request)
+    run = body.to_run(caller.name, time.time())
+    require_priority(caller, run.priority)
+    known = house.yard.run_of(run.id)
+    if caller.access not in (Access.ADMIN, Access.TRAINER):
+        raise Forbidden(f"a {caller.access} token cannot make runs")
+    if known is None:
+        require_new_run(caller, run.id, run.policy, house.tokens.callers)
+    elif not caller.reads(known):
+        raise Forbidden(f"the run name {run.id!r} is taken")
     sent = body.model_dump(exclude_unset=True, exclude={"id"})
     stored = await house.store.put_run(run, sent)
     house.yard.know(stored)
-    return reply(run_object(stored), 200 if is_known else 201)
+    return reply(run_object(stored), 200 if known else 201)
 
 
 @router.get("/runs")
 async def list_runs(request: Request) -> Response:
-    """All runs, in the order in which they were made."""
-    return reply({"runs": [run_object(run) for run in await house_of(request).store.list_runs()]})
+    """All runs that the token may read, in the order in which they were made."""
+    caller = caller_of(request)
+    return reply({"runs": [run_object(run) for run in await house_of(request).store.list_runs() if caller.reads(run)]})
 
 
 @router.get("/runs/{run_id}")
 async def get_run(request: Request, run_id: str) -> Response:
     house = house_of(request)
-    return reply(await _run_object(house, await house.store.get_run(check_id(run_id, "run"))))
+    return reply(await _run_object(house, await house.run(caller_of(request), run_id)))
 
 
 async def _run_object(house: House, run: Run) -> JsonObject:
@@ -61,9 +71,10 @@ async def delete_run(request: Request, run_id: str) -> Response:
     goes on without the caller, and after a restart; `GET` says how many rollouts are left. A trainer's token deletes
     only its own."""
     house, caller = house_of(request), caller_of(request)
-    run = await house.store.get_run(check_id(run_id, "run"))
-    if not caller.is_admin and caller.name != run.owner:
-        raise Forbidden(f"run {run_id!r} was made with another token")
+    run = await house.run(caller, run_id)
+    require_manage(caller, run)
+    if caller.is_admin:
+        await house.audit(request, "delete_run", run.id)
     if run.id not in house.yard.cancelling.deleting and await house.sampler.delete_run(run.id, DELETE_S):
         return Response(status_code=204)
     return reply(await _run_object(house, run), 202)
@@ -75,7 +86,7 @@ async def acknowledge(request: Request, run_id: str) -> Response:
     trainer's token acknowledges only its own runs, and the default one."""
     house, caller = house_of(request), caller_of(request)
     body = await read_body(request, AckBody)
-    run = await house.store.get_run(check_id(run_id, "run"))
-    require_mine(caller, run)
+    run = await house.run(caller, run_id)
+    require_manage(caller, run)
     count = await house.store.acknowledge(run.id, body.cursor)
     return reply({"acknowledged": count})

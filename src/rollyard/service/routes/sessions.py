@@ -16,57 +16,63 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.agents.session import POSTED, LiveSession
-from rollyard.core import Json, Rollout, Score, State, check_id, new_id
-from rollyard.core.failure import Draining, NotFound, SessionConflict
-from rollyard.service.auth import caller_of, require_mine
+from rollyard.core import Json, Rollout, Run, Score, State, check_id, id_of, key_of, new_id
+from rollyard.core.failure import Draining, NotFound, QuotaExceeded, SessionConflict
+from rollyard.service.access import caller_of, require_priority, require_write
 from rollyard.service.bounds import end_all, while_wanted
 from rollyard.service.house import House, house_of
-from rollyard.service.models import SESSION, RewardBody, SessionBody, read_body
+from rollyard.service.models import SESSION, InRun, RewardBody, RunQuery, SessionBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import JsonObject, record, reply
-from rollyard.store.base import Submission
+from rollyard.service.routes.rollouts import cancel_by_id
+from rollyard.store.base import ItemKind, Submission
 
 router = APIRouter(prefix="/v1", tags=["sessions"])
 
 
-class WaitQuery(BaseModel):
+class OpenQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     wait_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="Wait at most so long.")
 
 
-class LookQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class WaitQuery(RunQuery):
+    wait_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="Wait at most so long.")
 
+
+class LookQuery(RunQuery):
     wait_s: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Wait at most so long until it is open.")
 
 
 @router.post("/sessions", status_code=201, openapi_extra=json_body(SessionBody))
-async def open_session(request: Request, query: Annotated[WaitQuery, Query()]) -> Response:
+async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -> Response:
     """Opens a session: a URL and a key for an OpenAI or Anthropic client. Answers when it is open, or after `wait_s` as
     it stands. The same id and body again is the same session, with the same key."""
     house = house_of(request)
     body = await read_body(request, SessionBody)
     if house.yard.is_draining:
         raise Draining("the service is shutting down")
-    run = await house.run(body.run)
-    require_mine(caller_of(request), run)
+    run = await house.run(caller_of(request), body.run)
+    require_write(caller_of(request), run)
+    priority = run.priority if body.priority is None else body.priority
+    require_priority(caller_of(request), priority)
+    _require_room(house, run)
     task = body.to_task(run.defaults)
     house.shop.check(task, run)
     rollout = Rollout(
-        id=new_id("se") if body.id is None else check_id(body.id, "session id"),
+        id=key_of(run.id, new_id("se") if body.id is None else check_id(body.id, "session id")),
         run=run.id,
         task=task,
-        group=None if body.group is None else check_id(body.group, "group"),
+        group=None if body.group is None else key_of(run.id, check_id(body.group, "group")),
         index=body.index,
-        priority=run.priority if body.priority is None else body.priority,
+        priority=priority,
     )
     (stored,) = await house.yard.submit([Submission(rollout, body.identity())])
     stored = await _begun(request, stored, query.wait_s)
     live = house.sessions.live(stored.id)
     root = f"{request.url.scheme}://{request.headers['host']}"
     door: JsonObject = {
-        "key": house.keys.key_of(stored.id),
+        "key": house.keys.make(stored.id, stored.seq),
         "base_url": f"{root}/v1",
         "root_url": root,
         "model": live.gateway.model if live is not None else run.policy,
@@ -78,7 +84,7 @@ async def open_session(request: Request, query: Annotated[WaitQuery, Query()]) -
 async def get_session(request: Request, session_id: str, query: Annotated[LookQuery, Query()]) -> Response:
     """How it stands: its state, whether it is open, turns, tokens and forks so far. Never its key."""
     house = house_of(request)
-    rollout = await _session(house, session_id)
+    rollout = await _session(request, session_id, query.run)
     if query.wait_s:
         rollout = await _begun(request, rollout, query.wait_s)
     return reply(await _session_object(house, rollout))
@@ -90,47 +96,56 @@ async def give_reward(request: Request, session_id: str, query: Annotated[WaitQu
     the reward is safe when its state is `eval` or `ended`. The same again gets the same answer; another one is 409."""
     house = house_of(request)
     body = await read_body(request, RewardBody)
-    rollout = await _session(house, session_id)
-    require_mine(caller_of(request), await house.store.get_run(rollout.run))
-    live = house.sessions.live(session_id)
+    rollout = await _session(request, session_id, query.run)
+    require_write(caller_of(request), await house.store.get_run(rollout.run))
+    live = house.sessions.live(rollout.id)
     if live is None and rollout.state is not State.ENDED:
         rollout = await _begun(request, rollout, query.wait_s)
-        live = house.sessions.live(session_id)
+        live = house.sessions.live(rollout.id)
     if live is not None:
         live.give(body.model_dump())
         wait_s = house.wait_s(query.wait_s)
-        found = await while_wanted(request, house.yard.wait(session_id, wait_s), house.closing)
-        rollout = found or await house.store.get(session_id)
+        found = await while_wanted(request, house.yard.wait(rollout.id, wait_s), house.closing)
+        rollout = found or await house.store.get(rollout.id)
     if (live is None or rollout.state is State.ENDED) and not await _has(house, rollout, body):
         raise _conflict(rollout)
     return reply(record(rollout), 200 if rollout.state is State.ENDED else 202)
 
 
 @router.delete("/sessions/{session_id}", status_code=202)
-async def cancel_session(request: Request, session_id: str) -> Response:
+async def cancel_session(request: Request, session_id: str, run: InRun = None) -> Response:
     """Cancels it, without a reward: model calls end, and what was sampled is not trained on. An id that is not known
     yet is cancelled when it comes."""
     house = house_of(request)
     try:
-        rollout = await house.store.get(check_id(session_id, "session id"))
+        key = await house.find(caller_of(request), ItemKind.ROLLOUT, session_id, run)
     except NotFound:
-        pass  # of one that is not known yet nobody knows whose it will be
+        pass  # it is cancelled when it comes
     else:
-        _check_kind(rollout)
-        require_mine(caller_of(request), await house.store.get_run(rollout.run))
-    cancelled = await house.yard.cancel(session_id)
+        _check_kind(await house.store.get(key))
+    cancelled = await cancel_by_id(request, session_id, run)
     return reply({"id": session_id, "state": cancelled.state if cancelled else "cancelled_before_submit"}, 202)
 
 
-async def _session(house: House, session_id: str) -> Rollout:
-    rollout = await house.store.get(check_id(session_id, "session id"))
+def _require_room(house: House, run: Run) -> None:
+    most = house.tokens.quota_of(run.owner).sessions
+    if most is None:
+        return
+    live = [one for one in house.yard.live.values() if one.run.owner == run.owner]
+    if sum(one.rollout.task.environment == SESSION for one in live) >= most:
+        raise QuotaExceeded(f"the token may have {most} sessions open at once")
+
+
+async def _session(request: Request, session_id: str, run: str | None) -> Rollout:
+    house = house_of(request)
+    rollout = await house.store.get(await house.find(caller_of(request), ItemKind.ROLLOUT, session_id, run))
     _check_kind(rollout)
     return rollout
 
 
 def _check_kind(rollout: Rollout) -> None:
     if rollout.task.environment != SESSION:
-        raise NotFound(f"rollout {rollout.id} is no session")
+        raise NotFound(f"rollout {id_of(rollout.id)} is no session")
 
 
 async def _begun(request: Request, rollout: Rollout, wait_s: float) -> Rollout:
@@ -163,7 +178,7 @@ async def _has(house: House, rollout: Rollout, body: RewardBody) -> bool:
 
 
 def _conflict(rollout: Rollout) -> SessionConflict:
-    ending, name = rollout.ending, f"session {rollout.id}"
+    ending, name = rollout.ending, f"session {id_of(rollout.id)}"
     if ending is None:
         return SessionConflict(f"{name} is in state {rollout.state}: it takes a reward once it is open")
     data: dict[str, Json] = {"outcome": ending.outcome.value, "reward": ending.score.reward if ending.score else None}
@@ -185,7 +200,7 @@ async def _session_object(house: House, rollout: Rollout) -> JsonObject:
         turns, sampled_tokens = ending.summary.turns, ending.summary.sampled_tokens
     forks = gateway.get("forks", {}) if isinstance(gateway, Mapping) else {}
     return {
-        "id": rollout.id,
+        "id": id_of(rollout.id),
         "run": rollout.run,
         "state": rollout.state,
         "is_open": live is not None,

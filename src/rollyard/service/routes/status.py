@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard import __version__
-from rollyard.core import Json
+from rollyard.core import Json, id_of
 from rollyard.core.failure import InvalidRequest
 from rollyard.fleet.head import HeadYard
-from rollyard.service.auth import require_admin
+from rollyard.service.access import caller_of, require_admin
 from rollyard.service.house import House, house_of
 from rollyard.service.models import PoolsBody, read_body
 from rollyard.service.openapi import json_body
@@ -28,6 +28,7 @@ async def status(request: Request) -> Response:
     """Queues, pools, engines, runtimes, and what can be used here."""
     house = house_of(request)
     recovered = house.store.recovered
+    readable = {run.id for run in house.readable(caller_of(request))}
     return reply(
         {
             "version": __version__,
@@ -54,7 +55,9 @@ async def status(request: Request) -> Response:
                 }
                 for name, runtime in house.shop.runtimes.items()
             },
-            "draws": house.sampler.active(),
+            "draws": [
+                {**draw, "id": id_of(str(draw["id"]))} for draw in house.sampler.active() if draw["run"] in readable
+            ],
             "environments": house.shop.environments.names,
             "agents": house.shop.agents.names,
             "recovered": {
@@ -87,5 +90,6 @@ async def resize_pools(request: Request) -> Response:
     sizes = (await read_body(request, PoolsBody)).model_dump(exclude_none=True)
     if not sizes:
         raise InvalidRequest("name at least one of init, run, eval, ready, live")
+    await house_of(request).audit(request, "resize_pools", "pools", **sizes)
     yard.resize(sizes)
     return reply(yard.pools())

@@ -1,0 +1,182 @@
+"""`rollyard access`: who may call the service, and what its administrators did."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from rollyard.cli._console import (
+    AsJson,
+    Token,
+    Url,
+    connect,
+    note,
+    plain,
+    print_json,
+    print_lines,
+    run,
+    show,
+    table,
+)
+
+access = typer.Typer(help="Tokens: create, list, rotate, revoke; and the audit log.", no_args_is_help=True)
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="A token's id, as `rollyard access list` shows it.")]
+ExpiresS = Annotated[float | None, typer.Option(min=0.001, help="Seconds until it expires; else it does not.")]
+
+
+@access.command("create", epilog="Example: rollyard access create trainer --name alice --run 'alice-*'")
+def create(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="ACCESS",
+            help="admin: everything; trainer: its own runs and policies; submitter: work in its runs; "
+            "reader: looks only; node: a machine of the fleet.",
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="For people: whose it is.")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Option("--run", metavar="NAME", help="Only these runs; * is any text. Repeatable.")
+    ] = None,
+    policies: Annotated[
+        list[str] | None, typer.Option("--policy", metavar="NAME", help="Only these policies; likewise.")
+    ] = None,
+    expires_s: ExpiresS = None,
+    queued: Annotated[int | None, typer.Option(min=1, help="Rollouts that may wait at once.")] = None,
+    live: Annotated[int | None, typer.Option(min=1, help="Rollouts that may be at work at once.")] = None,
+    sessions: Annotated[int | None, typer.Option(min=1, help="Sessions that may be open at once.")] = None,
+    stored_bytes: Annotated[int | None, typer.Option(min=1, help="Of trajectories that it may keep here.")] = None,
+    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Calls that it may make in a second.")] = None,
+    priority: Annotated[int | None, typer.Option(help="The highest priority that it may ask for.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a token. It is printed once, on stdout; the service keeps only its digest."""
+
+    asked = {
+        "queued": queued,
+        "live": live,
+        "sessions": sessions,
+        "stored_bytes": stored_bytes,
+        "requests_per_s": requests_per_s,
+        "priority": priority,
+    }
+    quota: dict[str, Any] = {name: most for name, most in asked.items() if most is not None}
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await client.create_token(
+                kind, name=name, runs=runs, policies=policies, expires_s=expires_s, quota=quota or None
+            )
+
+    _tell(run(work()), as_json)
+
+
+@access.command("list", epilog="Example: rollyard access list")
+def list_tokens(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """List the tokens that were created. Those of the settings file are not among them."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with connect(url, token) as client:
+            return await client.list_tokens()
+
+    found = run(work())
+    if as_json:
+        print_lines(found)
+        return
+    if not found:
+        note("no token was created here: rollyard access create trainer --name alice")
+        return
+    made = table("id", "access", "name", "runs", "policies", "created", "expires")
+    for one in found:
+        made.add_row(
+            plain(one.get("id")),
+            plain(one.get("access")),
+            plain(one.get("name") or ""),
+            plain(", ".join(one.get("runs") or ()) or "–"),
+            plain(", ".join(one.get("policies") or ()) or "–"),
+            _day(one.get("created_at")),
+            _day(one.get("expires_at")),
+        )
+    show(made)
+
+
+@access.command("rotate", epilog="Example: rollyard access rotate tok_01")
+def rotate(id: Id, expires_s: ExpiresS = None, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
+    """Give a token a new secret, and refuse the old one from now on. Its runs and policies stay its own."""
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await client.rotate_token(id, expires_s=expires_s)
+
+    _tell(run(work()), as_json)
+
+
+@access.command("revoke", epilog="Example: rollyard access revoke tok_01")
+def revoke(
+    ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Tokens to revoke.")],
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke tokens, at once. What was made with them stays, for admins."""
+
+    async def work() -> None:
+        async with connect(url, token) as client:
+            for id in ids:
+                await client.revoke_token(id)
+
+    run(work())
+    for id in ids:
+        if as_json:
+            print_json({"id": id, "state": "revoked"})
+        else:
+            note(f"{id} is revoked")
+
+
+@access.command("log", epilog="Example: rollyard access log --limit 20")
+def log(
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many, newest first.")] = 50,
+    before: Annotated[int | None, typer.Option(min=1, help="Only entries before this number.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what administrators did: tokens, engines, pools, nodes, deleted runs."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with connect(url, token) as client:
+            return await client.audit(limit=limit, before=before)
+
+    found = run(work())
+    if as_json:
+        print_lines(found)
+        return
+    made = table("number", "when", "who", "what", "target", "detail", right=("number",))
+    for one in found:
+        detail = ", ".join(f"{key} {value}" for key, value in (one.get("detail") or {}).items() if value is not None)
+        made.add_row(
+            str(one.get("seq")),
+            _day(one.get("at")),
+            plain(one.get("actor")),
+            plain(one.get("action")),
+            plain(one.get("target")),
+            plain(detail),
+        )
+    show(made)
+
+
+def _tell(made: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(made)
+        return
+    note(f"{made.get('access')} token {made.get('id')}; it is shown only now:")
+    typer.echo(made.get("token"))
+
+
+def _day(at: float | None) -> str:
+    return "–" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,62 @@
+"""Tokens and the audit log, for administrators: a part of the client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rollyard.client._bodies import given, part
+from rollyard.client._wire import Wire
+from rollyard.client.records import JsonObject, read_object
+from rollyard.core import Json
+
+Objects = list[JsonObject]
+
+
+class AsyncAccess:
+    """See the module."""
+
+    _wire: Wire
+
+    async def create_token(
+        self,
+        access: str,
+        *,
+        name: str | None = None,
+        runs: Sequence[str] | None = None,
+        policies: Sequence[str] | None = None,
+        expires_s: float | None = None,
+        quota: Mapping[str, Json] | None = None,
+    ) -> JsonObject:
+        """A new token: `token` is in this reply and nowhere else.
+
+        `access` is admin, trainer, submitter, reader or node; `runs` and `policies` bind it to names, in which `*`
+        stands for any text. `quota` has any of queued, live, sessions, stored_bytes, requests_per_s, priority.
+        """
+        body = given(
+            access=access,
+            name=name,
+            runs=None if runs is None else [*runs],
+            policies=None if policies is None else [*policies],
+            expires_s=expires_s,
+            quota=quota,
+        )
+        return read_object(await self._wire.json("POST", "/tokens", body=body))
+
+    async def list_tokens(self) -> Objects:
+        """Those that were created, without their secrets."""
+        body = read_object(await self._wire.json("GET", "/tokens"))
+        return [read_object(item) for item in body.get("tokens") or ()]
+
+    async def rotate_token(self, id: str, *, expires_s: float | None = None) -> JsonObject:
+        """A new secret for a token; the old one is refused from now on. What it owns stays its own."""
+        body = given(expires_s=expires_s)
+        return read_object(await self._wire.json("POST", f"/tokens/{part(id)}/rotate", body=body))
+
+    async def revoke_token(self, id: str) -> None:
+        await self._wire.json("DELETE", f"/tokens/{part(id)}")
+
+    async def audit(self, *, limit: int = 100, before: int | None = None) -> Objects:
+        """What administrators did, newest first; `before` is the `seq` of the last entry seen."""
+        params = {"limit": limit, "before": before}
+        body = read_object(await self._wire.json("GET", "/audit", params=params))
+        return [read_object(item) for item in body.get("entries") or ()]

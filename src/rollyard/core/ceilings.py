@@ -1,0 +1,34 @@
+"""What an operator allows a task to ask for, at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollyard.core.failure import TaskInvalid
+from rollyard.core.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """None: whatever a task asks for."""
+
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    cpus: float | None = None
+    processes: int | None = None
+    seconds: float | None = None  # of each stage
+
+    def check(self, task: Task) -> None:
+        """`TaskInvalid` names the limit that is too large."""
+        sandbox, limits = task.sandbox, task.limits
+        for name, asked, most in (
+            ("sandbox.memory_bytes", sandbox.memory_bytes, self.memory_bytes),
+            ("sandbox.disk_bytes", sandbox.disk_bytes, self.disk_bytes),
+            ("sandbox.cpus", sandbox.cpus, self.cpus),
+            ("sandbox.processes", sandbox.processes, self.processes),
+            ("limits.init_s", limits.init_s, self.seconds),
+            ("limits.run_s", limits.run_s, self.seconds),
+            ("limits.eval_s", limits.eval_s, self.seconds),
+        ):
+            if asked is not None and most is not None and asked > most:
+                raise TaskInvalid(f"{name}: {asked:g} is more than this service allows a task ({most:g})")

@@ -1,0 +1,102 @@
+"""/v1/tokens and /v1/audit: who may call, and what administrators did. For admins.
+
+A token is shown once, in the reply to its creation or rotation. Changes are in force for the next call.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollyard.core import new_id
+from rollyard.core.access import TokenRecord
+from rollyard.service.access import require_admin
+from rollyard.service.house import house_of
+from rollyard.service.models import read_body
+from rollyard.service.openapi import json_body
+from rollyard.service.records import reply
+from rollyard.service.token_models import RotateBody, TokenBody, token_object
+from rollyard.service.tokens import new_token
+
+router = APIRouter(prefix="/v1", tags=["tokens"])
+
+
+@router.post("/tokens", status_code=201, openapi_extra=json_body(TokenBody))
+async def create_token(request: Request) -> Response:
+    """Creates a token. The reply is the only place where it is shown."""
+    caller, house = require_admin(request), house_of(request)
+    body = await read_body(request, TokenBody)
+    now = time.time()
+    record, token = new_token(
+        TokenRecord(
+            id=new_id("tok"),
+            access=body.access,
+            digest="",
+            name=body.name,
+            runs=tuple(body.runs),
+            policies=tuple(body.policies),
+            created_at=now,
+            created_by=caller.name,
+            expires_at=None if body.expires_s is None else now + body.expires_s,
+            quota=body.quota.to_quota(),
+        )
+    )
+    await house.audit(request, "create_token", record.id, access=record.access, name=record.name)
+    await house.store.put_token(record)
+    house.tokens.put(record)
+    return reply({**token_object(record), "token": token}, 201)
+
+
+@router.get("/tokens")
+async def list_tokens(request: Request) -> Response:
+    """The tokens that were created here, without their secrets. Those of the settings are not among them."""
+    require_admin(request)
+    return reply({"tokens": [token_object(record) for record in house_of(request).tokens.created]})
+
+
+@router.post("/tokens/{token_id}/rotate", openapi_extra=json_body(RotateBody))
+async def rotate_token(request: Request, token_id: str) -> Response:
+    """Gives a token a new secret; the old one is refused from now on. Its runs and policies stay its own."""
+    require_admin(request)
+    house = house_of(request)
+    body = await read_body(request, RotateBody)
+    known = house.tokens.get(token_id)
+    expires_at = None if body.expires_s is None else time.time() + body.expires_s
+    record, token = new_token(replace(known, expires_at=expires_at))
+    await house.audit(request, "rotate_token", record.id)
+    await house.store.put_token(record)
+    house.tokens.put(record)
+    return reply({**token_object(record), "token": token})
+
+
+@router.delete("/tokens/{token_id}", status_code=204)
+async def revoke_token(request: Request, token_id: str) -> Response:
+    """Revokes a token. What was made with it stays, for admins."""
+    require_admin(request)
+    house = house_of(request)
+    record = house.tokens.get(token_id)
+    await house.audit(request, "revoke_token", record.id, name=record.name)
+    await house.store.delete_token(record.id)
+    house.tokens.remove(record.id)
+    return Response(status_code=204)
+
+
+class AuditQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    before: int | None = Field(default=None, ge=1, description="The `next` of the page before.")
+    limit: int = Field(default=100, ge=1, le=1000)
+
+
+@router.get("/audit")
+async def list_audit(request: Request, query: Annotated[AuditQuery, Query()]) -> Response:
+    """Administrative actions, newest first."""
+    require_admin(request)
+    entries = await house_of(request).store.audit(before=query.before, limit=query.limit)
+    return reply({"entries": entries, "next": entries[-1].seq if len(entries) == query.limit else None})

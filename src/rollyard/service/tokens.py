@@ -1,0 +1,184 @@
+"""The tokens in force: those of the settings, and those that administrators create while the service runs.
+
+On loopback an admin token is made at first start and written, mode 0600, where the client and the CLI look for it; with
+a fleet, a node's token too.
+
+Invariants. A token is compared by its digest, in constant time, against all tokens. A token file is complete or not
+there, and is refused if others can read it. A created token is shown once, when it is created; the store has its
+digest. A revoked or expired token is refused from the next call on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from rollyard.core.access import Access, Quota, TokenRecord
+from rollyard.core.failure import NotFound, Unauthorized
+from rollyard.service.access import Caller
+from rollyard.service.settings import Settings, SettingsError
+
+PREFIX = "ryt_"  # of those created here: so that scanners for leaked secrets find them
+
+_TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    digest: bytes
+    caller: Caller
+    expires_at: float | None = None
+
+
+class Tokens:
+    """See the module."""
+
+    def __init__(self, admin: Iterable[str], trainer: Iterable[str] = (), node: Iterable[str] = ()) -> None:
+        self._given = [
+            _Known(digest, Caller(access, digest.hex()[:16]))
+            for access, tokens in ((Access.NODE, node), (Access.TRAINER, trainer), (Access.ADMIN, admin))
+            for digest in map(_digest, tokens)
+        ]
+        self._created: dict[str, TokenRecord] = {}
+        self._known = list(self._given)
+
+    @property
+    def created(self) -> list[TokenRecord]:
+        return list(self._created.values())
+
+    @property
+    def callers(self) -> list[Caller]:
+        return [one.caller for one in self._known]
+
+    def get(self, token_id: str) -> TokenRecord:
+        if token_id not in self._created:
+            raise NotFound(f"there is no token {token_id!r}")
+        return self._created[token_id]
+
+    def quota_of(self, owner: str) -> Quota:
+        """What the owner of a run may use at once."""
+        record = self._created.get(owner)
+        return record.quota if record is not None else Quota()
+
+    def put(self, record: TokenRecord) -> None:
+        """From now on it is in force, instead of an earlier one of that id."""
+        self._created[record.id] = record
+        self._renew()
+
+    def remove(self, token_id: str) -> None:
+        del self._created[token_id]
+        self._renew()
+
+    def _renew(self) -> None:
+        self._known = [*self._given, *map(_known, self._created.values())]
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Who sent this Authorization header; `Unauthorized` if nobody we know."""
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthorized("this call needs a bearer token")
+        given = _digest(token.strip())
+        found: _Known | None = None
+        for one in self._known:  # no early end: the time tells nothing
+            if hmac.compare_digest(one.digest, given):
+                found = one
+        if found is None:
+            raise Unauthorized("this token is not known here")
+        if found.expires_at is not None and found.expires_at <= time.time():
+            raise Unauthorized("this token has expired: ask an admin for a new one")
+        return found.caller
+
+
+def _known(record: TokenRecord) -> _Known:
+    caller = Caller(record.access, record.id, record.runs, record.policies, record.quota)
+    return _Known(bytes.fromhex(record.digest), caller, record.expires_at)
+
+
+def new_token(record: TokenRecord) -> tuple[TokenRecord, str]:
+    """That record with a new token, and the token itself."""
+    token = PREFIX + secrets.token_urlsafe(32)
+    return replace(record, digest=_digest(token).hex()), token
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+# --- those of the settings ----------------------------------------------------------------------------
+
+
+def load_tokens(settings: Settings) -> Tokens:
+    """The configured tokens; on loopback without an admin token, the one of the token file, made if need be."""
+    admin = _given("admin_tokens", settings.admin_tokens)
+    trainer = _given("trainer_tokens", settings.trainer_tokens)
+    if not admin and settings.is_loopback:
+        admin = [own_token(settings.token_path)]
+    if not admin and not trainer:
+        raise SettingsError(
+            f"host {settings.host} can be reached by others: set admin_tokens or trainer_tokens first, "
+            "or listen on 127.0.0.1"
+        )
+    node = _given("node_tokens", settings.node_tokens)
+    if settings.fleet is not None and not node:
+        node = [node_token(settings)]
+    return Tokens(admin, trainer, node)
+
+
+def node_token(settings: Settings) -> str:
+    """The one that nodes are given which the service itself starts."""
+    given = _given("node_tokens", settings.node_tokens)
+    return given[0] if given else own_token(settings.node_token_path)
+
+
+def own_token(path: Path) -> str:
+    """The token of that file. Makes it, whole and mode 0600, if there is none."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(draft, path)  # unlike rename, never replaces a token that another process has just made
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return _read(path)[0]
+
+
+def _given(name: str, values: Sequence[SecretStr]) -> list[str]:
+    tokens: list[str] = []
+    for secret in values:
+        value = secret.get_secret_value()
+        tokens += _read(Path(value[1:]).expanduser()) if value.startswith("@") else [value]
+    if not all(_TOKEN.fullmatch(token) for token in tokens):
+        raise SettingsError(f"{name}: a token is 16 to 512 printable ASCII characters without spaces")
+    return tokens
+
+
+def _read(path: Path) -> list[str]:
+    """One token per line; empty lines and # lines do not count."""
+    try:
+        with path.open() as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise SettingsError(f"the token file {path} can be read by others: chmod 600 {path}")
+            lines = [line.strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the token file {path} cannot be read: {error}") from error
+    tokens = [line for line in lines if line and not line.startswith("#")]
+    if not tokens or not all(_TOKEN.fullmatch(token) for token in tokens):
+        raise SettingsError(f"the token file {path} holds no token; delete it and a new one is made")
+    return tokens

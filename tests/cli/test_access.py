@@ -1,0 +1,43 @@
+"""`rollyard access`: tokens for others, against a real service."""
+
+from tests.cli.conftest import Cli
+from tests.client.served import Yard
+
+
+async def test_tokens_are_created_listed_rotated_and_revoked(cli: Cli, yard: Yard):
+    assert "no token was created here" in (await cli("access", "list")).err
+    made = await cli("access", "create", "trainer", "--name", "alice", "--run", "a-*", "--policy", "actor")
+    token = made.out.strip()
+    assert made.status == 0 and token.startswith("ryt_") and "shown only now" in made.err and token not in made.err
+    assert (await cli("runs", "create", "a-run", "--policy", "actor", "--token", token)).status == 0
+    refused = await cli("runs", "create", "other", "--token", token)
+    assert refused.status == 1 and "bound to the runs a-*" in refused.err
+    (listed,) = (await cli("access", "list", "--json")).json
+    assert (listed["access"], listed["name"], listed["runs"]) == ("trainer", "alice", ["a-*"])
+    told = (await cli("access", "list")).out
+    assert "alice" in told and "a-*" in told and token not in told
+    rotated = (await cli("access", "rotate", listed["id"], "--json")).json[0]
+    assert (await cli("runs", "list", "--token", token)).status == 1
+    assert "a-run" in (await cli("runs", "list", "--token", rotated["token"])).out
+    gone = await cli("access", "revoke", listed["id"])
+    assert gone.status == 0 and "is revoked" in gone.err
+    assert "not known here" in (await cli("runs", "list", "--token", rotated["token"])).err
+    assert "there is no token" in (await cli("access", "revoke", listed["id"])).err
+
+
+async def test_the_audit_log_is_shown(cli: Cli, yard: Yard):
+    await cli("access", "create", "reader", "--name", "dash", "--expires-s", "60")
+    await cli("engines", "clear")
+    entries = (await cli("access", "log", "--json")).json
+    assert [one["action"] for one in entries] == ["remove_engine", "create_token"]
+    told = (await cli("access", "log", "--limit", "1")).out
+    assert "remove_engine" in told and "create_token" not in told
+    assert "create_token" in (await cli("access", "log", "--before", entries[0]["seq"])).out
+
+
+async def test_what_is_wrong_is_said(cli: Cli, yard: Yard):
+    unknown = await cli("access", "create", "root")
+    assert unknown.status == 1 and "access: " in unknown.err
+    assert (await cli("access", "create", "reader", "--run", "a b")).status == 1
+    reader = (await cli("access", "create", "reader")).out.strip()
+    assert "is for admins" in (await cli("access", "list", "--token", reader)).err

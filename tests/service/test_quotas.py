@@ -1,0 +1,217 @@
+"""What one token may use at once, what a task may ask for, and that one tenant does not slow another."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.core import Run
+from rollyard.core.access import Access, Quota
+from rollyard.core.failure import RateLimited
+from rollyard.pipeline.scheduler import Scheduler
+from rollyard.service import build
+from rollyard.service.access import Caller
+from rollyard.service.rates import Rates
+from rollyard.store.base import QueuedRow
+from rollyard.testing.script import Reply
+from tests.service.site import Site, engine_table, finish, open_site, scripted, task
+
+
+@asynccontextmanager
+async def tenant(folder: Path, **quota: Any) -> AsyncGenerator[tuple[Site, str], None]:
+    """A service, and a trainer's token with that quota."""
+    async with scripted(Reply(finish())) as engine, open_site(folder, engines=[engine_table(engine)]) as site:
+        made = await site.post("/v1/tokens", {"access": "trainer", "quota": quota})
+        assert made.status == 201, made.body
+        yield site, made.body["token"]
+
+
+def many(count: int, **fields: Any) -> dict[str, Any]:
+    return {**fields, "rollouts": [{"task": task()} for _ in range(count)]}
+
+
+async def test_a_token_queues_no_more_than_it_may(tmp_path: Path) -> None:
+    async with tenant(tmp_path, queued=3) as (site, token):
+        await site.hold()
+        assert (await site.post("/v1/rollouts", many(2), token=token)).status == 202
+        refused = await site.post("/v1/rollouts", many(2), token=token)
+        assert (refused.status, refused.code) == (429, "quota_exceeded") and "room for 1" in refused.body["detail"]
+        assert int(refused.headers["retry-after"]) > 0
+        group = {"task": task(), "size": 2}
+        assert (await site.post("/v1/groups", group, token=token)).code == "quota_exceeded"
+        draw = {"source": {"tasks": [task()]}, "group_size": 4}
+        assert "never has room" in (await site.post("/v1/draws", draw, token=token)).body["detail"]
+        assert (await site.post("/v1/rollouts", many(5))).status == 202, "others are not bound by it"
+        assert (await site.post("/v1/rollouts", many(1), token=token)).status == 202
+        listed = (await site.get("/v1/rollouts", token=token)).body["rollouts"]
+        assert len(listed) == 3
+        assert (await site.delete(f"/v1/rollouts/{listed[0]['id']}", token=token)).status == 202
+        assert (await site.post("/v1/rollouts", many(1), token=token)).status == 202, "there is room again"
+
+
+async def test_a_token_has_no_more_at_work_than_it_may(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=60)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        made = (await site.post("/v1/tokens", {"access": "trainer", "quota": {"live": 2}})).body
+        for run in ("one", "two"):
+            assert (await site.post("/v1/runs", {"id": run}, token=made["token"])).status == 201
+            assert (await site.post("/v1/rollouts", many(3, run=run), token=made["token"])).status == 202
+        (other,) = (await site.post("/v1/rollouts", many(1))).body["rollouts"]
+        async with asyncio.timeout(60):
+            while (await site.get(f"/v1/rollouts/{other['id']}")).body["state"] != "run":
+                await asyncio.sleep(0.02)
+        states = [one["state"] for one in (await site.get("/v1/rollouts", token=made["token"])).body["rollouts"]]
+        assert states.count("queued") == 4
+
+
+async def test_a_token_asks_for_no_higher_priority_than_it_may(tmp_path: Path) -> None:
+    async with tenant(tmp_path, priority=5) as (site, token):
+        await site.hold()
+        for path, body in (
+            ("/v1/runs", {"id": "r", "priority": 6}),
+            ("/v1/rollouts", {"task": task(), "priority": 6}),
+            ("/v1/groups", {"task": task(), "size": 1, "priority": 6}),
+            ("/v1/draws", {"source": {"push": True}, "priority": 6}),
+            ("/v1/evals", {"source": {"tasks": [task()]}, "priority": 6}),
+            ("/v1/sessions", {"priority": 6}),
+        ):
+            refused = await site.post(path, body, token=token)
+            assert refused.code == "forbidden" and "5 at most" in refused.body["detail"], path
+        assert (await site.post("/v1/rollouts", {"task": task(), "priority": 5}, token=token)).status == 202
+        evaluation = await site.post("/v1/evals", {"source": {"tasks": [task()]}}, token=token)
+        assert evaluation.body["priority"] == 5, "unless it asks, what it may"
+
+
+async def test_a_token_opens_no_more_sessions_than_it_may(tmp_path: Path) -> None:
+    async with tenant(tmp_path, sessions=1) as (site, token):
+        assert (await site.post("/v1/sessions", {"id": "one"}, token=token)).body["is_open"]
+        assert (await site.post("/v1/sessions", {"id": "two"}, token=token)).code == "quota_exceeded"
+        assert (await site.post("/v1/sessions", {"id": "mine"})).body["is_open"]
+        assert (await site.post("/v1/sessions/one/reward", {"reward": 1.0}, token=token)).status == 200
+        assert (await site.post("/v1/sessions", {"id": "two"}, token=token)).body["is_open"]
+
+
+async def test_a_token_stores_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "STORED_EVERY_S", 0.02)
+    async with tenant(tmp_path, stored_bytes=1) as (site, token):
+        (first,) = (await site.post("/v1/rollouts", many(1), token=token)).body["rollouts"]
+        cursor = (await site.ended(first["id"]))["cursor"]
+        async with asyncio.timeout(20):
+            while (refused := await site.post("/v1/rollouts", many(1), token=token)).status == 202:
+                await asyncio.sleep(0.05)
+        assert refused.code == "quota_exceeded" and "acknowledge" in refused.body["detail"]
+        for one in (await site.get("/v1/rollouts", token=token)).body["rollouts"]:
+            cursor = max(cursor, (await site.ended(one["id"]))["cursor"], key=lambda text: int(text[2:]))
+        assert (await site.post("/v1/runs/default/ack", {"cursor": cursor}, token=token)).status == 200
+        async with asyncio.timeout(20):
+            while (await site.post("/v1/rollouts", many(1), token=token)).status != 202:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_token_makes_no_more_calls_than_it_may(tmp_path: Path) -> None:
+    async with tenant(tmp_path, requests_per_s=0.01) as (site, token):
+        assert (await site.get("/v1/runs", token=token)).status == 200
+        refused = await site.get("/v1/runs", token=token)
+        assert (refused.status, refused.code) == (429, "rate_limited") and int(refused.headers["retry-after"]) > 90
+        assert (await site.get("/v1/runs")).status == 200, "others are not bound by it"
+
+
+def test_calls_are_counted_by_a_bucket_that_fills_at_its_rate() -> None:
+    rates, caller = Rates(), Caller(Access.TRAINER, "t", quota=Quota(requests_per_s=10.0))
+    for _ in range(20):
+        rates.check(caller, now=100.0)
+    with pytest.raises(RateLimited) as refused:
+        rates.check(caller, now=100.0)
+    assert refused.value.data["retry_after_s"] == pytest.approx(0.1)
+    rates.check(caller, now=100.1)
+    with pytest.raises(RateLimited):
+        rates.check(caller, now=100.1)
+    for _ in range(20):
+        rates.check(caller, now=1000.0)
+
+
+# --- fairness -----------------------------------------------------------------------------------------
+
+
+def test_an_owner_of_many_runs_gets_no_more_turns_than_one_of_one() -> None:
+    scheduler = Scheduler()
+    for number in range(50):
+        scheduler.set_quota(Run(f"flood-{number}", owner="flood"))
+    scheduler.set_quota(Run("small", owner="small"))
+    wanted = [*[f"flood-{number}" for number in range(50)] * 20, *["small"] * 10]
+    for seq, run in enumerate(wanted):
+        scheduler.push(QueuedRow(f"r{seq}", run, 0, seq, 1))
+    turns = [row.run for _ in range(40) if (row := scheduler.pop(0.0)) is not None]
+    assert [place for place, run in enumerate(turns) if run == "small"] == list(range(1, 20, 2))
+    assert (scheduler.queued_by("small"), scheduler.queued_by("flood")) == (0, 1000 - 30)
+
+
+def test_an_owner_that_was_idle_saves_up_no_turns() -> None:
+    scheduler = Scheduler()
+    for owner in ("a", "b"):
+        scheduler.set_quota(Run(owner, owner=owner))
+    for number in range(100):
+        scheduler.push(QueuedRow(f"a{number}", "a", 0, number, 1))
+    for _ in range(50):
+        assert scheduler.pop(0.0) is not None
+    for number in range(10):
+        scheduler.push(QueuedRow(f"b{number}", "b", 0, 100 + number, 1))
+    turns = "".join(row.run for _ in range(10) if (row := scheduler.pop(0.0)) is not None)
+    assert turns in ("ababababab", "bababababa")
+
+
+async def test_a_small_tenant_does_not_wait_for_a_flooding_one(tmp_path: Path) -> None:
+    """In turns of the flooding tenant, not in seconds: how many of its rollouts ended while a small one waited."""
+    async with (
+        scripted(Reply(finish(), latency_s=0.02)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)], run_slots=4, init_slots=2, ready_slots=2) as site,
+    ):
+        tokens = [(await site.post("/v1/tokens", {"access": "trainer"})).body["token"] for _ in range(2)]
+        flood, small = tokens
+        assert (await site.post("/v1/rollouts", many(400), token=flood)).status == 202
+        waits: list[int] = []
+        for _ in range(10):
+            before = await ended_of(site, flood)
+            (one,) = (await site.post("/v1/rollouts", many(1), token=small)).body["rollouts"]
+            assert (await site.ended(one["id"]))["outcome"] == "completed"
+            waits.append(await ended_of(site, flood) - before)
+        assert sorted(waits)[9] < 60, waits  # without turns between owners: all that were queued before it, 400
+        for row in (await site.get("/v1/rollouts?state=queued&limit=1000", token=flood)).body["rollouts"]:
+            await site.delete(f"/v1/rollouts/{row['id']}", token=flood)
+
+
+async def ended_of(site: Site, token: str) -> int:
+    return len((await site.get("/v1/rollouts?state=ended&limit=1000", token=token)).body["rollouts"])
+
+
+# --- what a task may ask for --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"sandbox": {"disk_bytes": 1 << 60}}, "sandbox.disk_bytes"),
+        ({"sandbox": {"memory_bytes": 1 << 50}}, "sandbox.memory_bytes"),
+        ({"sandbox": {"cpus": 4096}}, "sandbox.cpus"),
+        ({"sandbox": {"processes": 1 << 30}}, "sandbox.processes"),
+        ({"limits": {"run_s": 29 * 86_400}}, "limits.run_s"),
+        ({"limits": {"eval_s": 29 * 86_400}}, "limits.eval_s"),
+    ],
+)
+async def test_a_task_asks_for_no_more_than_the_operator_allows(fields: dict[str, Any], says: str, tmp_path: Path):
+    async with open_site(tmp_path) as site:
+        refused = await site.post("/v1/rollouts", {"task": {**task(), **fields}})
+        assert (refused.status, refused.code) == (422, "task_invalid") and says in refused.body["detail"]
+        assert (await site.post("/v1/sessions?wait_s=0", {"limits": fields.get("limits", {})})).status in (201, 422)
+
+
+async def test_the_operator_sets_the_ceilings(tmp_path: Path) -> None:
+    async with open_site(tmp_path, max_task_cpus=2, max_task_s=60) as site:
+        assert (await site.post("/v1/rollouts", {"task": task(sandbox={"cpus": 2.5})})).code == "task_invalid"
+        assert (await site.post("/v1/sessions?wait_s=0", {"limits": {"run_s": 61}})).code == "task_invalid"
+        assert (await site.post("/v1/rollouts", {"task": task(sandbox={"cpus": 2})})).status == 202
