@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+from rollyard.core import id_of
 from rollyard.testing.script import FolderTokenizer, Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
@@ -29,8 +30,9 @@ def skilled(
     def script(turn: Turn) -> Reply:
         if "<|im_start|>" not in turn.text:
             return Reply("ok")  # the probe
-        wait_s = latency_s(turn.session_id)
-        if turn.number == 0 and passes(turn.session_id):
+        rollout_id = id_of(turn.session_id)
+        wait_s = latency_s(rollout_id)
+        if turn.number == 0 and passes(rollout_id):
             return Reply(shell("touch done"), latency_s=wait_s)
         return Reply(finish(), latency_s=wait_s)
 

@@ -219,7 +219,7 @@ async def test_nothing_of_a_deleted_run_is_left(tmp_path: Path) -> None:
         await draw(site, run="mine")
         await site.post("/v1/draws/d/batches", {"want": 2, "number": 1})
         await engine.busy()
-        assert watched() == ["draw d"]
+        assert watched() == ["draw mine~d"]
         assert (await site.delete("/v1/runs/mine")).status in (202, 204)
         async with asyncio.timeout(90):
             while watched() or (await site.get("/v1/runs/mine")).status != 404:

@@ -144,7 +144,7 @@ async def test_what_is_missing_is_in_no_number_and_fails_it_above_the_threshold(
 
 async def test_a_sample_that_infrastructure_failed_is_taken_again(tmp_path: Path) -> None:
     def say(turn: Turn) -> Reply:
-        if "<|im_start|>" in turn.text and turn.session_id == "e.0-1":
+        if "<|im_start|>" in turn.text and turn.session_id == "e~e.0-1":
             return Reply(fault=500)
         return Reply(finish())
 
@@ -167,7 +167,7 @@ async def test_it_has_its_share_of_the_slots_and_leaves_the_rest_to_training(tmp
         script = engine.script
 
         def watched(turn: Turn) -> Any:
-            mine = sum(rollout.startswith("e.") for rollout in yard.live)
+            mine = sum(rollout.startswith("e~e.") for rollout in yard.live)
             seen.append((mine, len(yard.live) - mine))
             return script(turn)
 
@@ -241,7 +241,7 @@ async def test_a_change_of_weights_waits_for_it(tmp_path: Path) -> None:
         await engine.busy()
         refused = await site.post("/v1/policies/default/pause", {"wait_s": 0.05})
         assert (refused.status, refused.code) == (409, "policy_pinned")
-        assert "until e has ended" in refused.body["detail"] and "DELETE /v1/evals" in refused.body["remedy"]
+        assert "until e~e has ended" in refused.body["detail"] and "DELETE /v1/evals" in refused.body["remedy"]
         waiting = asyncio.create_task(site.post("/v1/policies/default/pause", {"wait_s": 30}))
         assert (await site.get("/v1/policies/default")).body["state"] == "running"
         await site.delete("/v1/evals/e")
@@ -264,7 +264,7 @@ async def test_it_fails_when_the_weights_change_under_it(tmp_path: Path, on_upda
     """With hold only a resume without a pause can do that: then the weights have changed already."""
 
     def say(turn: Turn) -> Reply:
-        return Reply(finish(), latency_s=60 if turn.session_id.startswith("e.1") else 0)
+        return Reply(finish(), latency_s=60 if turn.session_id.startswith("e~e.1") else 0)
 
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         engine.script = say
@@ -314,7 +314,7 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path, was_written: bool) -> 
             assert done < 12
             if not was_written:
                 store = site.served.house.store
-                record = await store.get_eval("e")
+                record = await store.get_eval("e~e")
                 await store.put_eval(replace(record, data={**record.data, "begun": 0}))
         async with skilled(knows) as quick:
             table = engine_table(quick)

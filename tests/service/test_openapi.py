@@ -65,6 +65,12 @@ CONTRACT = {
     "POST /v1/nodes/{name}/drain",
     "POST /v1/nodes/{name}/resume",
     "GET /v1/status",
+    "POST /v1/tokens",
+    "GET /v1/tokens",
+    "POST /v1/tokens/{token_id}/rotate",
+    "DELETE /v1/tokens/{token_id}",
+    "GET /v1/audit",
+    "PUT /v1/policies/{name}/owner",
     "PATCH /v1/pools",
     "GET /v1/events",
     "GET /healthz",
@@ -96,7 +102,7 @@ def test_every_call_of_the_contract_is_described_and_no_other() -> None:
 
 
 def test_the_page_lists_the_same_calls() -> None:
-    assert set(re.findall(r"^\| `((?:GET|POST|PATCH|DELETE) \S+)` \|", PAGE.read_text(), re.MULTILINE)) == CONTRACT
+    assert set(re.findall(r"^\| `((?:GET|POST|PUT|PATCH|DELETE) \S+)` \|", PAGE.read_text(), re.MULTILINE)) == CONTRACT
 
 
 def test_the_page_names_only_codes_that_exist() -> None:

@@ -42,6 +42,7 @@ async def test_the_whole_way_of_an_update(tmp_path: Path) -> None:
         assert paused.status == 200, paused.body
         assert paused.body == {
             "name": "default",
+            "owner": paused.body["holder"],
             "version": 3,
             "state": "paused",
             "mode": "abort",

@@ -128,9 +128,9 @@ def test_calls_are_counted_by_a_bucket_that_fills_at_its_rate() -> None:
     with pytest.raises(RateLimited) as refused:
         rates.check(caller, now=100.0)
     assert refused.value.data["retry_after_s"] == pytest.approx(0.1)
-    rates.check(caller, now=100.1)
+    rates.check(caller, now=100.125)
     with pytest.raises(RateLimited):
-        rates.check(caller, now=100.1)
+        rates.check(caller, now=100.125)
     for _ in range(20):
         rates.check(caller, now=1000.0)
 

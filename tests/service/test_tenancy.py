@@ -26,7 +26,7 @@ MANAGERS = {"admin", "owner"}
 WRITERS = {"admin", "owner", "submitter"}
 READERS = {*WRITERS, "reader", "auditor"}
 TENANTS = {*READERS, "stranger"}
-EVERYONE = set(CALLERS)
+EVERYONE: set[str] = set(CALLERS)
 
 TASKS = {"tasks": [task()]}
 

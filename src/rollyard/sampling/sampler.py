@@ -82,10 +82,12 @@ class Sampler:
     ) -> DrawKeeper:
         """A draw, made now or earlier with the same body. Its tasks are read, checked and copied first."""
         keep_of(config.keep)
+        most, why = self._yard.settings.max_queued, "max_queued"
         quota = self._yard.quota_of(run.owner).queued
-        most = min(self._yard.settings.max_queued, self._yard.settings.max_queued if quota is None else quota)
+        if quota is not None and quota < most:
+            most, why = quota, "the token's quota"
         if config.group_size > most:
-            raise InvalidRequest(f"group_size: the queue never has room for {config.group_size} (it holds {most})")
+            raise InvalidRequest(f"group_size: the queue never has room for {config.group_size} ({why} is {most})")
         async with self._making.setdefault(draw_id, asyncio.Lock()):  # two calls at once would mix their tasks
             with suppress(NotFound):
                 found = await self._store.get_draw(draw_id)

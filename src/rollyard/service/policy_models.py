@@ -38,9 +38,10 @@ class OwnerBody(Body):
     owner: Name | None
 
 
-def policy_object(status: PolicyStatus) -> dict[str, Json]:
+def policy_object(status: PolicyStatus, owner: str | None) -> dict[str, Json]:
     return {
         "name": status.name,
+        "owner": owner,
         "version": status.version,
         "state": status.state,
         "mode": status.mode,

@@ -87,4 +87,4 @@ async def set_owner(request: Request, name: str) -> Response:
 
 
 def _object(house: House, status: PolicyStatus) -> dict[str, Json]:
-    return {**policy_object(status), "owner": house.owners.get(status.name)}
+    return policy_object(status, house.owners.get(status.name))

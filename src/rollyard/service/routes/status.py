@@ -43,7 +43,9 @@ async def status(request: Request) -> Response:
             "ray": _ray(house),
             "engines": [engine_object(engine) for engine in house.router.list()],
             "refused_engines": house.refused_engines,
-            "policies": [policy_object(policy) for policy in house.router.policies.all()],
+            "policies": [
+                policy_object(policy, house.owners.get(policy.name)) for policy in house.router.policies.all()
+            ],
             "runtimes": {
                 name: {
                     "is_default": name == house.shop.default_runtime,
