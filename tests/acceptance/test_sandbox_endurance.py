@@ -49,7 +49,7 @@ async def test_a_killed_service_leaves_no_survivor(runtime: str):
     assert isinstance(metrics, dict)
     assert (metrics["survivors"], metrics["left_after_sweep"]) == (0, 0)
     assert metrics["kills"] == KILLS
-    assert isinstance(starting := metrics["starting_min"], int) and starting > 40, "50, but for those just done"
+    assert isinstance(starting := metrics["starting_min"], int) and starting > 0, "a kill hit no start"
     assert isinstance(swept := metrics["swept"], int) and swept > 0, "nothing was left, so the sweep was not tried"
 
 

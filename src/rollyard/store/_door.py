@@ -361,10 +361,12 @@ class SqlStore(ABC):
         state: State | None = None,
         runs: Sequence[str] | None = None,
         group: str | None = None,
+        group_named: str | None = None,
         after: str | None = None,
         limit: int = 100,
     ) -> Page:
-        return await self._read(partial(_reads.page, state=state, runs=runs, group=group, after=after, limit=limit))
+        wanted = partial(_reads.page, state=state, runs=runs, group=group, group_named=group_named)
+        return await self._read(partial(wanted, after=after, limit=limit))
 
     async def queued(self) -> Sequence[QueuedRow]:
         return await self._read(_reads.queued)

@@ -110,6 +110,7 @@ def page(
     state: State | None,
     runs: Sequence[str] | None,
     group: str | None,
+    group_named: str | None,
     after: str | None,
     limit: int,
 ) -> Page:
@@ -127,6 +128,9 @@ def page(
         where, values = [*where, dialect.among.format("r.run")], [*values, dialect.listed(runs)]
     if group is not None:
         where, values = [*where, 'r."group" = ?'], [*values, group]
+    if group_named is not None:
+        keys = f"SELECT id || '{SEPARATOR}' || ? FROM runs UNION ALL SELECT ?"
+        where, values = [*where, f'r."group" IN ({keys})'], [*values, group_named, group_named]
     rest = f"{FROM} WHERE {' AND '.join(where)} ORDER BY {key} LIMIT ?"
     sizes = [row[0] for row in connection.read_rows(BYTES, rest, (*values, limit))]
     fitting = _fitting(sizes)

@@ -300,10 +300,12 @@ class Store(Protocol):
         state: State | None = None,
         runs: Sequence[str] | None = None,
         group: str | None = None,
+        group_named: str | None = None,
         after: str | None = None,
         limit: int = 100,
     ) -> Page:
-        """Of these runs, or of all: ended ones in terminal order, others in order of submission."""
+        """Of these runs, or of all: ended ones in terminal order, others in order of submission. `group` is a key;
+        `group_named` an id, in whatever run."""
         ...
 
     async def queued(self) -> Sequence[QueuedRow]:

@@ -83,9 +83,14 @@ async def listings_are_of_one_run_of_several_or_of_none(open_store: Open) -> Non
     async with opened(open_store) as store:
         for name in ("a", "b", "c"):
             await store.put_run(Run(name), {})
-            await store.submit([submission(f"{name}~r", run=name)])
+            await store.submit([submission(f"{name}~r", run=name, group=f"{name}~g")])
 
         async def ids(*runs: str) -> list[str]:
             return [rollout.id for rollout in (await store.list(runs=runs)).rollouts]
 
         assert (await ids("b"), await ids("c", "a"), await ids()) == (["b~r"], ["a~r", "c~r"], [])
+        of_group = [rollout.id for rollout in (await store.list(group_named="g")).rollouts]
+        assert of_group == ["a~r", "b~r", "c~r"]
+        only = await store.list(group_named="g", runs=["b", "c"], limit=1)
+        assert [rollout.id for rollout in only.rollouts] == ["b~r"]
+        assert (await store.list(group_named="h")).rollouts == ()

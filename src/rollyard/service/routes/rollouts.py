@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -81,16 +80,18 @@ async def submit(request: Request) -> Response:
 async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
     """A page of rollouts: ended ones in the order in which they ended, others in order of submission."""
     house = house_of(request)
-    chosen = await _chosen(request, query)
+    runs = await _runs(request, query)
+    if query.group is not None:
+        check_id(query.group, "group")
     is_ended = query.state is State.ENDED
     if query.wait_s and not is_ended:
         raise InvalidRequest("wait_s: only a listing with state=ended can be waited for")
     wait_s = house.wait_s(query.wait_s)
     page: Page | None = None
     if wait_s:
-        page = await while_wanted(request, _first_ended(house, query, chosen, wait_s), house.closing)
+        page = await while_wanted(request, _first_ended(house, query, runs, wait_s), house.closing)
     if page is None:
-        page = await _list(house, query, chosen)
+        page = await _list(house, query, runs)
     after = page.next_cursor
     if is_ended:  # there will be more: the place to ask from next time
         last = page.rollouts[-1].ended_seq if page.rollouts else None
@@ -98,53 +99,36 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
     return reply({"rollouts": [record(rollout) for rollout in page.rollouts], "next": after})
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What a listing is about, by keys. `runs`: None for all."""
-
-    runs: list[str] | None
-    group: str | None
-
-
-async def _chosen(request: Request, query: ListQuery) -> _Chosen:
+async def _runs(request: Request, query: ListQuery) -> list[str] | None:
+    """The runs that a listing is about; None: all."""
     house, caller = house_of(request), caller_of(request)
     if query.run is not None:
-        runs = [(await house.run(caller, query.run)).id]
-    else:
-        runs = None if caller.is_admin else [run.id for run in house.readable(caller)]
-    if query.group is None:
-        return _Chosen(runs, None)
-    try:
-        return _Chosen(runs, await house.find(caller, ItemKind.GROUP, query.group, query.run))
-    except NotFound:  # rollouts may name a group that is not ours to keep
-        run = query.run or DEFAULT_RUN
-        return _Chosen(runs, key_of((await house.run(caller, run)).id, check_id(query.group, "group")))
+        return [(await house.run(caller, query.run)).id]
+    return None if caller.is_admin else [run.id for run in house.readable(caller)]
 
 
-async def _list(house: House, query: ListQuery, chosen: _Chosen) -> Page:
+async def _list(house: House, query: ListQuery, runs: list[str] | None) -> Page:
     return await house.store.list(
-        state=query.state, runs=chosen.runs, group=chosen.group, after=query.after, limit=query.limit
+        state=query.state, runs=runs, group_named=query.group, after=query.after, limit=query.limit
     )
 
 
-async def _first_ended(house: House, query: ListQuery, chosen: _Chosen, wait_s: float) -> Page:
+async def _first_ended(house: House, query: ListQuery, runs: list[str] | None, wait_s: float) -> Page:
     """The page as soon as there is something on it."""
     hub = house.yard.hub
     try:
         async with asyncio.timeout(wait_s):
             while True:
                 seen = hub.last_id
-                page = await _list(house, query, chosen)
+                page = await _list(house, query, runs)
                 if page.rollouts:
                     return page
                 async with aclosing(hub.events(seen)) as events:
                     async for event in events:
-                        if event.kind == "gap" or (
-                            event.state is State.ENDED and (chosen.runs is None or event.run in chosen.runs)
-                        ):
+                        if event.kind == "gap" or (event.state is State.ENDED and (runs is None or event.run in runs)):
                             break
     except TimeoutError:
-        return await _list(house, query, chosen)
+        return await _list(house, query, runs)
 
 
 @router.get("/rollouts/{rollout_id}")
