@@ -123,7 +123,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if (group := _shared_part(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=_turn)
-    items[:] = _mixed(items)
 
 
 def _shared_part(item: pytest.Item) -> str | None:
@@ -141,21 +140,6 @@ def _turn(item: pytest.Item) -> int:
     if group is not None and group.args[0] in FIRST:
         return FIRST.index(group.args[0])
     return len(FIRST) + (item.get_closest_marker("slow") is None)
-
-
-def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
-    """After the long groups, files with slow tests take turns with two others each: most of the slow ones keep a CPU
-    busy, and most of the others wait."""
-    first = [item for item in items if _turn(item) < len(FIRST)]
-    files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
-    is_slow = {item.path for item in items if _turn(item) == len(FIRST)}
-    for item in items[len(first) :]:
-        files[item.path in is_slow].setdefault(item.path, []).append(item)
-    slow, others = list(files[True].values()), list(files[False].values())
-    mixed: list[list[pytest.Item]] = []
-    for number, tests in enumerate(slow):
-        mixed += [tests, *others[2 * number : 2 * number + 2]]
-    return [*first, *(item for tests in [*mixed, *others[2 * len(slow) :]] for item in tests)]
 
 
 # --- what a run reports ---------------------------------------------------------------------------------------
