@@ -271,6 +271,14 @@ async def break_it(fleet: Fleet, count: int, deeds: Sequence[str], within_s: flo
     return records
 
 
+async def explain(fleet: Fleet, records: Sequence[Record]) -> None:
+    """Prints all that is known of the rollouts that did not end as their script says."""
+    async with fleet.head.client() as client:
+        for record in [record for record in records if not _is_right(record)][:3]:
+            print(record)
+            print(json.dumps((await client.trajectory(record.id)).messages, indent=1))
+
+
 def judge(records: Sequence[Record], ids: set[str]) -> str:
     """Nothing is missing, twice or invented. Returns what was lost on the way, in words."""
     seen = Counter(record.id for record in records)

@@ -17,7 +17,7 @@ from rollyard.cli.rig import engine_process
 from rollyard.core import Json
 from rollyard.testing.store_postgres import PgServer
 from tests.fleet import netns
-from tests.fleet.chaos import SCRIPT, Fleet, Head, at_rest, below_us, break_it, judge, nobody_left, submit_all
+from tests.fleet.chaos import SCRIPT, Fleet, Head, at_rest, below_us, break_it, explain, judge, nobody_left, submit_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -44,6 +44,7 @@ async def broken_fleet(
                 await fleet.joined(*(fleet.add_node() for _ in range(nodes)))
                 ids = await submit_all(fleet, count)
                 records = await break_it(fleet, count, deeds, RUN_S)
+                await explain(fleet, records)
                 print(f"{judge(records, ids)}; {fleet.did}")
                 await at_rest(fleet, engine_url)
                 yield fleet

@@ -99,6 +99,19 @@ def test_memory_beyond_the_limit_is_killed_by_the_kernel(cgroups: Cgroups):
     assert group.remove()
 
 
+def test_who_dies_for_the_memory_of_a_group_above_did_not_reach_a_limit_of_its_own(cgroups: Cgroups):
+    """As on a machine, or in a container, that is short of memory as a whole."""
+    if cgroups.means != "cgroup v1":
+        pytest.skip("a v2 group whose limit is to be tried cannot hold the test's own process")
+    above = cgroups.make("sbx_above", 64 * MIB, None, None)
+    inner = Path(above.folders["memory"], "inner")
+    inner.mkdir()
+    group = Group({"memory": str(inner)}, is_v2=False)
+    assert run_in(group, "x = b'x' * (256 << 20)") == -signal.SIGKILL
+    assert (group.events().oom_kills, group.events().host_kills) == (0, 1)
+    assert group.remove() and above.remove()
+
+
 def test_memory_of_many_processes_is_counted_together(cgroups: Cgroups):
     group = cgroups.make("sbx_many", 96 * MIB, 64, None)
     code = "for _ in range(8):\n  if os.fork() == 0:\n    x = b'x' * (32 << 20); sys.stdin.read(); os._exit(0)\n"
@@ -352,7 +365,9 @@ def test_imitated_v2_writes_every_limit(imitation: Callable[[str, str], Imitatio
     (folder / "pids.events").write_text("max 3\n")
     (folder / "memory.current").write_text("4096\n")
     (folder / "pids.current").write_text("2\n")
-    assert group.events() == _cgroups.GroupEvents(1, 3, 4096, 2)
+    assert group.events() == _cgroups.GroupEvents(1, 0, 3, 4096, 2)
+    (folder / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 0\noom_kill 1\noom_group_kill 0\n")
+    assert group.events() == _cgroups.GroupEvents(0, 1, 3, 4096, 2)
     assert group.remove()
     found.close()
     assert not (tree.base / "rollyard-m").exists()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -23,6 +25,7 @@ from rollyard.core.failure import (
     MemoryLimit,
     ProcessLimit,
     RollyardError,
+    SandboxEndedByPolicy,
     SandboxLost,
     SandboxStartFailed,
     SandboxStuck,
@@ -36,8 +39,11 @@ from rollyard.sandbox import (
     SandboxLimits,
     SandboxSpec,
     _files,
+    _kernel,
+    _launcher,
 )
 from rollyard.sandbox._sandbox import LaunchedSandbox, Place
+from rollyard.sandbox.base import SandboxEnd
 from rollyard.sandbox.limits import Limiter
 from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, marked, started
 from rollyard.tools.shell import Shell
@@ -516,12 +522,63 @@ async def test_a_keeper_killed_from_outside_is_a_loss(bubblewrap: BubblewrapRunt
     await sandbox.kill()
 
 
-async def test_bwrap_killed_from_outside_is_a_loss_too(bubblewrap: BubblewrapRuntime) -> None:
+async def test_a_first_process_killed_from_outside_is_a_loss_too(bubblewrap: BubblewrapRuntime) -> None:
+    """Nothing inside can kill PID 1 of its own namespace."""
     sandbox = await bubblewrap.start(SPEC, lease_s=60.0)
-    children = Path(f"/proc/{sandbox.pid}/task/{sandbox.pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
+    (first,) = Path(f"/proc/{sandbox.pid}/task/{sandbox.pid}/children").read_text().split()
+    assert f"NSpid:\t{first}" in (status := Path(f"/proc/{first}/status").read_text()) and "\t1\n" in status
+    os.kill(int(first), signal.SIGKILL)
     assert (await sandbox.ended()).reason == "lost"
     await sandbox.kill()
+
+
+async def test_an_idle_process_killed_inside_is_not(bubblewrap: BubblewrapRuntime) -> None:
+    """bwrap gives both the status 137."""
+    sandbox = await bubblewrap.start(SPEC, lease_s=60.0)
+    with contextlib.suppress(SandboxEndedByPolicy):
+        await sandbox.exec("kill -9 2", timeout_s=10.0)
+    assert await sandbox.ended() == SandboxEnd("ended_inside", "its first process ended with status 137")
+    await sandbox.kill()
+
+
+async def test_a_status_that_follows_our_own_failure_is_not_the_commands(bubblewrap: BubblewrapRuntime) -> None:
+    async with started(bubblewrap) as sandbox:
+        keeper = bubblewrap._keepers[sandbox.id]
+        job = keeper.request({"op": "stat"})  # which no keeper knows: nothing will answer it
+        keeper._on_message({"n": job.number, "broken": "entering the sandbox: no memory", "errno": errno.ENOMEM}, [])
+        keeper._on_message({"n": job.number, "status": 255}, [])
+        with pytest.raises(SandboxLost, match="no memory"):
+            await job.done
+
+
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [(errno.ENOMEM, {"broken": "prog: [Errno 12] Cannot allocate memory", "errno": errno.ENOMEM}), (errno.ENOENT, 127)],
+    ids=["the machine's", "the command's"],
+)
+def test_a_program_that_the_machine_cannot_start_has_no_status(
+    monkeypatch: pytest.MonkeyPatch, number: int, answer: int | dict[str, object]
+) -> None:
+    def run_program(argv: list[str], env: dict[bytes, bytes]) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(_launcher, "run_program", run_program)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifeline, lifeline_in = os.pipe()
+    request = {"n": 7, "tty": False, "limits": {}, "reaps": False, "slots": [], "cwd": "/", "argv": ["prog"], "env": {}}
+    pid = os.fork()
+    if pid == 0:
+        _launcher.Keeper(theirs, lifeline, -1, _launcher.World(), b"").execute(request, [])
+    if isinstance(answer, int):
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == answer
+    else:
+        assert _kernel.receive(ours)[0] == {"n": 7, **answer}
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    for end in (ours, theirs):
+        end.close()
+    for fd in (lifeline, lifeline_in):
+        os.close(fd)
 
 
 async def test_orphans_of_a_killed_local_keeper_are_found(local: LocalRuntime) -> None:

@@ -17,11 +17,12 @@ import uvloop
 from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
 from rollyard.sandbox import BubblewrapRuntime, LocalRuntime, Sandbox, SandboxLimits, SandboxSpec
 from rollyard.testing.sandbox_conformance import alive, eventually, marked
+from rollyard.tools import _shell_process
 from rollyard.tools._output import Output, plain
 from rollyard.tools._shell_process import DRAIN_BYTES, ShellProcess
 from rollyard.tools.base import ToolContext
 from rollyard.tools.registry import tool_kind
-from rollyard.tools.shell import SHELL, Shell, ShellOutcome
+from rollyard.tools.shell import QUIET_S, SHELL, Shell, ShellOutcome
 
 pytestmark = pytest.mark.slow
 
@@ -421,3 +422,36 @@ async def test_who_is_killed_at_the_memory_limit_is_told(tmp_path: Path) -> None
         assert "memory" not in told.content and "limit" not in told.info
         await tool.close()
         await sandbox.kill()
+
+
+# --- a machine that stands still ----------------------------------------------------------------------
+
+
+class SlowTerminal:
+    """`os` for a machine whose kernel takes its time to hand over what is typed."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+    def write(self, fd: int, data: bytes) -> int:
+        asyncio.get_running_loop().call_later(QUIET_S * 3.5, os.write, fd, data)
+        return len(data)
+
+
+async def test_a_shell_that_has_not_run_since_is_not_taken_for_one_that_lost_our_line(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a starved machine it may be long until the line that was typed reaches it: the command must not be lost."""
+    await said(shell, "true")
+    await eventually(lambda: Path(f"/proc/{shell.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S", "waits")
+    monkeypatch.setattr(_shell_process, "os", SlowTerminal())
+    result = await shell.run("echo here", 60.0)
+    assert (result.outcome, result.output, result.is_restarted) == (ShellOutcome.COMPLETED, "here\n", False)
+
+
+async def test_a_command_that_cannot_be_handed_over_is_not_reported_as_done(sandbox: Sandbox, shell: Shell) -> None:
+    assert await said(shell, "echo one") == "one\n"
+    for file in sandbox.control_dir.iterdir():
+        file.unlink()
+    with pytest.raises(SandboxLost, match="was deleted"):
+        await shell.run("echo two", 20.0)

@@ -42,7 +42,7 @@ from rollyard.engines.seats import Seat
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
 from rollyard.pipeline.base import Shutdown, Verdict, YardDoor
-from rollyard.pipeline.evaluating import evaluate
+from rollyard.pipeline.evaluating import CheckKilled, evaluate
 from rollyard.pipeline.pool import Rank
 from rollyard.pipeline.progress import Progress
 from rollyard.pipeline.settling import Settling
@@ -54,7 +54,8 @@ from rollyard.tokens import verify
 log = logging.getLogger("rollyard.pipeline")
 
 MOST_OVERRUNS = 2
-"""Tries at an EVAL that takes too long or loses its sandbox. Then what is judged did that, not the judge."""
+"""Tries at an EVAL that takes too long, loses its sandbox or has a command killed. Then what is judged did that, and
+neither the judge nor the host."""
 
 OVERRUNS = (DeadlineExpired, EvalDeadline, *ENDS.values())
 
@@ -313,6 +314,11 @@ class Attempt:
                 if overruns >= MOST_OVERRUNS:
                     return progress.scored(failing_score, self._overrun(error, failure))
                 progress.note(f"EVAL was tried again: {getattr(error, 'code', 'its deadline fired')}")
+            except CheckKilled as killed:
+                overruns += 1
+                if overruns >= MOST_OVERRUNS:
+                    return progress.scored(killed.score, failure)
+                progress.note(f"EVAL was tried again: {killed.detail}")
             except RollyardError as error:
                 broken += 1
                 if not error.retryable or broken >= yard.settings.eval_attempts or self._stop is not None:

@@ -11,15 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollyard.core import Artifact, Deadline, DeadlineExpired, Message, Rollout, Score, Trajectory
-from rollyard.core.failure import ArtifactLost, SandboxStartFailed, VerifierCrashed
+from rollyard.core.failure import ArtifactLost, SandboxLost, SandboxStartFailed, VerifierCrashed
 from rollyard.engines.base import ChatReply
 from rollyard.envs.base import EnvContext, Evidence, Judge
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.layering import eval_spec
-from rollyard.pipeline.starting import start, to_its_end
+from rollyard.pipeline.starting import check_whole, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import Sandbox, SandboxSpec
+
+
+class CheckKilled(SandboxLost):
+    """A command of the judging was killed, by what is judged or by something on the host. `score` is what came of it:
+    it counts only if that happens again in a fresh sandbox."""
+
+    def __init__(self, score: Score) -> None:
+        super().__init__("a command that judges was killed (SIGKILL), not by Rollyard and not at its memory limit")
+        self.score = score
 
 
 async def evaluate(
@@ -36,7 +45,7 @@ async def evaluate(
 ) -> Score:
     """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
     that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
-    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours."""
+    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. CheckKilled: see there."""
     task = rollout.task
     environment = shop.environment_of(task)
     plan = environment.plan(task)
@@ -66,7 +75,11 @@ async def evaluate(
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
             with boundary(VerifierCrashed, f"{task.environment}.eval"):
                 score = await environment.eval(context, evidence)
-    _check_score(score, trajectory, f"{task.environment}.eval")
+            _check_score(score, trajectory, f"{task.environment}.eval")
+            if sandbox is not None:
+                check_whole(sandbox)
+                if sandbox.odd_kills:
+                    raise CheckKilled(score)
     return score
 
 

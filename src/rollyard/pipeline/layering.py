@@ -19,14 +19,22 @@ from pathlib import Path
 
 from rollyard import __version__
 from rollyard.core import Deadline, DeadlineExpired, Rollout
-from rollyard.core.failure import EnvironmentBroken, PolicyFailure, SandboxStartFailed, SetupDeadline, SetupFailed
+from rollyard.core.failure import (
+    EnvironmentBroken,
+    PolicyFailure,
+    SandboxLost,
+    SandboxStartFailed,
+    SetupDeadline,
+    SetupFailed,
+    TaskFailure,
+)
 from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics
 from rollyard.pipeline.boundary import boundary
-from rollyard.pipeline.starting import start, to_its_end
+from rollyard.pipeline.starting import check_whole, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
-from rollyard.sandbox.base import SandboxSpec
+from rollyard.sandbox.base import Sandbox, SandboxSpec
 from rollyard.sandbox.layers import Lease
 
 INIT_GRACE_S = 60.0
@@ -80,7 +88,7 @@ async def _make(
             sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
             try:
                 phase = "set-up"
-                with setting_up(f"{task.environment}.prepare"):
+                with setting_up(f"{task.environment}.prepare", sandbox):
                     await environment.prepare(EnvContext(task, rollout.id, sandbox, shop.router))
                 phase = "freeze"
                 with boundary(SandboxStartFailed, "keeping the set-up"):
@@ -98,13 +106,22 @@ def late(clock: Deadline, phase: str) -> SetupDeadline | SandboxStartFailed:
 
 
 @contextmanager
-def setting_up(what: str) -> Generator[None, None, None]:
-    """Attributes what escapes from a set-up. No model was asked: a limit that it hits is the task's doing."""
+def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None]:
+    """Attributes what escapes from a set-up. No model was asked: a limit that it hits is the task's doing. A command
+    that was killed is not: it is tried again, and its failure is remembered for no other task."""
     with boundary(EnvironmentBroken, what):
         try:
             yield
         except PolicyFailure as error:
             raise SetupFailed(f"{what}: {error.detail}", code=error.code) from error
+        except TaskFailure as error:
+            if sandbox is not None:
+                check_whole(sandbox)
+                if sandbox.odd_kills:
+                    raise SandboxLost(f"{what}: a command was killed from outside: {error.detail}") from error
+            raise
+        if sandbox is not None:
+            check_whole(sandbox)
 
 
 def image_identity(image: str | None) -> str:

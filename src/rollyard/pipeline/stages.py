@@ -52,7 +52,7 @@ from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.door import Door
 from rollyard.pipeline.layering import INIT_GRACE_S, late, left_out, prepared, setting_up
-from rollyard.pipeline.starting import ended_by_policy, start, to_its_end
+from rollyard.pipeline.starting import check_whole, ended_by_policy, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
 from rollyard.sandbox.layers import Layers, Lease, Scratch
@@ -165,9 +165,9 @@ async def init(
             phase = "set-up"
             context = EnvContext(task, rollout.id, kit.sandbox, shop.router)
             if kit.lease is None:
-                with setting_up(f"{task.environment}.prepare"):
+                with setting_up(f"{task.environment}.prepare", kit.sandbox):
                     await environment.prepare(context)
-            with setting_up(f"{task.environment}.init"):
+            with setting_up(f"{task.environment}.init", kit.sandbox):
                 kit.start = await environment.init(context)
             phase = "tools"
             await _open_tools(kit, [*kinds, *kit.start.tools], task)
@@ -353,7 +353,9 @@ async def collect(shop: Workshop, rollout: Rollout, kit: Kit) -> list[Artifact]:
         except TimeoutError:
             if not guard.expired():  # its own, of something that it asked: that says nothing of what RUN left
                 raise
-    return await shop.artifacts.save(kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt)
+    saved = await shop.artifacts.save(kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt)
+    check_whole(kit.sandbox)  # last of all: RUN's own commands, and what has just packed up their files
+    return saved
 
 
 async def _model(

@@ -13,6 +13,7 @@ from rollyard.core.failure import (
     PolicyFailure,
     ProcessLimit,
     SandboxEndedByPolicy,
+    SandboxLost,
     SandboxStartFailed,
 )
 from rollyard.observe.metrics import Metrics
@@ -56,6 +57,12 @@ async def start(
     if metrics is not None:
         metrics.sandbox_started(runtime.name, time.monotonic() - begun)
     return sandbox
+
+
+def check_whole(sandbox: Sandbox) -> None:
+    """SandboxLost if the machine's want of memory took a process out of it: whatever came of the rest is no result."""
+    if sandbox.host_kills:
+        raise SandboxLost("the machine ran short of memory, and the kernel killed a process of this sandbox")
 
 
 async def to_its_end(work: Callable[[], Coroutine[object, object, None]]) -> None:

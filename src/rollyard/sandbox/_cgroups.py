@@ -38,12 +38,14 @@ LEAF = "rollyard-service"
 BUS_S = 5.0
 
 _V1_USAGE = "memory.usage_in_bytes"
+_LOT_BYTES = 8 << 20
 _CONTROLLERS = {"memory": "memory", "processes": "pids", "cpus": "cpu"}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEvents:
-    oom_kills: int
+    oom_kills: int  # processes killed at this group's own memory limit
+    host_kills: int  # processes killed because a group above it, or the whole machine, was short of memory
     processes_refused: int
     memory_bytes: int  # now, page cache included
     processes: int  # now, threads included
@@ -85,12 +87,24 @@ class Group:
         """Zero for what is not limited, or when the group is gone."""
         memory, pids = self.folders.get("memory", ""), self.folders.get("pids", "")
         kills, used = ("memory.events", "memory.current") if self.is_v2 else ("memory.oom_control", _V1_USAGE)
+        # The kernel counts a kill where the process was, whoever's limit it was for.
+        killed = files.field(os.path.join(memory, kills), "oom_kill")
+        is_own = killed and self._was_full(memory)
         return GroupEvents(
-            oom_kills=files.field(os.path.join(memory, kills), "oom_kill"),
+            oom_kills=killed if is_own else 0,
+            host_kills=0 if is_own else killed,
             processes_refused=files.field(os.path.join(pids, "pids.events"), "max"),
             memory_bytes=files.number(os.path.join(memory, used)),
             processes=files.number(os.path.join(pids, "pids.current")),
         )
+
+    def _was_full(self, memory: str) -> bool:
+        """Whether its own limit has ever refused memory. v1 counts that no longer (Linux 6.18): there, whether it has
+        been as good as full, since memory is given out in lots."""
+        if self.is_v2:
+            return files.field(os.path.join(memory, "memory.events"), "oom") > 0
+        limit = files.number(os.path.join(memory, "memory.limit_in_bytes"))
+        return files.number(os.path.join(memory, "memory.max_usage_in_bytes")) >= limit - max(limit >> 5, _LOT_BYTES)
 
     def kill(self) -> None:
         """Kills all that is in it: by cgroup.kill, which no fork outruns, or one by one until a look finds none."""

@@ -43,6 +43,7 @@ class Job:
         self.number = number
         self.started: asyncio.Future[int] = loop.create_future()  # a pidfd, the caller's
         self.done: asyncio.Future[Message] = loop.create_future()
+        self.is_broken = False  # the keeper could not serve it: no status that follows is a command's
 
     def fail(self, error: BaseException) -> None:
         for future in (self.started, self.done):
@@ -172,7 +173,10 @@ class Keeper:
             elif not job.started.done():
                 job.started.set_result(fds.pop())
             return
+        if job.is_broken:
+            return
         if "broken" in message:
+            job.is_broken = True
             # Mostly because the sandbox is just ending: who ended it is known in a moment, and decides the blame.
             self._loop.call_later(BROKEN_S, self._give_up, job, message["broken"], message.get("errno"))
             return

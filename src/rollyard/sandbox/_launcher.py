@@ -48,6 +48,7 @@ import socket
 import stat
 import sys
 import termios
+import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING or __package__:
@@ -61,6 +62,15 @@ else:
 Message = dict[str, Any]
 
 AS_IT_IS, MUST_MAP, MAY_MAP = 0, 1, 2  # a tree that must, or should if it can, belong to the sandbox's user
+
+OURS = frozenset((errno.EAGAIN, errno.EIO, errno.ENFILE, errno.ENODEV, errno.ENOMEM, errno.ESTALE))
+"""Errors of a program's start that say something of the machine, and nothing of the program."""
+
+JOB_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What a batch system, or a terminal, sends to every process of a job."""
+
+JOB_SIGNAL_S = 0.2
+"""Within which it has sent it to all of them."""
 
 # --- the keeper: serves one sandbox for its life ------------------------------------------------------
 
@@ -144,6 +154,7 @@ class Keeper:
     def __init__(self, ctl: socket.socket, lifeline: int, wake: int, world: World, refused: bytes) -> None:
         self.ctl, self.lifeline, self.wake, self.world = ctl, lifeline, wake, world
         self.refused = refused  # a seccomp filter for all that runs inside
+        self.is_signalled = False  # by the host: nothing inside can see us
         self.jobs: dict[int, int] = {}  # pid → number of its request
 
     def serve(self) -> NoReturn:
@@ -170,10 +181,27 @@ class Keeper:
     def reap(self) -> None:
         for pid, status in kernel.reaped(self.wake):
             if pid in self.world.vital:
+                if status - 128 in JOB_SIGNALS and self.got_it_too():
+                    status = 128 - status
                 kernel.send(self.ctl, {"event": "ended", "status": status, "which": self.world.vital.index(pid)})
                 self.world.leave()
             if (number := self.jobs.pop(pid, None)) is not None:
                 kernel.send(self.ctl, {"n": number, "status": status})
+
+    def listen(self) -> None:
+        """As PID 1 of a namespace we would not notice a signal that we have no handler for."""
+        for number in JOB_SIGNALS:
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, *_: object) -> None:
+        self.is_signalled = True
+
+    def got_it_too(self) -> bool:
+        """Whether the signal that ended our first process was sent to the whole job: then it comes to us as well."""
+        end = time.monotonic() + JOB_SIGNAL_S
+        while not self.is_signalled and time.monotonic() < end:
+            select.select([], [], [], 0.005)
+        return self.is_signalled
 
     def handle(self, message: Message, fds: list[int]) -> None:
         op, number = message["op"], message["n"]
@@ -229,9 +257,7 @@ class Keeper:
             if self.refused:
                 kernel.refuse_calls(self.refused)
         except BaseException as error:
-            kernel.send(self.ctl, {"n": request["n"], "broken": f"entering the sandbox: {error}"})
-            select.select([self.lifeline], [], [], 5.0)  # our status must not pass for the command's
-            os._exit(255)
+            self.give_up(request, f"entering the sandbox: {error}", error)
         what, status = request["cwd"], 126
         try:
             slots = dict(zip(request["slots"], fds, strict=False))
@@ -243,9 +269,16 @@ class Keeper:
             env = {os.fsencode(key): os.fsencode(value) for key, value in request["env"].items()}
             run_program(request["argv"], env)
         except OSError as error:
+            if error.errno in OURS:
+                self.give_up(request, f"{what}: {error}", error)
             files.write_all(2, os.fsencode(f"{what}: {error.strerror}\n"))
         finally:
             os._exit(status)
+
+    def give_up(self, request: Message, trouble: str, error: BaseException) -> NoReturn:
+        kernel.send(self.ctl, {"n": request["n"], "broken": trouble, "errno": getattr(error, "errno", None)})
+        select.select([self.lifeline], [], [], 5.0)  # our status must not pass for the command's
+        os._exit(255)
 
     def do_file_job(self, request: Message, fds: list[int]) -> NoReturn:
         answer: Message
@@ -331,7 +364,10 @@ def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
             world, env = run_inner(config, kind, lifeline, vital)
             kernel.send(ctl, {"event": "env", "env": env})
         kernel.send(ctl, {"event": "ready"})
-        Keeper(ctl, lifeline, wake, world, refused).serve()
+        keeper = Keeper(ctl, lifeline, wake, world, refused)
+        if kind == "bubblewrap":
+            keeper.listen()
+        keeper.serve()
     except BaseException as error:
         with contextlib.suppress(OSError):
             kernel.send(ctl, {"event": "failed", "step": step, "detail": str(error)})
@@ -460,7 +496,12 @@ def run_inner(config: Message, kind: str, lifeline: int, vital: tuple[int, ...])
     if os.read(echoed, 1) != b".":
         raise OSError(os.read(stderr, 4096).decode("utf-8", "replace").strip() or "it ended at once")
     if kind == "bubblewrap":
-        world = Inner((idle, *vital), json.loads(os.read(info, 4096))["child-pid"])
+        first = json.loads(os.read(info, 4096))["child-pid"]
+        # bwrap's own process would only pass on how PID 1 inside has ended, with 137 both for one that was killed from
+        # outside and for one whose idle process was killed inside. As our child, PID 1 tells us itself.
+        os.kill(idle, signal.SIGKILL)
+        os.waitpid(idle, 0)
+        world = Inner((first, *vital), first)
         env: dict[str, str] = {}
     else:
         pid = innermost(idle)

@@ -230,6 +230,7 @@ class NamespacedRuntime(LaunchedRuntime):
     def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
         self._limiter.watch(sandbox.id, sandbox.pid, place.upper, sandbox.spec.limits)
         sandbox.count_oom_kills = lambda: self._limiter.oom_kills(sandbox.id)
+        sandbox.count_host_kills = lambda: self._limiter.host_kills(sandbox.id)
         keeper = self._keepers[sandbox.id]
         keeper.count_oom_kills = sandbox.count_oom_kills
         keeper.count_refused_forks = lambda: self._limiter.refused_forks(sandbox.id)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import posixpath
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,8 @@ from rollyard.sandbox.doorway import Doorway
 
 END_S = 10.0
 """How long a timed-out command may take to die. It is SIGKILLed: only one stuck in the kernel takes longer."""
+
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the command, or what its shell ran
 
 FILE_S = 600.0
 """A file job is bounded by its size; this bounds a disk that hangs."""
@@ -97,7 +100,9 @@ class LaunchedSandbox:
         self.ending: asyncio.Task[None] | None = None  # the runtime's
         self._doorway: Doorway | None = None
         self._oom_seen = 0
+        self.odd_kills = 0
         self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
+        self.count_host_kills: Callable[[], int] = lambda: 0  # the same
 
     def __repr__(self) -> str:
         return f"<sandbox {self._id}>"
@@ -146,6 +151,10 @@ class LaunchedSandbox:
     @property
     def oom_kills(self) -> int:
         return self.count_oom_kills()
+
+    @property
+    def host_kills(self) -> int:
+        return self.count_host_kills()
 
     @property
     def end(self) -> SandboxEnd | None:
@@ -228,6 +237,8 @@ class LaunchedSandbox:
             err.finish()
             dropped = out.dropped_bytes + err.dropped_bytes
             duration_s, is_oom = loop.time() - began, self._is_out_of_memory(status)
+            if status in _KILLED and not is_timed_out and not is_oom:
+                self.odd_kills += 1
             return ExecResult(status, bytes(out.data), bytes(err.data), duration_s, is_timed_out, dropped, is_oom)
         finally:
             if job is not None:
@@ -236,7 +247,7 @@ class LaunchedSandbox:
                 pipe.close()
 
     def _is_out_of_memory(self, status: int) -> bool:
-        if status not in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        if status not in _KILLED:
             return False
         before, self._oom_seen = self._oom_seen, self.oom_kills
         return self._oom_seen > before
@@ -326,11 +337,22 @@ class LaunchedSandbox:
 
     async def download(self, path: str, target: Path, *, limit_bytes: int) -> Literal["file", "tar"]:
         partial = target.with_name(f".{target.name}.{os.urandom(6).hex()}")
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with _of_the_host(target):
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             answer = await self._answer(self._file_job("download", path, fd, limit=limit_bytes), path)
-            partial.replace(target)
+            with _of_the_host(target):
+                partial.replace(target)
             return "tar" if answer["done"]["kind"] == "tar" else "file"
         finally:
             os.close(fd)
             partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _of_the_host(target: Path) -> Generator[None, None, None]:
+    """A folder of the host's that is missing must not look like a file that the sandbox does not have."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(errno.EIO, f"the folder to download to is gone: {error.strerror}", str(target)) from error

@@ -133,6 +133,18 @@ class Sandbox(Protocol):
         ...
 
     @property
+    def host_kills(self) -> int:
+        """Processes in it that the kernel has killed so far because the machine was short of memory, not the sandbox;
+        0 where nobody counts. What came of such a sandbox is nobody's result."""
+        ...
+
+    @property
+    def odd_kills(self) -> int:
+        """Commands of `exec` that ended by a SIGKILL that neither we nor the memory limit sent: something inside did,
+        or something on the host. From out here one cannot tell which."""
+        ...
+
+    @property
     def doorway(self) -> Doorway | None:
         """Its listening socket, if the spec asked for one and the runtime has them."""
         ...

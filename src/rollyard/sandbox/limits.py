@@ -167,6 +167,11 @@ class Limiter:
         group = self._groups.get(name)
         return group.events().oom_kills if group is not None else 0
 
+    def host_kills(self, name: str) -> int:
+        """Processes that the kernel has killed so far because the machine, not the sandbox, was short of memory."""
+        group = self._groups.get(name)
+        return group.events().host_kills if group is not None else 0
+
     def refused_forks(self, name: str) -> int:
         """Processes that the kernel has refused at the limit of processes so far."""
         group = self._groups.get(name)

@@ -257,6 +257,7 @@ class OciRuntime(LaunchedRuntime):
         """The engine limits it, and tells nobody what that did: the kernel does."""
         group, keeper = group_of(sandbox.pid), self._keepers[sandbox.id]
         sandbox.count_oom_kills = keeper.count_oom_kills = lambda: group.events().oom_kills
+        sandbox.count_host_kills = lambda: group.events().host_kills
         keeper.count_refused_forks = lambda: group.events().processes_refused
 
     # --- an end ---

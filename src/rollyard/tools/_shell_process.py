@@ -1,7 +1,8 @@
 """One shell process on a terminal of ours: what is typed to it, and what it answers.
 
 An answer is a record on a pipe of its own: number, status, directory. It is done when the record of the awaited number
-has come *and* the terminal has been drained; the kernel hands over what was written before.
+has come *and* the terminal has been drained; the kernel hands over what was written before. A record of the number only
+says that the shell has read its line: on a starved machine that may take a while.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Dialect:
 BASH = Dialect(
     ("bash", "--noprofile", "--norc", "--noediting", "-i"),
     60,
-    """PROMPT_COMMAND='builtin printf "%s %s %s\\0" {n} "$?" "$PWD" >&60; PS1= PS2='"""
+    """PROMPT_COMMAND='builtin printf "%s %s %s\\0" {n} "$?" "$PWD" >&60; PS1= PS2='; builtin printf "%s\\0" {n} >&60"""
     """; builtin eval "$(<'{path}')" 60>&- </dev/tty >/dev/tty 2>&1""",
 )
 
@@ -58,7 +59,8 @@ SH = Dialect(
     ("sh", "-i"),
     9,
     _PROMPT.format(status='"$?"')
-    + """; eval "$(PATH=/usr/bin:/bin command cat '{path}')" 8<&- 9>&- </dev/tty >/dev/tty 2>&1; """
+    + """; command printf '%s\\0' {n} >&9; eval "$(PATH=/usr/bin:/bin command cat '{path}')\""""
+    + """ 8<&- 9>&- </dev/tty >/dev/tty 2>&1; """
     + _PROMPT.format(status="'$?'"),
     go_fd=8,
 )
@@ -86,6 +88,7 @@ class ShellProcess:
         self._records = bytearray()
         self._status_bytes = 0
         self._awaited = -1
+        self.has_begun = False  # the shell has read the line that was typed last
         self._answer: asyncio.Future[tuple[int, str] | None] | None = None
         self.process: Process | None = None
         self.is_dead = False
@@ -112,6 +115,7 @@ class ShellProcess:
     def ask(self, number: int, line: bytes) -> asyncio.Future[tuple[int, str] | None]:
         """Types the line; the future is the numbered answer (status, cwd), or None if the shell dies."""
         self._awaited = number
+        self.has_begun = False
         self._status_bytes = 0
         self._answer = self._loop.create_future()
         if self.is_dead:
@@ -137,13 +141,16 @@ class ShellProcess:
         if 0 not in data:
             return
         *records, self._records = self._records.split(b"\0")
-        if self._go >= 0:
+        answers = [record for record in records if b" " in record]
+        if answers and self._go >= 0:
             with contextlib.suppress(OSError):  # full: somebody made up many records, and has many words to take
                 self.terminal.restore()
-                os.write(self._go, b"\n" * len(records))
-        for record in records:
+                os.write(self._go, b"\n" * len(answers))
+        awaited = str(self._awaited).encode()
+        self.has_begun = self.has_begun or awaited in records
+        for record in answers:
             number, _, rest = bytes(record).partition(b" ")
-            if number == str(self._awaited).encode():  # any other is stale, or made up
+            if number == awaited:  # any other is stale, or made up
                 status, _, cwd = rest.partition(b" ")
                 if status.isdigit() and len(status) <= 3:
                     self._settle((int(status), cwd[:MAX_CWD].decode("utf-8", "replace")))

@@ -23,6 +23,7 @@ from enum import StrEnum
 from typing import Self
 
 from rollyard.core import Json, new_id
+from rollyard.core.failure import SandboxLost
 from rollyard.sandbox.base import WORKDIR, Sandbox
 from rollyard.tools._output import Output
 from rollyard.tools._shell_process import BASH, SH, ShellProcess
@@ -31,6 +32,9 @@ from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
 
 QUIET_S = 0.5
 """Silence before the first look at whether somebody waits for input; then twice as long each time."""
+
+UNREAD_S = 8.0
+"""Silence after which a shell that has not even said that it read its line is given up."""
 
 LADDER = ((signal.SIGINT, 0.5), (signal.SIGQUIT, 0.5), (signal.SIGKILL, 1.0))
 """Each signal to the foreground group, and how long it may take to bring the shell back."""
@@ -156,6 +160,8 @@ class Shell:
         assert self._live is not None
         number = secrets.randbits(53)  # not to be guessed by a command that was told to end early
         data = command.encode("utf-8", "replace")  # half a surrogate pair is what models sometimes write
+        if not os.fstat(self._file).st_nlink:  # the shell would find no command, run nothing, and report success
+            raise SandboxLost("the file that hands commands to the sandbox was deleted")
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
         return self._live.ask(number, self._dialect.typed(number, self._path))
@@ -218,13 +224,14 @@ class Shell:
             if left <= quiet_s:
                 return ShellOutcome.TIMEOUT
             if self._output.seen_bytes == seen:
-                if (found := self._blocked()) is not None:
+                if (found := self._blocked(quiet_s)) is not None:
                     return found
                 quiet_s *= 2
             seen = self._output.seen_bytes
 
-    def _blocked(self) -> ShellOutcome | None:
-        """Whether the foreground waits for input; the shell at its own prompt has lost our status line."""
+    def _blocked(self, quiet_s: float) -> ShellOutcome | None:
+        """Whether the foreground waits for input; the shell at its own prompt has lost our status line, unless the
+        machine is so slow that it has not had the line yet."""
         assert self._live is not None and self._live.process is not None
         shell = self._live.process.pid
         reader = self._live.terminal.reader(shell)
@@ -233,7 +240,7 @@ class Shell:
         # During a command its stdin is the /dev/tty that our line opened; at the prompt it is the PTY it began with.
         if reader == shell and stdin_of(shell) != "/dev/tty":
             self._live.read_status()
-            return ShellOutcome.SHELL_DIED
+            return ShellOutcome.SHELL_DIED if self._live.has_begun or quiet_s >= UNREAD_S else None
         return ShellOutcome.AWAITING_INPUT
 
     async def _interrupt(self, answer: asyncio.Future[tuple[int, str] | None]) -> bool:

@@ -1,0 +1,107 @@
+"""Whose doing it is when something is killed: a kill by the host costs a try, never a reward."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollyard.core import Outcome
+from rollyard.core.failure import ArtifactLost
+from rollyard.envs.base import ArtifactRule
+from rollyard.pipeline.artifacts import ArtifactFolder
+from rollyard.sandbox import BubblewrapRuntime, SandboxSpec
+from rollyard.sandbox._sandbox import LaunchedSandbox
+from rollyard.testing.sandbox_conformance import alive, eventually, marked
+from tests.pipeline.site import finish, says, shell, shell_task, site
+
+pytestmark = pytest.mark.slow
+
+DO_IT = says(shell("touch done"), finish())
+
+
+def waits(mark: str) -> str:
+    """A command that waits for a signal of the host, and is content with SIGTERM."""
+    return f"sh -c 'trap \"exit 0\" TERM; while :; do sleep 0.05; done' {mark}"
+
+
+async def sent(mark: str, number: signal.Signals) -> None:
+    """To the process of this mark, once it runs."""
+    await eventually(lambda: bool(alive(mark)), f"{mark} runs")
+    for pid in alive(mark):
+        os.kill(pid, number)
+    await eventually(lambda: not alive(mark), f"{mark} is gone")
+
+
+@pytest.mark.parametrize("rest", ["", "; exit $?"], ids=["the command", "what its shell ran"])
+async def test_a_check_that_the_host_kills_is_run_again(tmp_path: Path, rest: str):
+    mark = marked()
+    async with site(tmp_path, DO_IT) as yard:
+        rollout_id = await yard.submit(shell_task(checks=["test -f done", waits(mark) + rest]))
+        await sent(mark, signal.SIGKILL)
+        await sent(mark, signal.SIGTERM)
+        ending = (await yard.ended(rollout_id)).ending
+        assert ending is not None and ending.score is not None
+        assert (ending.outcome, ending.score.reward) == (Outcome.COMPLETED, 1.0)
+        assert any("EVAL was tried again: a command that judges was killed" in note for note in ending.summary.notes)
+
+
+async def test_what_is_killed_in_every_try_counts_as_it_is(tmp_path: Path):
+    """Else a policy whose code kills the checks would have no reward instead of a bad one."""
+    async with site(tmp_path, DO_IT) as yard:
+        ending = (await yard.rolled(shell_task(checks=["test -f done", "kill -9 $$"]))).ending
+        assert ending is not None and ending.score is not None
+        assert (ending.outcome, ending.score.reward) == (Outcome.COMPLETED, 0.5)
+        assert ending.is_trainable
+
+
+@pytest.mark.parametrize("files", [{}, {"shared.txt": "by a layer"}], ids=["own", "shared"])
+async def test_a_set_up_that_the_host_kills_is_tried_again_and_not_held_against_its_siblings(
+    tmp_path: Path, files: dict[str, str]
+):
+    mark = marked()
+    async with site(tmp_path, DO_IT) as yard:
+        rollout_id = await yard.submit(shell_task(setup=[waits(mark)], files=files))
+        await sent(mark, signal.SIGKILL)
+        await sent(mark, signal.SIGTERM)
+        rollout = await yard.ended(rollout_id)
+        assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
+        assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "init")]
+        assert "killed from outside" in rollout.lost[0].detail
+
+
+async def test_a_process_that_the_machine_kills_for_want_of_memory_takes_its_stage_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In RUN, whatever the model made of it, and in EVAL, whatever the check did."""
+    looks: dict[str, int] = {}  # by sandbox, in order of their starts
+
+    def host_kills(sandbox: LaunchedSandbox) -> int:
+        looks[sandbox.id] = looks.get(sandbox.id, 0) + 1
+        number = list(looks).index(sandbox.id)
+        return int((number == 0 and looks[sandbox.id] > 2) or number == 2)  # RUN after its INIT; the first EVAL
+
+    monkeypatch.setattr(LaunchedSandbox, "host_kills", property(host_kills))
+    async with site(tmp_path, DO_IT) as yard:
+        rollout = await yard.rolled(shell_task(checks=["test -f done"]))
+        assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
+        assert (rollout.attempt, rollout.ending.score.reward) == (2, 1.0)
+        assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "run")]
+        assert "short of memory" in rollout.lost[0].detail
+        assert any("EVAL was tried again: sandbox_lost" in note for note in rollout.ending.summary.notes)
+
+
+async def test_an_artifacts_folder_that_is_gone_is_no_missing_file_of_the_agents(tmp_path: Path):
+    folder = ArtifactFolder(tmp_path / "artifacts")
+    async with BubblewrapRuntime(root=tmp_path / "root") as runtime:
+        sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
+        download = sandbox.download
+
+        async def gone(path: str, target: Path, *, limit_bytes: int) -> object:
+            shutil.rmtree(folder.root)
+            return await download(path, target, limit_bytes=limit_bytes)
+
+        sandbox.download = gone  # type: ignore[method-assign, assignment]
+        with pytest.raises(ArtifactLost, match="the folder to download to is gone"):
+            await folder.save(sandbox, [ArtifactRule("workspace", "/workspace")], "r1", 1)
