@@ -87,7 +87,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a package with this environment were installed."""
     points = importlib.metadata.entry_points(group=GROUP)
     mine = importlib.metadata.EntryPoint("echo", f"{__name__}:Echo", GROUP)
-    monkeypatch.setattr("rollyard.envs.registry.entry_points", lambda group: [*points, mine])
+    monkeypatch.setattr("rollyard.envs.registry.plugins", lambda group: [*points, mine])
 
 
 # --- validate -----------------------------------------------------------------------------------------

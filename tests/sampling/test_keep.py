@@ -101,7 +101,7 @@ def test_a_draw_names_its_filter(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(keep_of(KeepSpec("all")), All)
     assert keep_of(KeepSpec(above=0.2)) == Spread(0.2)
     assert keep_of(KeepSpec("pass_rate", low=0.1, high=0.9, threshold=0.5)) == PassRate(0.1, 0.9, 0.5)
-    monkeypatch.setattr(keep, "entry_points", lambda group: installed if group == "rollyard.filters" else [])
+    monkeypatch.setattr(keep, "plugins", lambda group: installed if group == "rollyard.filters" else [])
     installed = [
         EntryPoint("best", f"{__name__}:best_above", keep.ENTRY_POINTS),
         EntryPoint("broken", f"{__name__}:nothing", keep.ENTRY_POINTS),

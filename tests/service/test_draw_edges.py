@@ -40,7 +40,7 @@ def broken(judged: Judged) -> bool:
 
 def install(monkeypatch: Any, *names: str) -> None:
     found = [EntryPoint(name, f"{__name__}:{name}", "rollyard.filters") for name in names]
-    monkeypatch.setattr("rollyard.sampling.keep.entry_points", lambda group: found)
+    monkeypatch.setattr("rollyard.sampling.keep.plugins", lambda group: found)
 
 
 async def test_a_stranger_with_a_members_place_is_not_the_member(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import cast
 
 from rollyard.agents.base import Agent
@@ -16,6 +15,7 @@ from rollyard.agents.harness import HarnessAgent
 from rollyard.agents.install import AgentShelf
 from rollyard.agents.preset import PresetError, built_in, read_preset
 from rollyard.core.failure import UnknownAgent
+from rollyard.core.plugins import plugins
 
 log = logging.getLogger("rollyard.agents")
 
@@ -29,7 +29,7 @@ class Agents:
 
     def __init__(self, extra: Mapping[str, Agent] | None = None, *, shelf: AgentShelf | None = None) -> None:
         self.shelf = shelf
-        self._found = {point.name: point for point in entry_points(group=GROUP)}
+        self._found = {point.name: point for point in plugins(GROUP)}
         own = shelf.own_presets() if shelf is not None else {}
         self._presets: dict[str, str | PresetError] = {**built_in(), **own}
         self._made: dict[str, Agent] = dict(extra or {})

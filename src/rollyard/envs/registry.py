@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from importlib.metadata import entry_points
 from typing import Self, cast
 
 from rollyard.core.failure import UnknownEnvironment
+from rollyard.core.plugins import plugins
 from rollyard.envs.base import Environment
 
 GROUP = "rollyard.environments"
@@ -24,7 +24,7 @@ class Environments:
     """
 
     def __init__(self, extra: Mapping[str, Environment | type[Environment]] | None = None) -> None:
-        self._found = {point.name: point for point in entry_points(group=GROUP)}
+        self._found = {point.name: point for point in plugins(GROUP)}
         self._made: dict[str, Environment] = {}
         for name, environment in (extra or {}).items():
             self._made[name] = environment() if isinstance(environment, type) else environment

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Protocol
 
 from rollyard.core import Json
@@ -23,6 +22,7 @@ from rollyard.core.draw import KeepSpec
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.group import pass_rate_of, spread_of
 from rollyard.core.passk import TOLERANCE
+from rollyard.core.plugins import plugins
 from rollyard.core.task import Task
 
 ENTRY_POINTS = "rollyard.filters"
@@ -127,7 +127,7 @@ def keep_of(spec: KeepSpec) -> Keep:
         return Spread(spec.above)
     if spec.kind == "pass_rate":
         return PassRate(spec.low, spec.high, spec.threshold)
-    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    installed = {entry.name: entry for entry in plugins(ENTRY_POINTS)}
     if spec.name not in installed:
         known = ", ".join(sorted(installed)) or "none is installed"
         raise InvalidRequest(f"keep: there is no filter {spec.name!r} ({known})")

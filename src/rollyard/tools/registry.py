@@ -6,14 +6,13 @@ nothing. An environment's own tools are not here; they come with its `Start`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import cast
 
 from rollyard.core.failure import UnknownTool
+from rollyard.core.plugins import plugins
 from rollyard.tools.base import ToolKind
 
 BUILT_IN = {
@@ -32,7 +31,7 @@ GROUP = "rollyard.tools"
 
 def tool_kind(name: str) -> ToolKind:
     """The kind of that name, or `UnknownTool`."""
-    found = _installed(tuple(sys.path)).get(name, ())
+    found = _installed().get(name, ())
     owners = [*(["Rollyard itself"] if name in BUILT_IN else []), *[_owner(point) for point in found]]
     if len(owners) > 1:
         raise UnknownTool(f"the tool name {name!r} is claimed by {' and by '.join(owners)}; uninstall all but one")
@@ -54,14 +53,12 @@ def tool_kind(name: str) -> ToolKind:
 
 def tool_names() -> tuple[str, ...]:
     """All that a task may name."""
-    return tuple(sorted({*BUILT_IN, *_installed(tuple(sys.path))}))
+    return tuple(sorted({*BUILT_IN, *_installed()}))
 
 
-@cache
-def _installed(path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoint]]:
-    """Read once: a submit asks for every tool that it names, and must not read files."""
+def _installed() -> Mapping[str, Sequence[EntryPoint]]:
     found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=GROUP):
+    for point in plugins(GROUP):
         found.setdefault(point.name, []).append(point)
     return found
 
