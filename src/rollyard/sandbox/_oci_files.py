@@ -55,8 +55,8 @@ def export_container(engine: list[str], container: str, image: str, first_uid: i
     ):
         for member in packed:
             member.uid, member.gid = max(0, member.uid - first_uid), max(0, member.gid - first_uid)
-            for name in ("uid", "gid"):  # large numbers are there as text, too, and would be written again
-                member.pax_headers.pop(name, None)
+            # Large numbers are there as text, too, which would be written again.
+            member.pax_headers = {key: text for key, text in member.pax_headers.items() if key not in ("uid", "gid")}
             repacked.addfile(member, packed.extractfile(member) if member.isreg() else None)
         repacked.close()
         assert target.stdin is not None
