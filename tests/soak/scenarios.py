@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,12 @@ from rollyard.core import Json
 from tests.acceptance.test_draw_kill import deaths_on_both_sides
 from tests.acceptance.test_kill import killed_service
 from tests.fleet.test_chaos import DEEDS, broken_fleet, rows_of
+from tests.service.fuzz import resident_bytes, send, target
 
 Figures = Mapping[str, Json]
+
+MOST_GROWN_MIB = 64
+"""Of a service's memory, between 40,000 and 100,000 requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +75,29 @@ async def _endurance(folder: Path) -> Figures:
     return figures
 
 
+async def _fuzz(folder: Path) -> Figures:
+    resident: list[int] = []
+    sent, statuses = 0, Counter[int]()
+    async with target(folder) as at:
+        for number in range(5):
+            found = await asyncio.to_thread(send, at, 20_000, number)
+            assert not found.wrong, found.wrong[:5]
+            sent, statuses = sent + found.sent, statuses + found.statuses
+            resident.append(resident_bytes(at.pid))
+    grown_mib = (resident[-1] - resident[1]) >> 20
+    assert grown_mib < MOST_GROWN_MIB, f"its memory, in bytes, after each fifth: {resident}"
+    return {
+        "requests": sent,
+        "grown_mib": grown_mib,
+        **{f"status_{status}": count for status, count in statuses.items()},
+    }
+
+
 SCENARIOS = (
     Scenario("kill", "500 rollouts, the service killed 20 times", _kill),
     Scenario("draw", "50 batches of a draw, service and trainer killed 8 times each, twice", _draw),
     Scenario("fleet", "2,000 rollouts on a fleet whose nodes and head are killed and frozen", _fleet),
     Scenario("survive", "60 kills of a service with 50 sandboxes starting, for each runtime", _survive),
     Scenario("endurance", "10,000 sandboxes, for each runtime", _endurance),
+    Scenario("fuzz", "100,000 requests made from the OpenAPI document, with a token of every scope", _fuzz),
 )

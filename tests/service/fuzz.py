@@ -1,0 +1,169 @@
+"""Requests made from the service's own OpenAPI document, valid and broken ones, sent with a token of every scope.
+
+Whatever is sent, the answer comes within `ANSWER_S`, is no 5xx unless it tells of an engine that is not there, and the
+service goes on. Each request that is made is sent once with each token: that of the tenant whose runs, rollouts and
+draws its ids name, and those of others; and every tenth also without a token, and with one that nobody has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import resource
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+from schemathesis import Case, GenerationMode
+from schemathesis.core.result import Ok
+
+from rollyard.cli.rig import engine_process, service
+from rollyard.client import AsyncClient
+from rollyard.testing.tokenizer_files import tokenizer_dir
+
+ANSWER_S = 30.0
+"""Far more than any answer takes on a busy machine: what takes longer hangs."""
+
+ACCESSES = ("admin", "trainer", "submitter", "reader", "node")
+STREAMS = ("/v1/events",)  # without an end
+TASK = {"environment": "math", "data": {"question": "1 + 1?", "answer": "2"}}
+
+
+@dataclass
+class Fuzzed:
+    """What was answered, and what must not have been."""
+
+    sent: int = 0
+    statuses: Counter[int] = field(default_factory=Counter[int])
+    wrong: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A running service with a little in it. `ids` are of things that are there, by the name of a path's parameter."""
+
+    url: str
+    pid: int
+    tokens: Mapping[str, str]
+    ids: Mapping[str, list[str]]
+    document: dict[str, Any]
+
+
+@asynccontextmanager
+async def target(folder: Path) -> AsyncGenerator[Target, None]:
+    script = {"rules": [], "default": ["ok"]}
+    (folder / "script.json").write_text(json.dumps(script))
+    async with engine_process(folder, 0.0) as (_, engine), service(folder, {"log_level": "error"}) as served:
+        tokens: dict[str, str] = {}
+        async with AsyncClient(served.url, served.token) as client:
+            for access in ACCESSES:
+                tokens[access] = (await client.create_token(access, name=access))["token"]
+            listed = [str(one["id"]) for one in await client.list_tokens()]
+            await client.add_engine(engine, id="e1", tokenizer=str(tokenizer_dir()))
+        async with AsyncClient(served.url, tokens["trainer"]) as client:
+            await client.create_run("hers")
+            records = await client.submit([TASK, TASK], ids=["r1", "r2"], run="hers")
+            groups = await client.submit([TASK], ids=["g1"], group_size=2, run="hers")
+            await client.draw("hers", tasks=[TASK], id="d1")
+        ids = {
+            "run_id": ["hers", "default"],
+            "rollout_id": [record.id for record in (*records, *groups)],
+            "group_id": ["g1"],
+            "draw_id": ["d1"],
+            "token_id": listed,
+            "name": ["default"],
+        }
+        document = requests.get(f"{served.url}/openapi.json", timeout=ANSWER_S).json()
+        yield Target(served.url, served.process.pid, tokens, ids, document)
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def cases(document: dict[str, Any], count: int, number: int) -> Iterator[Case]:
+    """About `count` of them, the same for each number, spread over all operations; half of them broken on purpose."""
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]
+    each = max(1, count // (2 * len(operations)))
+    for operation, mode in itertools.product(operations, (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)):
+        yield from _made(operation.as_strategy(generation_mode=mode), each, number)
+
+
+def _made(strategy: SearchStrategy[Case], count: int, number: int) -> list[Case]:
+    made: list[Case] = []
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        verbosity=Verbosity.quiet,
+        suppress_health_check=[*HealthCheck],  # pyright: ignore[reportArgumentType]
+    )
+    @given(strategy)
+    def make(case: Case) -> None:
+        made.append(case)
+
+    make()
+    return made
+
+
+def send(at: Target, count: int, number: int) -> Fuzzed:
+    """About `count` requests."""
+    found, rng = Fuzzed(), random.Random(number)
+    with requests.Session() as session:
+        for place, case in enumerate(cases(at.document, count // len(at.tokens), number)):
+            _name_what_is_there(case, at.ids, rng)
+            strangers = {"nobody": None, "a stranger": "ryt_" + "x" * 43} if place % 10 == 0 else {}
+            for scope, token in {**at.tokens, **strangers}.items():
+                _send_one(session, at.url, case, scope, token, found)
+    return found
+
+
+def _name_what_is_there(case: Case, ids: Mapping[str, list[str]], rng: random.Random) -> None:
+    """Random ids find nothing: every second one is of something that is there. And nobody waits."""
+    parameters: dict[str, Any] = dict(case.path_parameters or {})
+    for name in parameters.keys() & ids.keys():
+        if rng.random() < 0.5:
+            parameters[name] = rng.choice(ids[name])
+    case.path_parameters = parameters
+    for part in (case.query, case.body):
+        if isinstance(part, dict):
+            for name in part.keys() & {"wait_s", "timeout_s", "drain_s"}:
+                part[name] = 0
+
+
+def _send_one(session: requests.Session, url: str, case: Case, scope: str, token: str | None, found: Fuzzed) -> None:
+    what = f"{case.method} {case.formatted_path} as {scope}"
+    request: dict[str, Any] = case.as_transport_kwargs(base_url=url)
+    headers = {key: value for key, value in dict(request.pop("headers", None) or {}).items() if _is_header(key, value)}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    try:
+        with session.request(**request, headers=headers, timeout=ANSWER_S, stream=True) as answer:
+            if case.operation.path not in STREAMS:
+                _ = answer.content
+            status = answer.status_code
+            text = "" if status < 500 else answer.text[:500]
+    except requests.RequestException as error:
+        found.wrong.append(f"{what}: {type(error).__name__}: {error}; sent {str(case.body)[:300]}")
+        return
+    found.sent += 1
+    found.statuses[status] += 1
+    if status >= 500 and '"engine_unavailable"' not in text:
+        found.wrong.append(f"{what}: {status} {text}; sent {str(case.body)[:300]}")
+
+
+def _is_header(name: str, value: str) -> bool:
+    """What the client's library can send at all; raw bytes have a test of their own."""
+    return name.lower() not in ("host", "content-length", "transfer-encoding") and value.isprintable()

@@ -1,0 +1,20 @@
+"""The whole API under requests that nobody would write: see `fuzz.py`. `make soak` sends twenty times as many."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.service.fuzz import ANSWER_S, send, target
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+async def test_no_request_breaks_the_service(tmp_path: Path):
+    async with target(tmp_path) as at:
+        found = await asyncio.to_thread(send, at, 5000, 1)
+        assert requests.get(f"{at.url}/healthz", timeout=ANSWER_S).status_code == 200
+    assert not found.wrong, "\n".join(found.wrong[:10])
+    assert found.sent >= 4000, found
+    assert {200, 401, 403, 404, 422} <= found.statuses.keys(), found.statuses
