@@ -27,7 +27,7 @@ class Quota:
     """What one owner may use at once. None: as much as there is."""
 
     queued: int | None = None  # rollouts that wait
-    live: int | None = None  # rollouts at work
+    live: int | None = None  # rollouts that run
     sessions: int | None = None  # open at once
     stored_bytes: int | None = None  # of trajectories; acknowledge or delete to make room
     requests_per_s: float | None = None

@@ -23,7 +23,7 @@ from rollyard.sandbox.base import Sandbox, SandboxSpec
 
 
 class CheckKilled(Exception):
-    """A command of the judging was killed, by what is judged or by something on the host: see `evaluate`."""
+    """A check was killed by SIGKILL, either by the code that it runs or by a process of the host."""
 
 
 async def evaluate(
@@ -41,8 +41,8 @@ async def evaluate(
 ) -> Score:
     """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
     that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
-    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. Where a command was killed
-    by nobody we know, the score counts only in the `is_last` try, in a fresh sandbox: before that it is CheckKilled."""
+    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. If a command was
+    killed by an unknown sender, raises CheckKilled, except in the `is_last` try, whose score counts."""
     task = rollout.task
     environment = shop.environment_of(task)
     plan = environment.plan(task)

@@ -60,9 +60,9 @@ async def start(
 
 
 def check_whole(sandbox: Sandbox) -> None:
-    """SandboxLost if the machine's want of memory took a process out of it: whatever came of the rest is no result."""
+    """Raises SandboxLost if the kernel killed a process of this sandbox because the machine was out of memory."""
     if sandbox.host_kills:
-        raise SandboxLost("the machine ran short of memory, and the kernel killed a process of this sandbox")
+        raise SandboxLost("the machine was short of memory, and the kernel killed a process of this sandbox")
 
 
 async def to_its_end(work: Callable[[], Coroutine[object, object, None]]) -> None:

@@ -351,7 +351,7 @@ class LaunchedSandbox:
 
 @contextlib.contextmanager
 def _of_the_host(target: Path) -> Generator[None, None, None]:
-    """A folder of the host's that is missing must not look like a file that the sandbox does not have."""
+    """A missing folder of the host must not be reported as a missing file of the sandbox."""
     try:
         yield
     except FileNotFoundError as error:

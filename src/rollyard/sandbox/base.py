@@ -134,14 +134,14 @@ class Sandbox(Protocol):
 
     @property
     def host_kills(self) -> int:
-        """Processes in it that the kernel has killed so far because the machine was short of memory, not the sandbox;
-        0 where nobody counts. What came of such a sandbox is nobody's result."""
+        """How many of its processes the kernel has killed because the machine, not the sandbox, was short of memory.
+        0 where this is not counted. Results of such a sandbox must not be used."""
         ...
 
     @property
     def odd_kills(self) -> int:
-        """Commands of `exec` that ended by a SIGKILL that neither we nor the memory limit sent: something inside did,
-        or something on the host. From out here one cannot tell which."""
+        """How many commands of `exec` ended by SIGKILL, not counting timeouts and the memory limit. The sender was a
+        process inside or one of the host: the status does not tell them apart."""
         ...
 
     @property

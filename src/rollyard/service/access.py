@@ -12,7 +12,7 @@ A run is a token's own if it was made with it, or if the token is bound to it by
 make no others; a name that another token is bound to is not free. A policy is owned by the first token that changes its
 weights, by a token that is bound to it, or by whom an admin names.
 
-Invariant: what a caller may not read is not found (404), so that nobody learns which ids others use.
+Invariant: what a caller may not read is not found (404), so that no caller learns which ids others use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollyard.core.failure import Forbidden
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls. `name` tells callers apart and opens nothing: the id of a token, or its fingerprint."""
+    """An authenticated caller. `name` identifies it and grants nothing: the id of its token, or the fingerprint."""
 
     access: Access
     name: str
@@ -98,7 +98,7 @@ def require_node(request: Request) -> None:
 
 
 def require_operator(request: Request) -> None:
-    """For what tells of everyone's work at once."""
+    """For answers that include the work of every tenant."""
     caller = caller_of(request)
     if not caller.is_admin and (caller.access is not Access.READER or caller.runs):
         raise Forbidden(f"{request.method} {request.url.path} is for admins, and for readers of all runs")

@@ -30,7 +30,7 @@ class SessionKeys:
         return f"{_PREFIX}{session}-{nonce}-{self._mac(f'{session}-{nonce}')}"
 
     def session_of(self, key: str) -> tuple[str, int] | None:
-        """Whose key this is, with its nonce; None: nobody's. The time it takes tells nothing of the right one."""
+        """The session that the key belongs to, and its nonce; None if it is unknown. Compares in constant time."""
         text, _, mac = key.removeprefix(_PREFIX).rpartition("-")
         is_ours = hmac.compare_digest(self._mac(text).encode(), mac.encode("utf-8", "surrogateescape"))
         session, _, nonce = text.rpartition("-")

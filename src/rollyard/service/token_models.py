@@ -19,7 +19,7 @@ class QuotaBody(Body):
     """What its owner may use at once; each optional."""
 
     queued: Count | None = Field(default=None, description="Rollouts that wait.")
-    live: Count | None = Field(default=None, description="Rollouts at work.")
+    live: Count | None = Field(default=None, description="Rollouts that run.")
     sessions: Count | None = Field(default=None, description="Open at once.")
     stored_bytes: Count | None = Field(default=None, description="Of trajectories.")
     requests_per_s: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None

@@ -83,13 +83,13 @@ class Tokens:
         self._known = [*self._given, *map(_known, self._created.values())]
 
     def caller(self, authorization: str | None) -> Caller:
-        """Who sent this Authorization header; `Unauthorized` if nobody we know."""
+        """The caller with this Authorization header. Raises `Unauthorized` for an unknown token."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthorized("this call needs a bearer token")
         given = _digest(token.strip())
         found: _Known | None = None
-        for one in self._known:  # no early end: the time tells nothing
+        for one in self._known:  # no early exit: constant time
             if hmac.compare_digest(one.digest, given):
                 found = one
         if found is None:
