@@ -89,6 +89,14 @@ DEFECTS = (
         "tests/acceptance/test_sandbox_endurance.py::test_sandboxes_that_ended_leave_nothing[bubblewrap]",
     ),
     Defect(
+        "steady",
+        "a sandbox that ended leaves a descriptor of the service open",
+        "sandbox/_keeper.py",
+        "self._loop.remove_reader(self._pidfd)\n            os.close(self._pidfd)",
+        "self._loop.remove_reader(self._pidfd)",
+        "tests/soak/test_steady.py::test_what_a_service_holds_levels_off",
+    ),
+    Defect(
         "fuzz",
         "a body that is not JSON is not refused but breaks the call",
         "service/models.py",

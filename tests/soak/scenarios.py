@@ -15,6 +15,7 @@ from tests.acceptance.test_draw_kill import deaths_on_both_sides
 from tests.acceptance.test_kill import killed_service
 from tests.fleet.test_chaos import DEEDS, broken_fleet, rows_of
 from tests.service.fuzz import resident_bytes, send, target
+from tests.soak.steady import hour
 
 Figures = Mapping[str, Json]
 
@@ -99,5 +100,6 @@ SCENARIOS = (
     Scenario("fleet", "2,000 rollouts on a fleet whose nodes and head are killed and frozen", _fleet),
     Scenario("survive", "60 kills of a service with 50 sandboxes starting, for each runtime", _survive),
     Scenario("endurance", "10,000 sandboxes, for each runtime", _endurance),
+    Scenario("steady", "an hour at 50 rollouts/s: nothing that the service holds keeps growing", hour),
     Scenario("fuzz", "100,000 requests made from the OpenAPI document, with a token of every scope", _fuzz),
 )
