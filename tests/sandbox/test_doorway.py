@@ -141,8 +141,7 @@ async def test_requests_one_after_another_on_one_connection() -> None:
             assert await answer.read() == b"POST / " + big
         async with client.head(doorway.url) as answer:
             assert answer.status == 200
-        assert doorway._desk is not None
-        assert len(doorway._desk.connections) == 1
+        assert doorway.connections == 1
 
 
 @on_both_loops
@@ -274,7 +273,7 @@ async def test_an_app_that_raises_is_a_500_and_a_log_line(caplog: pytest.LogCapt
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("oh")
 
-    with caplog.at_level(logging.ERROR, "rollyard.sandbox"):
+    with caplog.at_level(logging.ERROR, "rollyard.http"):
         async with serving(broken) as doorway:
             unread = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n" + b"x" * 5_000_000
             assert status_of(await said(doorway, unread)) == 500

@@ -1,19 +1,21 @@
 """One HTTP request and its answer, as ASGI: what the app is told, and how what it says is framed.
 
 Invariants. Half an answer never looks whole: it is cut. The app's own headers cannot break the framing. After the
-client has gone, the app is cancelled, and what it still sends goes nowhere.
+client has gone, the app is told so (`http.disconnect`) or, where its listener wants that, cancelled; what it still
+sends goes nowhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import http
 import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
-log = logging.getLogger("rollyard.sandbox")
+log = logging.getLogger("rollyard.http")
 
 AsgiApp = Callable[
     [
@@ -36,6 +38,12 @@ class Line(Protocol):
 
     @property
     def is_writable(self) -> bool: ...
+
+    @property
+    def is_cancelling(self) -> bool: ...
+
+    @property
+    def date(self) -> bytes: ...
 
     def wants_body(self) -> None: ...
 
@@ -78,10 +86,10 @@ class Exchange:
             if not self.is_complete and not self._is_gone:
                 raise RuntimeError("the app returned without a complete answer")
         except Exception:
-            log.exception("an app behind a doorway failed", extra={"owner": owner, "method": self._scope["method"]})
+            log.exception("an app failed", extra={"owner": owner, "method": self._scope["method"]})
             await self._fail()
         finally:
-            if not self.is_complete and not self._is_gone:  # the app was cancelled, by itself or by the doorway
+            if not self.is_complete and not self._is_gone:  # the app was cancelled, by itself or by the server
                 self._transport.abort()
 
     async def _fail(self) -> None:
@@ -107,16 +115,14 @@ class Exchange:
     def disconnect(self) -> None:
         self._is_gone = True
         self._news.set()
-        if not self.is_complete and self.task is not None:
+        if not self.is_complete and self.task is not None and self._line.is_cancelling:
             self.task.cancel()
 
     def stop(self) -> bool:
         """Takes the answer away from the app. False if part of it has gone out already."""
         if self.is_complete:
             return True
-        self._is_gone = True
-        if self.task is not None:
-            self.task.cancel()
+        self.disconnect()
         return not self._is_started
 
     # --- for the app
@@ -169,7 +175,7 @@ class Exchange:
         self._line.answered()
 
     def _head(self, status: int, headers: Any) -> bytes:
-        parts = [b"HTTP/1.1 %d %s\r\n" % (status, _phrase(status))]
+        parts = [b"HTTP/1.1 %d %s\r\n%s" % (status, phrase(status), self._line.date)]
         length: int | None = None
         for raw_name, value in headers:
             name = raw_name.lower()
@@ -212,7 +218,9 @@ class Exchange:
         return chunk + b"0\r\n\r\n" if is_end else chunk
 
 
-def _phrase(status: int) -> bytes:
+@functools.cache
+def phrase(status: int) -> bytes:
+    """The reason phrase; empty for a status that has none."""
     try:
         return http.HTTPStatus(status).phrase.encode()
     except ValueError:
