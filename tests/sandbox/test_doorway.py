@@ -284,8 +284,10 @@ async def test_an_app_that_raises_is_a_500_and_a_log_line(caplog: pytest.LogCapt
 @on_both_loops
 async def test_half_an_answer_never_looks_whole(caplog: pytest.LogCaptureFixture) -> None:
     async def half(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/short":
-            await reply(send, b"abc", headers=[(b"content-length", b"5")])
+        if scope["path"] in ("/short", "/shorter"):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+            await send({"type": "http.response.body", "body": b"ab", "more_body": scope["path"] == "/short"})
+            await send({"type": "http.response.body", "body": b"c"})
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"abc", "more_body": True})
         if scope["path"] == "/raise":
@@ -298,6 +300,8 @@ async def test_half_an_answer_never_looks_whole(caplog: pytest.LogCaptureFixture
             with pytest.raises(aiohttp.ClientPayloadError):
                 async with client.get(doorway.url + path) as answer:
                     await answer.read()
+        async with client.get(doorway.url + "/shorter") as answer:  # nothing of it had gone out
+            assert answer.status == 500
 
 
 @on_both_loops

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import urllib.parse
 from math import inf
 from typing import Any, Literal, cast
 
@@ -19,9 +18,10 @@ import httptools
 
 from rollyard.core.deadline import Patience
 from rollyard.core.eager import start_now
-from rollyard.core.failure import BodyTooLarge, HeadersTooLarge, MalformedRequest, RequestError, RequestTimedOut
+from rollyard.core.failure import MalformedRequest, RequestTimedOut
 from rollyard.http._desk import Desk
 from rollyard.http._exchange import Exchange, phrase
+from rollyard.http._head import Refusal, body_too_large, headers_too_large, scope_of, size_of, too_many_headers
 from rollyard.http.refusals import Reason, problem_body
 
 log = logging.getLogger("rollyard.http")
@@ -35,14 +35,6 @@ LINGER_S = 2.0
 RETRY_AFTER_S = 2  # of a 503
 
 Phase = Literal["idle", "headers", "body", "answer", "refused"]
-
-
-class _Refusal(Exception):
-    """Raised inside the parser, which then reads no further."""
-
-    def __init__(self, reason: Reason, error: RequestError) -> None:
-        self.reason = reason
-        self.error = error
 
 
 class Connection(asyncio.Protocol):
@@ -60,19 +52,20 @@ class Connection(asyncio.Protocol):
         self._phase: Phase = "idle"
         self._patience = Patience(loop, self._too_slow)
         self._bound_s: float | None = None  # of this phase
-        self._began_at = 0.0  # this phase
+        self._began_at = 0.0  # the wait for the body
+        self._is_parsing = False  # meanwhile the phase's timer is not set: most requests come in one piece
+        self._is_unarmed = False  # the phase has begun, and its timer is still to be set
         self._is_last = False  # nothing more is read as a request
         self._is_paused = False
         self._is_to_start = False  # a request whose app has not been called yet
         self._writable: asyncio.Future[None] | None = None  # somebody waits for room to write
-        self._unread_bytes = 0  # of what we wrote, when we last looked
+        self._unread_bytes: int | None = None  # of what we wrote, when we last looked
         self._raw_bytes = 0  # of this phase, framing included
         self._begin()
 
     def _begin(self) -> None:
-        self._url = bytearray()
+        self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._header_bytes = 0
         self._body_bytes = 0
 
     # --- the transport's side
@@ -85,7 +78,7 @@ class Connection(asyncio.Protocol):
             self._scheme = "https"
         refused = self._desk.admit(self, self._name)
         if refused is not None:
-            self._turn_away(*refused)
+            self._turn_away(refused)
             return
         self._parser = httptools.HttpRequestParser(self)
         self._enter("idle", self._desk.bounds.idle_s)
@@ -102,17 +95,21 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_last:
             return
-        if self._phase in ("idle", "headers", "body"):
+        if self._phase != "answer":
             self._raw_bytes += len(data)
+        self._is_parsing = True
         self._parse(data)
         bounds = self._desk.bounds
         if self._phase in ("idle", "headers") and self._raw_bytes > bounds.header_bytes:
-            self._refuse(Reason.HEADERS_TOO_LARGE, self._headers_too_large())
+            self._refuse(headers_too_large(bounds))
         elif self._phase == "body" and self._raw_bytes > 8 * self._body_bytes + bounds.header_bytes:
             detail = "the body has more framing than content: chunk extensions or trailers without end"
-            self._refuse(Reason.MALFORMED, MalformedRequest(detail))
+            self._refuse(_malformed(detail))
         if self._is_to_start:
             self._start()
+        self._is_parsing = False
+        if self._is_unarmed:
+            self._arm()
 
     def _parse(self, data: bytes) -> None:
         while data and not self._is_last:
@@ -122,21 +119,22 @@ class Connection(asyncio.Protocol):
             except httptools.HttpParserUpgrade as upgrade:
                 data = self._without_upgrade() + data[upgrade.args[0] :]
             except httptools.HttpParserError as error:
-                if isinstance(error.__context__, _Refusal):
-                    self._refuse(error.__context__.reason, error.__context__.error)
+                if isinstance(error.__context__, Refusal):
+                    self._refuse(error.__context__)
                 elif isinstance(error, httptools.HttpParserCallbackError):
                     log.error("a request could not be read", exc_info=error.__context__)
-                    self._refuse(Reason.MALFORMED, MalformedRequest("the request could not be read"))
+                    self._refuse(_malformed("the request could not be read"))
                 elif self._phase == "answer" and self._exchange is not None:
                     self._is_last = self._exchange.is_last = True  # noise behind a good request: answer that one
                 else:
-                    self._refuse(Reason.MALFORMED, MalformedRequest(f"this is not an HTTP/1.1 request: {error}"))
+                    self._refuse(_malformed(f"this is not an HTTP/1.1 request: {error}"))
 
     def _start(self) -> None:
         """Outside of the parser, and with as much of the body as came along: mostly all of it."""
         self._is_to_start = False
         if self._exchange is not None and self._exchange.is_wanted:
-            task = self._exchange.task = start_now(self._exchange.run(self._desk.app, self._desk.owner))
+            run = self._exchange.run(self._desk.app, self._desk.owner)
+            task = self._exchange.task = start_now(run) if self._desk.is_eager else self._loop.create_task(run)
             self._desk.attend(task)
 
     def _without_upgrade(self) -> bytes:
@@ -152,14 +150,16 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._writable = self._writable or self._loop.create_future()
         if self._phase == "answer":
-            self._wait(self._desk.bounds.unread_s)
+            self._bound_s = self._desk.bounds.unread_s
+            self._arm()
 
     def resume_writing(self) -> None:
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
         if self._phase == "answer":
-            self._wait(None)
+            self._bound_s = None
+            self._arm()
         if self._exchange is not None and self._exchange.is_complete:
             self._resume()
 
@@ -181,34 +181,43 @@ class Connection(asyncio.Protocol):
     def _enter(self, phase: Phase, bound_s: float | None) -> None:
         self._phase = phase
         self._raw_bytes = 0
-        self._began_at = self._loop.time()
-        self._wait(bound_s)
-
-    def _wait(self, bound_s: float | None) -> None:
         self._bound_s = bound_s
-        if bound_s is not None and self._transport is not None:
-            self._unread_bytes = self._transport.get_write_buffer_size()
-        self._patience.set(bound_s)
+        self._unread_bytes = None
+        if self._is_parsing:
+            self._is_unarmed = True
+        else:
+            self._arm()
+
+    def _arm(self) -> None:
+        self._is_unarmed = False
+        if self._phase == "body":
+            self._began_at = self._loop.time()
+        self._patience.set(self._bound_s)
 
     def _too_slow(self) -> None:
         bounds = self._desk.bounds
         if self._phase == "headers":
             detail = f"the headers did not come within {bounds.header_s:g} s"
-            self._refuse(Reason.HEADERS_TOO_SLOW, RequestTimedOut(detail))
+            self._refuse(Refusal(Reason.HEADERS_TOO_SLOW, RequestTimedOut(detail)))
         elif self._phase == "body":
             self._look_at_body()
-        elif self._transport is not None and self._transport.get_write_buffer_size() < self._unread_bytes:
-            self._wait(self._bound_s)  # it reads, slowly
+        elif self._is_being_read():
+            self._arm()
         else:
             if self._phase == "answer":
                 self._desk.refusals.note(Reason.ANSWER_UNREAD, self._name)
             self.abort()
 
+    def _is_being_read(self) -> bool:
+        """Whether the client took any of what is written since we last looked."""
+        before, now = self._unread_bytes, self._transport.get_write_buffer_size() if self._transport else 0
+        self._unread_bytes = now
+        return now > 0 and (before is None or now < before)
+
     def _look_at_body(self) -> None:
         bounds = self._desk.bounds
         if self._is_paused:  # it is the app that does not read
-            self._began_at = self._loop.time()
-            self._patience.set(bounds.body_s)
+            self._arm()
             return
         left_s = self._began_at + bounds.body_s + self._body_bytes / bounds.body_bytes_per_s - self._loop.time()
         if left_s > 0:
@@ -217,20 +226,20 @@ class Connection(asyncio.Protocol):
         detail = f"the body did not come within {bounds.body_s:g} s"
         if bounds.body_bytes_per_s < inf:
             detail += f" and 1 s for each {bounds.body_bytes_per_s:g} bytes"
-        self._refuse(Reason.BODY_TOO_SLOW, RequestTimedOut(detail))
+        self._refuse(Refusal(Reason.BODY_TOO_SLOW, RequestTimedOut(detail)))
 
     @property
     def _name(self) -> str:
         return self._client[0] if self._client else ""
 
-    def _refuse(self, reason: Reason, error: RequestError, status: int | None = None) -> None:
+    def _refuse(self, refusal: Refusal) -> None:
         """Answers by itself, if nothing of an answer has gone out, and has done with this client."""
         self._is_last = True
-        self._desk.refusals.note(reason, self._name)
+        self._desk.refusals.note(refusal.reason, self._name)
         if self._transport is None or self._has_answered():
             self.abort()
             return
-        self._write_refusal(error, status or error.status)
+        self._write_refusal(refusal)
         self._resume()
 
     def _has_answered(self) -> bool:
@@ -240,21 +249,22 @@ class Connection(asyncio.Protocol):
             return False
         return self._exchange.is_complete or not self._exchange.stop()
 
-    def _turn_away(self, reason: Reason, error: RequestError) -> None:
+    def _turn_away(self, refusal: Refusal) -> None:
         """One connection too many. So many are told why at a time; the others are cut, or there would be no bound."""
         self._is_last = True
         desk = self._desk
         if not desk.is_ending:
-            desk.refusals.note(reason, self._name)
+            desk.refusals.note(refusal.reason, self._name)
         if desk.is_ending or len(desk.turned_away) >= desk.bounds.turned_away:
             self.abort()
             return
         desk.turned_away.add(self)
-        self._write_refusal(error, error.status)
+        self._write_refusal(refusal)
 
-    def _write_refusal(self, error: RequestError, status: int) -> None:
+    def _write_refusal(self, refusal: Refusal) -> None:
         assert self._transport is not None
-        body = problem_body(error, status)
+        status = refusal.status
+        body = problem_body(refusal.error, status)
         again = b"retry-after: %d\r\n" % RETRY_AFTER_S if status == 503 else b""
         self._transport.write(
             b"HTTP/1.1 %d %s\r\n%s" % (status, phrase(status), self.date)
@@ -284,77 +294,41 @@ class Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         if not self._is_last:
-            self._url += url
+            self._url = self._url + url if self._url else url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_last or self._phase != "headers":  # a trailer tells us nothing
             return
-        self._header_bytes += len(name) + len(value) + 4
         self._headers.append((name.lower(), value))
-        bounds = self._desk.bounds
-        if len(self._headers) > bounds.headers:
-            raise _Refusal(
-                Reason.TOO_MANY_HEADERS, HeadersTooLarge(f"the request has more than {bounds.headers} headers")
-            )
-        if self._header_bytes > bounds.header_bytes:
-            raise _Refusal(Reason.HEADERS_TOO_LARGE, self._headers_too_large())
-
-    def _headers_too_large(self) -> HeadersTooLarge:
-        return HeadersTooLarge(f"the request's headers are larger than {self._desk.bounds.header_bytes} bytes")
+        if len(self._headers) > self._desk.bounds.headers:
+            raise too_many_headers(self._desk.bounds)
 
     def on_headers_complete(self) -> None:
         if self._is_last:
             return
-        is_tunnel = self._parser.get_method() == b"CONNECT"
-        if self._parser.should_upgrade() and not is_tunnel:
+        method: bytes = self._parser.get_method()
+        if self._parser.should_upgrade() and method != b"CONNECT":
             return  # it comes again without that
         bounds = self._desk.bounds
-        if self._header_bytes + len(self._url) > bounds.header_bytes:
-            self._refuse(Reason.HEADERS_TOO_LARGE, self._headers_too_large())
-            return
-        if is_tunnel:
-            self._refuse(Reason.TUNNEL, RequestError("there are no tunnels here"), status=405)
-            return
-        try:
-            url = httptools.parse_url(bytes(self._url))
-            raw_path = url.path or b"/"
-            path = urllib.parse.unquote(raw_path.decode("ascii"))
-        except (httptools.HttpParserError, UnicodeDecodeError):
-            self._refuse(Reason.MALFORMED, MalformedRequest("the request's target is not a path"))
-            return
-        announced = next((value for name, value in self._headers if name == b"content-length"), b"0")
-        if int(announced) > bounds.body_bytes:  # the parser has seen to it that it is a number
-            self._refuse(Reason.BODY_TOO_LARGE, self._body_too_large())
-            return
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": self._parser.get_http_version(),
-            "method": self._parser.get_method().decode("ascii"),
-            "scheme": self._scheme,
-            "path": path,
-            "raw_path": raw_path,
-            "query_string": url.query or b"",
-            "root_path": "",
-            "headers": self._headers,
-            "client": self._client,
-            "server": self._server,
-        }
+        if self._raw_bytes > bounds.header_bytes and size_of(self._url, self._headers) > bounds.header_bytes:
+            raise headers_too_large(bounds)
+        scope = scope_of(method, self._url, self._headers, bounds)
+        scope["http_version"] = self._parser.get_http_version()
+        scope["scheme"] = self._scheme
+        scope["client"] = self._client
+        scope["server"] = self._server
         self._enter("body", bounds.body_s)
         assert self._transport is not None
         self._exchange = Exchange(self, self._transport, scope, is_last=not self._parser.should_keep_alive())
         self._is_to_start = True
-
-    def _body_too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._desk.bounds.body_bytes} bytes")
 
     def on_body(self, body: bytes) -> None:
         if self._is_last or self._exchange is None:
             return
         self._body_bytes += len(body)
         if self._body_bytes > self._desk.bounds.body_bytes:
-            self._refuse(Reason.BODY_TOO_LARGE, self._body_too_large())
-        elif self._exchange.feed(body) > HIGH_WATER_BYTES:
+            raise body_too_large(self._desk.bounds)
+        if self._exchange.feed(body) > HIGH_WATER_BYTES:
             self._pause()
 
     def on_message_complete(self) -> None:
@@ -415,6 +389,10 @@ class Connection(asyncio.Protocol):
     async def drained(self) -> None:
         if self._writable is not None:
             await asyncio.shield(self._writable)
+
+
+def _malformed(detail: str) -> Refusal:
+    return Refusal(Reason.MALFORMED, MalformedRequest(detail))
 
 
 def _end(address: Any) -> tuple[str, int] | None:

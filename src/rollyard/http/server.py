@@ -28,7 +28,8 @@ class HttpServer:
     """See the module. `start` begins to answer.
 
     `is_cancelling`: an app is cancelled when its client goes away; else it is only told (`http.disconnect`), so that
-    what has several steps is not left half done. `owner` is for logs.
+    what has several steps is not left half done. `is_eager`: an app begins in the same turn of the loop as its request
+    came, which is quicker where many wait, and costs 20 µs of CPU before Python 3.12. `owner` is for logs.
     """
 
     def __init__(
@@ -38,11 +39,11 @@ class HttpServer:
         *,
         refusals: Refusals | None = None,
         is_cancelling: bool = False,
-        is_dated: bool = True,
+        is_eager: bool = False,
         owner: str = "",
     ) -> None:
         self._desk = Desk(
-            app, bounds, refusals or Refusals(), owner=owner, is_cancelling=is_cancelling, is_dated=is_dated
+            app, bounds, refusals or Refusals(), owner=owner, is_cancelling=is_cancelling, is_eager=is_eager
         )
         self._server: asyncio.Server | None = None
 

@@ -86,7 +86,7 @@ class Doorway:
             raise RuntimeError("this doorway is closed" if self._is_closed else "this doorway has its app already")
         quiet = Refusals(is_logged=False)  # whoever is inside must not write to the service's log
         self._server = HttpServer(
-            app, self.limits.bounds, refusals=quiet, is_cancelling=True, is_dated=False, owner=self.owner
+            app, self.limits.bounds, refusals=quiet, is_cancelling=True, is_eager=True, owner=self.owner
         )
         await self._server.start(self._sock, backlog=BACKLOG)
 
