@@ -49,6 +49,7 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
+        """How many are open now."""
         return len(self._desk.connections)
 
     async def start(self, sock: socket.socket, *, backlog: int, tls: ssl.SSLContext | None = None) -> None:

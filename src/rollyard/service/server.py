@@ -59,6 +59,7 @@ class Served:
 
     url: str
     house: House
+    http: HttpServer
 
 
 @asynccontextmanager
@@ -77,7 +78,7 @@ async def serve(
                     stack.enter_context(_announced(settings.data_dir / "url", url))
                     if settings.fleet == "ray":
                         house.ray = await stack.enter_async_context(_ray(settings, url))
-                    yield Served(url, house)
+                    yield Served(url, house, server)
             finally:
                 house.yard.stop_now()
                 house.closing.set()
