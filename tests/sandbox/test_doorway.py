@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 import io
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import uvloop
 
 from rollyard.sandbox.doorway import BACKLOG, Doorway, DoorwayLimits
-
-
-def on_both_loops(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Runs an async test on asyncio's own loop and on uvloop."""
-
-    @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-    @functools.wraps(test)
-    def both(new_loop: Callable[[], asyncio.AbstractEventLoop], **fixtures: Any) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(90):
-                await test(**fixtures)
-
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(bounded())
-
-    names = [*inspect.signature(test).parameters.values()]
-    both.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter("new_loop", inspect.Parameter.POSITIONAL_OR_KEYWORD), *names]
-    )
-    return both
+from tests.http.loops import on_both_loops
 
 
 def listening() -> socket.socket:
