@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rollyard.client import AsyncClient
 from tests.service.site import Site, open_site, task
 
 MIB = 1 << 20
@@ -185,6 +186,22 @@ async def test_beyond_all_connections_some_are_told_and_the_rest_is_cut(tmp_path
         for client in held:
             client.write(head(site))
             assert (await client.answer())[0] == 200
+
+
+async def test_our_client_waits_for_a_connection(tmp_path: Path) -> None:
+    async with (
+        open_site(tmp_path, max_connections=1) as site,
+        raw(site) as held,
+        AsyncClient(site.url, site.token, retry_s=90) as client,
+    ):
+        held.write(head(site))
+        assert (await held.answer())[0] == 200
+        asking = asyncio.create_task(client.list_runs())
+        while b'"too_many_connections"}' not in site.served.house.yard.metrics.render()[0]:
+            await asyncio.sleep(0.01)
+        assert not asking.done()
+        held.writer.close()
+        assert await asking == []
 
 
 async def test_pipelined_requests_are_not_queued(site: Site) -> None:
