@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-import uvicorn
 
 from rollyard.core import Json, Sampling
 from rollyard.core.failure import ContextLimit, PromptTooLong, RunDeadline, TokenLimit, TurnLimit
@@ -23,6 +22,7 @@ from rollyard.engines import RouterSettings
 from rollyard.gateway import GatewayApp
 from rollyard.gateway.app import CHAT, key_of, read
 from rollyard.gateway.base import Ask
+from rollyard.http import Bounds, HttpServer
 from rollyard.testing.script import Reply, Rules
 from tests.gateway.site import LIMITS, Site, gateway
 
@@ -457,7 +457,7 @@ async def test_an_unknown_path_is_not_found(path: str):
 
 
 async def test_a_server_that_does_not_cancel_us_is_watched():
-    """uvicorn only says http.disconnect; the doorway cancels. Both must stop the generation."""
+    """The service's port only says http.disconnect; the doorway cancels. Both must stop the generation."""
     reply = Reply("a b c", stall_after=1)
     async with gateway(says(reply), watches=True) as site, aiohttp.ClientSession() as http:
         asking = asyncio.create_task(ask(http, site, body("go")))
@@ -467,12 +467,12 @@ async def test_a_server_that_does_not_cancel_us_is_watched():
 
 
 async def test_a_reader_too_slow_for_the_last_byte_has_not_received_it_from_a_server_that_only_tells_us():
-    """uvicorn takes what is sent to a client that is gone, and says nothing."""
+    """Such a server takes what is sent to a client that is gone, and says nothing."""
     limits, sampling = replace(LIMITS, max_tokens=100_000), Sampling(max_tokens=100_000)
     rules, roomy = says(Reply("word " * 60_000)), {"max_context": 200_000}
     async with (
         gateway(rules, limits=limits, sampling=sampling, engine_options=roomy) as site,
-        uvicorn_of(site) as port,
+        port_of(site) as port,
     ):
         raw = orjson.dumps(body("go", stream=True))
         with socket.socket() as client:
@@ -497,18 +497,16 @@ async def test_a_reader_too_slow_for_the_last_byte_has_not_received_it_from_a_se
 
 
 @asynccontextmanager
-async def uvicorn_of(site: Site) -> AsyncGenerator[int, None]:
+async def port_of(site: Site) -> AsyncGenerator[int, None]:
     """The gateway as the service serves it; its connections hold little that was not read."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        config = uvicorn.Config(GatewayApp(site.session, watches=True), lifespan="off", log_level="warning")
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve([listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await serving
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    server = HttpServer(GatewayApp(site.session, watches=True), Bounds(connections=16))
+    await server.start(listener, backlog=16)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        await server.drain(5)
 
 
 def _streamed(raw: bytes) -> str:

@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 import io
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import uvloop
 
 from rollyard.sandbox.doorway import BACKLOG, Doorway, DoorwayLimits
-
-
-def on_both_loops(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Runs an async test on asyncio's own loop and on uvloop."""
-
-    @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-    @functools.wraps(test)
-    def both(new_loop: Callable[[], asyncio.AbstractEventLoop], **fixtures: Any) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(90):
-                await test(**fixtures)
-
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(bounded())
-
-    names = [*inspect.signature(test).parameters.values()]
-    both.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter("new_loop", inspect.Parameter.POSITIONAL_OR_KEYWORD), *names]
-    )
-    return both
+from tests.http.loops import on_both_loops
 
 
 def listening() -> socket.socket:
@@ -141,8 +119,7 @@ async def test_requests_one_after_another_on_one_connection() -> None:
             assert await answer.read() == b"POST / " + big
         async with client.head(doorway.url) as answer:
             assert answer.status == 200
-        assert doorway._desk is not None
-        assert len(doorway._desk.connections) == 1
+        assert doorway.connections == 1
 
 
 @on_both_loops
@@ -274,7 +251,7 @@ async def test_an_app_that_raises_is_a_500_and_a_log_line(caplog: pytest.LogCapt
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("oh")
 
-    with caplog.at_level(logging.ERROR, "rollyard.sandbox"):
+    with caplog.at_level(logging.ERROR, "rollyard.http"):
         async with serving(broken) as doorway:
             unread = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n" + b"x" * 5_000_000
             assert status_of(await said(doorway, unread)) == 500
@@ -285,8 +262,10 @@ async def test_an_app_that_raises_is_a_500_and_a_log_line(caplog: pytest.LogCapt
 @on_both_loops
 async def test_half_an_answer_never_looks_whole(caplog: pytest.LogCaptureFixture) -> None:
     async def half(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/short":
-            await reply(send, b"abc", headers=[(b"content-length", b"5")])
+        if scope["path"] in ("/short", "/shorter"):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+            await send({"type": "http.response.body", "body": b"ab", "more_body": scope["path"] == "/short"})
+            await send({"type": "http.response.body", "body": b"c"})
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"abc", "more_body": True})
         if scope["path"] == "/raise":
@@ -299,6 +278,8 @@ async def test_half_an_answer_never_looks_whole(caplog: pytest.LogCaptureFixture
             with pytest.raises(aiohttp.ClientPayloadError):
                 async with client.get(doorway.url + path) as answer:
                     await answer.read()
+        async with client.get(doorway.url + "/shorter") as answer:  # nothing of it had gone out
+            assert answer.status == 500
 
 
 @on_both_loops

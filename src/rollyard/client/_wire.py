@@ -23,6 +23,8 @@ from rollyard.client._find import Place
 from rollyard.core import RollyardError
 from rollyard.core.failure import StoreLost
 
+PASSING = frozenset({"draining", "store_lost", "too_many_connections"})  # codes of a 503 that is worth another try
+
 CONNECTIONS = 1024  # long-polls hold one each; more of them wait their turn
 BACKOFF_S = (0.1, 5.0)  # first and longest pause between tries
 ARROW = "application/vnd.apache.arrow.stream"
@@ -164,7 +166,7 @@ async def raise_for(reply: aiohttp.ClientResponse, data: bytes, where: str) -> N
     except orjson.JSONDecodeError:
         problem = None
     error = error_of(reply.status, problem, where)
-    if reply.status == 429 or (reply.status == 503 and error.code in ("draining", "store_lost")):
+    if reply.status == 429 or (reply.status == 503 and error.code in PASSING):
         raise Again(error, was_sent=True, after_s=_retry_after_s(reply.headers.get("Retry-After")))
     raise error
 

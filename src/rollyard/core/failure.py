@@ -468,6 +468,25 @@ class PolicyStuck(RequestError):
     remedy = "Mend the engines that are named, then resume again; until then every clock stands still."
 
 
+class MalformedRequest(RequestError):
+    """What came is not an HTTP/1.1 request, or can be read in two ways."""
+
+    status = 400
+    remedy = "Send plain HTTP/1.1: one Content-Length or chunked framing, and no TLS on a port without it."
+
+
+class RequestTimedOut(RequestError):
+    """The headers or the body of a request did not come in time."""
+
+    status = 408
+    remedy = "Send the request in one piece; settings `http_header_s` and `http_body_s` say how long it may take."
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
+    remedy = "Send fewer or shorter headers, or raise the settings `max_header_bytes` and `max_headers`."
+
+
 class BodyTooLarge(RequestError):
     status = 413
     remedy = "Send fewer rollouts per call, or raise the setting `max_body_bytes`."
@@ -492,6 +511,16 @@ class RateLimited(RequestError):
 class QueueFull(RequestError):
     status = 429
     remedy = "Wait as long as Retry-After says, then send the same body again."
+
+
+class TooManyConnections(RequestError):
+    """More connections are open than the service, or one address, may have."""
+
+    status = 503
+    retryable = True
+    remedy = (
+        "Reuse connections, or close some; settings `max_connections` and `max_connections_per_address` are the bounds."
+    )
 
 
 class StoreLost(RequestError):

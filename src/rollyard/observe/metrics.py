@@ -128,6 +128,9 @@ class Metrics:
         self._commit = histogram("store_commit_seconds", "Time of a commit, its statements included.", COMMIT_SECONDS)
         self._batch = histogram("store_commit_operations", "Operations in one commit.", BATCH)
         self._http = counter("http_requests", "HTTP requests, by route template.", "method", "route", "status")
+        self._http_refused = counter(
+            "http_refusals", "Requests and connections that were refused before a token was read, by reason.", "reason"
+        )
         self._http_seconds = histogram(
             "http_request_seconds", "Time to answer, long polls included.", SHORT_SECONDS, "method", "route"
         )
@@ -226,6 +229,10 @@ class Metrics:
     def http_request(self, method: str, route: str, status: int, seconds: float) -> None:
         self._http.labels(method, route, str(status)).inc()
         self._http_seconds.labels(method, route).observe(seconds)
+
+    def http_refused(self, reason: str) -> None:
+        """What the HTTP server itself refused: see `rollyard.http.Reason`."""
+        self._http_refused.labels(reason).inc()
 
     # --- out ------------------------------------------------------------------------------------------
 

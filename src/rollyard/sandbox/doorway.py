@@ -7,19 +7,15 @@ Invariants. Whoever is inside can only hurt itself: connections, headers, bodies
 bounded by `DoorwayLimits`. A request in flight is cancelled when its client goes away and when the doorway closes.
 `close` first closes the listener and every connection, since an open one would keep the namespace alive.
 
-Not uvicorn: its protocol bounds neither headers, bodies nor pipelined requests, and takes a cancelled app for a crash;
-what would be left of it after overriding all that is `_http.py` and `_exchange.py`, on the same parser. A doorway that
-nobody uses costs its socket and a few KB, and no task.
+The server is `rollyard.http`, the service's own. A doorway that nobody uses costs its socket and a few KB, and no task.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import socket
+from dataclasses import dataclass
 
-from rollyard.sandbox._exchange import AsgiApp
-from rollyard.sandbox._http import Connection, Desk, DoorwayLimits
+from rollyard.http import AsgiApp, Bounds, HttpServer, Refusals
 
 __all__ = ["BACKLOG", "DOORWAY_PORT", "AsgiApp", "Doorway", "DoorwayLimits"]
 
@@ -28,6 +24,29 @@ DOORWAY_PORT = 8129
 
 BACKLOG = 16
 """Connections that the kernel holds for us while the loop is busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoorwayLimits:
+    """What one sandbox may take of its server. One that holds connections filled 1,024 descriptors in 10 s."""
+
+    connections: int = 16  # one more is closed at once; the others do not notice
+    header_bytes: int = 32 << 10  # of one request; beyond: 431
+    header_s: float = 10.0  # from a request's first byte to the end of its headers; beyond: 408
+    idle_s: float = 75.0  # a connection on which nothing has begun is closed
+    body_bytes: int = 16 << 20  # of one request, however it is framed; beyond: 413
+    body_s: float = 60.0  # for the body to come, not counting while the app does not read; beyond: 408
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(
+            connections=self.connections,
+            header_bytes=self.header_bytes,
+            header_s=self.header_s,
+            idle_s=self.idle_s,
+            body_bytes=self.body_bytes,
+            body_s=self.body_s,
+        )
 
 
 class Doorway:
@@ -48,8 +67,7 @@ class Doorway:
         self.port = port
         self.limits = limits or DoorwayLimits()
         self.owner = owner
-        self._server: asyncio.Server | None = None
-        self._desk: Desk | None = None
+        self._server: HttpServer | None = None
         self._is_closed = False
 
     @property
@@ -57,28 +75,25 @@ class Doorway:
         """As it is named inside."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        return self._server.connections if self._server is not None else 0
+
     async def serve(self, app: AsgiApp) -> None:
         """Binds the app to the listener, once and for good."""
-        if self._desk is not None or self._is_closed:
+        if self._server is not None or self._is_closed:
             raise RuntimeError("this doorway is closed" if self._is_closed else "this doorway has its app already")
-        desk = self._desk = Desk(app, self.limits, self.owner)
-        with contextlib.suppress(OSError):  # a Unix socket has none; what is accepted inherits it
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock.setblocking(False)
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Connection(desk, loop), sock=self._sock, backlog=BACKLOG)
-        if self._is_closed:  # while we waited
-            server.close()
-            return
-        self._server = server
+        quiet = Refusals(is_logged=False)  # whoever is inside must not write to the service's log
+        self._server = HttpServer(
+            app, self.limits.bounds, refusals=quiet, is_cancelling=True, is_eager=True, owner=self.owner
+        )
+        await self._server.start(self._sock, backlog=BACKLOG)
 
     def close(self) -> None:
         """At once, and more than once if need be. Apps are cancelled; what they still do is their own cleaning up."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
-            self._server = None
-        elif self._desk is None:
+        else:
             self._sock.close()
-        if self._desk is not None:
-            self._desk.close()

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -24,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard.core import Json, RollyardError
 from rollyard.core.failure import InternalError, InvalidRequest, NotFound, RequestError, StoreLost
+from rollyard.http import problem_body
 from rollyard.store.base import StoreUnusable
 
 log = logging.getLogger("rollyard.service")
@@ -39,15 +39,6 @@ MOST_FIELDS = 20  # of a body with many mistakes, the first ones are told
 def problem(error: RollyardError, *, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
     """The reply for an error. What a record would call the policy's failure (status 200 there) is a 422 here."""
     status = status or (error.status if error.status >= 400 else 422)
-    body: dict[str, Json] = {
-        **error.data,
-        "type": "about:blank",
-        "title": error.code.replace("_", " ").capitalize(),
-        "status": status,
-        "code": error.code,
-        "detail": error.detail,
-        "remedy": error.remedy,
-    }
     extra = dict(headers or {})
     if status in RETRY_AFTER_S:
         told = error.data.get("retry_after_s")
@@ -55,7 +46,7 @@ def problem(error: RollyardError, *, status: int | None = None, headers: Mapping
         extra.setdefault("retry-after", str(wait_s))
     if status == 401:
         extra.setdefault("www-authenticate", "Bearer")
-    return Response(msgspec.json.encode(body), status, extra, MEDIA_TYPE)
+    return Response(problem_body(error, status), status, extra, MEDIA_TYPE)
 
 
 def invalid(errors: Iterable[Mapping[str, Any]], prefix: Sequence[str | int] = ()) -> InvalidRequest:

@@ -1,4 +1,4 @@
-"""The server: one process, uvloop, uvicorn with httptools; signals end it in an orderly way.
+"""The server: one process, uvloop, our own HTTP server; signals end it in an orderly way.
 
 First SIGTERM or SIGINT: /readyz says 503, submits are refused, what has not begun RUN goes back to the queue, RUN and
 EVAL get `drain_s`. Second one: they go back too, at once; their sandboxes are still proven gone. Where a batch system
@@ -17,6 +17,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -25,13 +26,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
 from rollyard import __version__
 from rollyard.agents.registry import Agents
 from rollyard.envs.registry import Environments
 from rollyard.fleet.ray_host import RayHost, RayUnavailable
+from rollyard.http import Bounds, HttpServer, Refusals
 from rollyard.observe import TracingUnavailable, logs
 from rollyard.service.app import create_app
 from rollyard.service.build import open_house
@@ -48,7 +49,8 @@ thousand rollouts in flight that is much."""
 
 BACKLOG = 2048  # a trainer may open a thousand connections at once
 LINGER_S = 5.0  # for replies in flight when the server closes
-KEEP_ALIVE_S = 75.0  # longer than a long-poll: a client's pooled connection is not closed under its next call
+TURNED_AWAY = 64  # connections beyond `max_connections` that are told so at a time
+BODY_BYTES_PER_S = 1024.0  # a body may be this slow once `http_body_s` is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,7 @@ class Served:
 
     url: str
     house: House
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling (ours drains first), and with an event for the moment it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
+    http: HttpServer
 
 
 @asynccontextmanager
@@ -82,34 +69,38 @@ async def serve(
     """A service on a port of this loop. Leaving the block ends it at once, cleanly; `drain` first to be gentle."""
     with bind(settings) as listener:
         async with open_house(settings, environments=environments, agents=agents) as house:
-            config = uvicorn.Config(
-                create_app(house),
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=int(KEEP_ALIVE_S),
-                timeout_graceful_shutdown=int(LINGER_S),
-            )
-            server = _Server(config)
+            refusals = Refusals(house.yard.metrics.http_refused)
+            server = HttpServer(create_app(house), bounds_of(settings), refusals=refusals)
             url = url_of(listener)
-            serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+            await server.start(listener, backlog=BACKLOG)
             try:
-                await _started(server, serving)
                 async with AsyncExitStack() as stack:
                     stack.enter_context(_announced(settings.data_dir / "url", url))
                     if settings.fleet == "ray":
                         house.ray = await stack.enter_async_context(_ray(settings, url))
-                    yield Served(url, house)
+                    yield Served(url, house, server)
             finally:
                 house.yard.stop_now()
                 house.closing.set()
-                server.should_exit = True
-                await asyncio.wait((serving,))
+                await server.drain(LINGER_S)
+
+
+def bounds_of(settings: Settings) -> Bounds:
+    """What strangers may take of the port. Half of the process's open files stay for sandboxes and engines."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = settings.max_connections
+    return Bounds(
+        connections=connections if files == resource.RLIM_INFINITY else max(1, min(connections, files // 2)),
+        connections_per_address=settings.max_connections_per_address,
+        turned_away=TURNED_AWAY,
+        header_bytes=settings.max_header_bytes,
+        headers=settings.max_headers,
+        header_s=settings.http_header_s,
+        idle_s=settings.http_idle_s,
+        body_s=settings.http_body_s,  # its size is the app's to bound: nodes may send more than others
+        body_bytes_per_s=BODY_BYTES_PER_S,
+        unread_s=settings.http_unread_s,
+    )
 
 
 def _ray(settings: Settings, url: str) -> RayHost:
@@ -118,15 +109,6 @@ def _ray(settings: Settings, url: str) -> RayHost:
     node_settings = {name: getattr(settings, name) for name in sizes if name in settings.model_fields_set}
     token = node_token(settings)
     return RayHost(settings.ray_address or None, settings.head_url or url, token, node_settings=node_settings)
-
-
-async def _started(server: _Server, serving: asyncio.Task[None]) -> None:
-    listening = asyncio.create_task(server.listening.wait())
-    await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():
-        listening.cancel()
-        serving.result()
-        raise RuntimeError("the HTTP server ended before it began")
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -165,7 +147,7 @@ def _announced(path: Path, url: str) -> Generator[None, None, None]:
 def run_server(settings: Settings) -> int:
     """Serves until a signal says otherwise. Returns the exit status; what went wrong is on stderr."""
     logs.configure(level=settings.log_level.upper(), style=settings.log_format)
-    for name in ("uvicorn.error", "httpx2", "mcp"):  # what they tell at INFO, we tell ourselves, without URLs
+    for name in ("httpx2", "mcp"):  # what they tell at INFO, we tell ourselves, without URLs
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -215,6 +215,22 @@ class Settings(BaseModel):
     node_hold_s: Seconds = Field(default=600.0, description="So long a node keeps what it has without a head.")
 
     max_body_bytes: int = Field(default=64 << 20, ge=1024, description="Largest request body.")
+    max_header_bytes: int = Field(
+        default=32 << 10, ge=1024, le=1 << 20, description="Largest headers of a request, its URL included."
+    )
+    max_headers: Count = Field(default=128, description="Headers of a request, at most.")
+    max_connections: Count = Field(
+        default=4096, description="Open connections to the port; never more than half of the process's open files."
+    )
+    max_connections_per_address: Count = Field(
+        default=2048, description="Of them, those from one IPv4 address or one /64 of IPv6."
+    )
+    http_header_s: Seconds = Field(default=10.0, description="Seconds for the headers of a request to come.")
+    http_body_s: Seconds = Field(
+        default=60.0, description="Seconds for a body to come, and one more for each KiB that came."
+    )
+    http_idle_s: Seconds = Field(default=75.0, description="Seconds that a connection may be open without a request.")
+    http_unread_s: Seconds = Field(default=120.0, description="Seconds that a client may read nothing of its answer.")
     max_wait_s: float = Field(default=60.0, ge=0, allow_inf_nan=False, description="Longest long-poll; others are cut.")
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="What is logged.")

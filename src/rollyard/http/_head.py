@@ -1,0 +1,71 @@
+"""From a request's first line and headers to an ASGI scope, or to a refusal."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Sequence
+from typing import Any
+
+import httptools
+
+from rollyard.core.failure import BodyTooLarge, HeadersTooLarge, MalformedRequest, RequestError
+from rollyard.http.bounds import Bounds
+from rollyard.http.refusals import Reason
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Refusal(Exception):
+    """Raised inside the parser, which then reads no further."""
+
+    def __init__(self, reason: Reason, error: RequestError, status: int | None = None) -> None:
+        self.reason = reason
+        self.error = error
+        self.status = status or error.status
+
+
+def scope_of(method: bytes, target: bytes, headers: Headers, bounds: Bounds) -> dict[str, Any]:
+    """The part of the scope that the request itself decides. Raises `Refusal`."""
+    if method == b"CONNECT":
+        raise Refusal(Reason.TUNNEL, RequestError("there are no tunnels here"), status=405)
+    try:
+        url = httptools.parse_url(target)
+        raw_path = url.path or b"/"
+        path = raw_path.decode("ascii")
+    except (httptools.HttpParserError, UnicodeDecodeError):
+        raise Refusal(Reason.MALFORMED, MalformedRequest("the request's target is not a path")) from None
+    for name, value in headers:
+        if name == b"content-length" and int(value) > bounds.body_bytes:  # the parser knows that it is a number
+            raise body_too_large(bounds)
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": method.decode("ascii"),
+        "path": urllib.parse.unquote(path) if "%" in path else path,
+        "raw_path": raw_path,
+        "query_string": url.query or b"",
+        "root_path": "",
+        "headers": headers,
+    }
+
+
+def waits_to_be_asked(headers: Headers) -> bool:
+    """Whether the client sends its body only after `100 Continue`."""
+    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
+
+
+def size_of(target: bytes, headers: Headers) -> int:
+    return len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
+
+
+def too_many_headers(bounds: Bounds) -> Refusal:
+    return Refusal(Reason.TOO_MANY_HEADERS, HeadersTooLarge(f"the request has more than {bounds.headers} headers"))
+
+
+def headers_too_large(bounds: Bounds) -> Refusal:
+    detail = f"the request's headers are larger than {bounds.header_bytes} bytes"
+    return Refusal(Reason.HEADERS_TOO_LARGE, HeadersTooLarge(detail))
+
+
+def body_too_large(bounds: Bounds) -> Refusal:
+    return Refusal(Reason.BODY_TOO_LARGE, BodyTooLarge(f"the body is larger than {bounds.body_bytes} bytes"))
