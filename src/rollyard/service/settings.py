@@ -204,7 +204,10 @@ class Settings(BaseModel):
         default="drain",
         description="At SIGTERM: drain, or give all back at once, where a batch system signals sandboxes as well.",
     )
-    retain_s: Seconds = Field(default=7 * 86_400.0, description="Age at which ended rollouts are deleted.")
+    retain_s: Seconds = Field(
+        default=7 * 86_400.0,
+        description="How long after their end rollouts, groups, draws and evaluations are kept.",
+    )
 
     fleet: Literal["nodes", "ray"] | None = Field(
         default=None, description="Who runs rollouts: unset: this process; nodes: those that join; ray: one a Ray node."
