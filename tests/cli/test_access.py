@@ -25,6 +25,18 @@ async def test_tokens_are_created_listed_rotated_and_revoked(cli: Cli, yard: Yar
     assert "there is no token" in (await cli("access", "revoke", listed["id"])).err
 
 
+async def test_a_quota_is_changed(cli: Cli, yard: Yard):
+    await cli("access", "create", "trainer", "--live", "1", "--queued", "5")
+    (listed,) = (await cli("access", "list", "--json")).json
+    changed = await cli("access", "quota", listed["id"], "--live", "7")
+    assert changed.status == 0 and "live 7" in changed.err
+    (listed,) = (await cli("access", "list", "--json")).json
+    assert (listed["quota"]["live"], listed["quota"]["queued"]) == (7, None)
+    assert "no quota" in (await cli("access", "quota", listed["id"])).err
+    missing = await cli("access", "quota", "tok_none", "--live", "7")
+    assert missing.status == 1 and "there is no token 'tok_none'" in missing.err
+
+
 async def test_the_audit_log_is_shown(cli: Cli, yard: Yard):
     await cli("access", "create", "reader", "--name", "dash", "--expires-s", "60")
     await cli("engines", "clear")

@@ -134,13 +134,17 @@ async def test_a_runtime_that_breaks_fails_only_if_it_is_the_default(tmp_path: P
         raise ZeroDivisionError("odd runtime")
 
     monkeypatch.setattr(BubblewrapRuntime, "probe", broken)
+    monkeypatch.setattr("rollyard.service.runtimes.NAMES", ("bubblewrap", "local"))
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "python").symlink_to(CACHE / "python")  # made once for all tests: that takes seconds
     for name, state in (("bubblewrap", "fail"), ("local", "warn")):
-        checks = await runtime_checks(Settings(data_dir=tmp_path / "data", runtimes=(name,)))
+        checks = await runtime_checks(Settings(data_dir=data, runtimes=(name,)))
         (found,) = (check for check in checks if check.name.startswith("bubblewrap"))
         assert (found.name, found.state) == ("bubblewrap: probe", state)
         assert "odd runtime" in found.detail
         assert any(check.name == "local: start" and check.state == "ok" for check in checks)
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert [*tmp_path.iterdir(), *data.iterdir()] == [data, data / "python"], "nothing is left behind"
 
 
 async def test_a_figure_that_this_machine_cannot_give_is_null_with_its_reason():

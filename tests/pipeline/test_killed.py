@@ -1,5 +1,6 @@
 """Whose doing it is when something is killed: a kill by the host costs a try, never a reward."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -45,6 +46,18 @@ async def test_a_check_that_the_host_kills_is_run_again(tmp_path: Path, rest: st
         assert ending is not None and ending.score is not None
         assert (ending.outcome, ending.score.reward) == (Outcome.COMPLETED, 1.0)
         assert any("EVAL was tried again: a command that judges was killed" in note for note in ending.summary.notes)
+
+
+async def test_a_second_judging_is_run_again_too(tmp_path: Path):
+    mark = marked()
+    async with site(tmp_path, DO_IT) as yard:
+        rollout_id = await yard.submit(shell_task(checks=["test -f done", waits(mark)]))
+        await sent(mark, signal.SIGTERM)
+        await yard.ended(rollout_id)
+        again = asyncio.ensure_future(yard.yard.rescore(rollout_id))
+        await sent(mark, signal.SIGKILL)
+        await sent(mark, signal.SIGTERM)
+        assert [score["reward"] for score in (await again).scores] == [1.0]
 
 
 async def test_what_is_killed_in_every_try_counts_as_it_is(tmp_path: Path):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.core.failure import PolicyFailure
-from rollyard.sandbox import OciRuntime, SandboxLimits, SandboxSpec
+from rollyard.core.failure import DiskLimit, PolicyFailure, TaskInvalid
+from rollyard.sandbox import OciRuntime, SandboxLimits, SandboxSpec, oci
+from rollyard.sandbox._sandbox import LaunchedSandbox
 from rollyard.testing.sandbox_conformance import eventually, started
 from tests.sandbox.runtimes import OciByPodman
 
@@ -83,3 +84,32 @@ async def test_a_first_process_that_was_stopped_is_ended_all_the_same(tmp_path: 
         assert (await sandbox.ended()).reason == "killed"
         left = await runtime._call("ps", "--all", "--quiet", "--filter", f"name=rollyard-{sandbox.id}")
         assert not left.stdout
+
+
+async def test_who_fills_the_disk_is_ended(tmp_path: Path) -> None:
+    spec = SandboxSpec(limits=SandboxLimits(disk_bytes=64 << 20))
+    async with OciByPodman(root=tmp_path) as runtime, started(runtime, spec) as sandbox:
+        assert sandbox.limits_in_force["disk"] == "watchdog"
+        with pytest.raises(DiskLimit):
+            await sandbox.exec("head -c 300000000 /dev/zero > /big; sleep 60", timeout_s=60.0)
+        assert (await sandbox.ended()).reason == "disk"
+
+
+async def test_a_disk_limit_that_nothing_would_enforce_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci, "upper_folder", lambda pid: None)
+    async with OciByPodman(root=tmp_path) as runtime:
+        with pytest.raises(TaskInvalid, match=r"sandbox\.disk_bytes: .* cannot be watched"):
+            await runtime.start(SandboxSpec(limits=SandboxLimits(disk_bytes=64 << 20)), lease_s=60.0)
+        async with started(runtime, SPEC) as sandbox:
+            assert sandbox.limits_in_force["disk"] == "none"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has uids to give")
+async def test_each_container_has_uids_of_its_own(tmp_path: Path) -> None:
+    async with OciByPodman(root=tmp_path) as runtime, started(runtime, SPEC) as one, started(runtime, SPEC) as other:
+        assert isinstance(one, LaunchedSandbox) and isinstance(other, LaunchedSandbox)
+        owners = {Path(f"/proc/{sandbox.pid}").stat().st_uid for sandbox in (one, other)}
+        assert len(owners) == 2 and min(owners) >= oci.UIDS.start
+        assert (await one.exec("id -u; touch /mine && stat -c %u /mine", timeout_s=20.0)).stdout == b"0\n0\n"

@@ -74,6 +74,9 @@ class Site:
     async def post(self, path: str, body: Any = None, **options: Any) -> Answer:
         return await self.call("POST", path, json=body, **options)
 
+    async def put(self, path: str, body: Any = None, **options: Any) -> Answer:
+        return await self.call("PUT", path, json=body, **options)
+
     async def delete(self, path: str, **options: Any) -> Answer:
         return await self.call("DELETE", path, **options)
 

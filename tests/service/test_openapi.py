@@ -68,6 +68,7 @@ CONTRACT = {
     "POST /v1/tokens",
     "GET /v1/tokens",
     "POST /v1/tokens/{token_id}/rotate",
+    "PUT /v1/tokens/{token_id}/quota",
     "DELETE /v1/tokens/{token_id}",
     "GET /v1/audit",
     "PUT /v1/policies/{name}/owner",

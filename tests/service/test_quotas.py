@@ -69,6 +69,23 @@ async def test_a_token_has_no_more_at_work_than_it_may(tmp_path: Path) -> None:
         assert states.count("queued") == 4
 
 
+async def test_a_quota_is_changed_without_a_restart_and_rotation_keeps_it(tmp_path: Path) -> None:
+    async with tenant(tmp_path, queued=1) as (site, token):
+        await site.hold()
+        assert (await site.post("/v1/rollouts", many(2), token=token)).code == "quota_exceeded"
+        (listed,) = (await site.get("/v1/tokens")).body["tokens"]
+        path = f"/v1/tokens/{listed['id']}"
+        assert (await site.put(f"{path}/quota", {"queued": 0})).status == 422
+        changed = await site.put(f"{path}/quota", {"queued": 2, "priority": 3})
+        assert (changed.status, changed.body["quota"]["queued"], changed.body["quota"]["live"]) == (200, 2, None)
+        token = (await site.post(f"{path}/rotate", {})).body["token"]
+        assert (await site.post("/v1/rollouts", many(3), token=token)).code == "quota_exceeded"
+        assert (await site.post("/v1/rollouts", many(2), token=token)).status == 202
+        (entry,) = [one for one in (await site.get("/v1/audit")).body["entries"] if one["action"] == "change_quota"]
+        assert (entry["target"], entry["detail"]["queued"]) == (listed["id"], 2)
+        assert (await site.put("/v1/tokens/tok_none/quota", {})).status == 404
+
+
 async def test_a_token_asks_for_no_higher_priority_than_it_may(tmp_path: Path) -> None:
     async with tenant(tmp_path, priority=5) as (site, token):
         await site.hold()

@@ -86,6 +86,7 @@ ROUTES: Mapping[str, Route] = {
     "POST /v1/tokens": Route(ADMINS, {"access": "reader"}),
     "GET /v1/tokens": Route(ADMINS),
     "POST /v1/tokens/{token_id}/rotate": Route(ADMINS, {}),
+    "PUT /v1/tokens/{token_id}/quota": Route(ADMINS, {}),
     "DELETE /v1/tokens/{token_id}": Route(ADMINS),
     "GET /v1/audit": Route(ADMINS),
     "GET /v1/nodes": Route(TENANTS),  # 404 here: no fleet

@@ -46,9 +46,10 @@ def test_logprobs_are_those_of_a_plain_forward_of_the_whole_sequence(module: Any
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"chunk_tokens": 7}, {"max_running": 2, "chunk_tokens": 16}, {"gather_steps": 2}], ids=str
+    ("settings", "apart"),
+    [({}, 0), ({"chunk_tokens": 7}, 3), ({"max_running": 2, "chunk_tokens": 16}, 0), ({"gather_steps": 2}, 3)],
+    ids=str,
 )
-@pytest.mark.parametrize("apart", [0, 3])
 def test_batched_equals_alone(settings: dict[str, int], apart: int):
     module = tiny()
     for request, steps in zip(MIXED, run(batcher_of(module, **settings), MIXED, apart=apart), strict=True):

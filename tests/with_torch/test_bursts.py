@@ -55,9 +55,10 @@ def sizes(batcher: Batcher) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("burst", [2, 5, 99])
-@pytest.mark.parametrize("apart", [0, 2])
-@pytest.mark.parametrize("chunk_tokens", [512, 1], ids=["", "prompts token by token"])
+@pytest.mark.parametrize(
+    ("burst", "apart", "chunk_tokens"),
+    [(2, 0, 512), (5, 2, 512), (99, 2, 512), (2, 2, 1), (5, 0, 1), (99, 0, 1)],  # a chunk of 1: token by token
+)
 def test_a_burst_gives_what_single_steps_give(module: Any, burst: int, apart: int, chunk_tokens: int):
     single, bursts = paged(module, 1), paged(module, burst, chunk_tokens=chunk_tokens)
     for one, many in zip(run(single, PLAIN, apart=apart), run(bursts, PLAIN, apart=apart), strict=True):

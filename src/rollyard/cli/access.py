@@ -21,9 +21,17 @@ from rollyard.cli._console import (
     table,
 )
 
-access = typer.Typer(help="Tokens: create, list, rotate, revoke; and the audit log.", no_args_is_help=True)
+access = typer.Typer(
+    help="Tokens: create, list, rotate, revoke, their quotas; and the audit log.", no_args_is_help=True
+)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="A token's id, as `rollyard access list` shows it.")]
+Queued = Annotated[int | None, typer.Option(min=1, help="Rollouts that may wait at once.")]
+Live = Annotated[int | None, typer.Option(min=1, help="Rollouts that may run at once.")]
+Sessions = Annotated[int | None, typer.Option(min=1, help="Sessions that may be open at once.")]
+StoredBytes = Annotated[int | None, typer.Option(min=1, help="Of trajectories that it may keep here.")]
+RequestsPerS = Annotated[float | None, typer.Option(min=0.001, help="Calls that it may make in a second.")]
+Priority = Annotated[int | None, typer.Option(help="The highest priority that it may ask for.")]
 ExpiresS = Annotated[float | None, typer.Option(min=0.001, help="Seconds until it expires; else it does not.")]
 
 
@@ -45,27 +53,26 @@ def create(
         list[str] | None, typer.Option("--policy", metavar="NAME", help="Only these policies; likewise.")
     ] = None,
     expires_s: ExpiresS = None,
-    queued: Annotated[int | None, typer.Option(min=1, help="Rollouts that may wait at once.")] = None,
-    live: Annotated[int | None, typer.Option(min=1, help="Rollouts that may be at work at once.")] = None,
-    sessions: Annotated[int | None, typer.Option(min=1, help="Sessions that may be open at once.")] = None,
-    stored_bytes: Annotated[int | None, typer.Option(min=1, help="Of trajectories that it may keep here.")] = None,
-    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Calls that it may make in a second.")] = None,
-    priority: Annotated[int | None, typer.Option(help="The highest priority that it may ask for.")] = None,
+    queued: Queued = None,
+    live: Live = None,
+    sessions: Sessions = None,
+    stored_bytes: StoredBytes = None,
+    requests_per_s: RequestsPerS = None,
+    priority: Priority = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a token. It is printed once, on stdout; the service keeps only its digest."""
 
-    asked = {
-        "queued": queued,
-        "live": live,
-        "sessions": sessions,
-        "stored_bytes": stored_bytes,
-        "requests_per_s": requests_per_s,
-        "priority": priority,
-    }
-    quota: dict[str, Any] = {name: most for name, most in asked.items() if most is not None}
+    quota = _quota(
+        queued=queued,
+        live=live,
+        sessions=sessions,
+        stored_bytes=stored_bytes,
+        requests_per_s=requests_per_s,
+        priority=priority,
+    )
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -114,6 +121,40 @@ def rotate(id: Id, expires_s: ExpiresS = None, url: Url = None, token: Token = N
             return await client.rotate_token(id, expires_s=expires_s)
 
     _tell(run(work()), as_json)
+
+
+@access.command("quota", epilog="Example: rollyard access quota tok_01 --live 64 --queued 5000")
+def quota(
+    id: Id,
+    queued: Queued = None,
+    live: Live = None,
+    sessions: Sessions = None,
+    stored_bytes: StoredBytes = None,
+    requests_per_s: RequestsPerS = None,
+    priority: Priority = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace what a token may use at once. What is not named here is not bounded any more."""
+    wanted = _quota(
+        queued=queued,
+        live=live,
+        sessions=sessions,
+        stored_bytes=stored_bytes,
+        requests_per_s=requests_per_s,
+        priority=priority,
+    )
+
+    async def work() -> dict[str, Any]:
+        async with connect(url, token) as client:
+            return await client.change_quota(id, wanted)
+
+    changed = run(work())
+    if as_json:
+        print_json(changed)
+    else:
+        note(f"{id}: " + (", ".join(f"{name} {most}" for name, most in wanted.items()) or "no quota"))
 
 
 @access.command("revoke", epilog="Example: rollyard access revoke tok_01")
@@ -168,6 +209,10 @@ def log(
             plain(detail),
         )
     show(made)
+
+
+def _quota(**bounds: float | None) -> dict[str, Any]:
+    return {name: most for name, most in bounds.items() if most is not None}
 
 
 def _tell(made: dict[str, Any], as_json: bool) -> None:

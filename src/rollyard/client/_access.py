@@ -52,6 +52,10 @@ class AsyncAccess:
         body = given(expires_s=expires_s)
         return read_object(await self._wire.json("POST", f"/tokens/{part(id)}/rotate", body=body))
 
+    async def change_quota(self, id: str, quota: Mapping[str, Json]) -> JsonObject:
+        """Replaces what a token may use at once; see `create_token`. What is not named is not bounded any more."""
+        return read_object(await self._wire.json("PUT", f"/tokens/{part(id)}/quota", body=dict(quota)))
+
     async def revoke_token(self, id: str) -> None:
         await self._wire.json("DELETE", f"/tokens/{part(id)}")
 

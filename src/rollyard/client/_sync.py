@@ -301,6 +301,9 @@ class Client(Sampling):
     def rotate_token(self, id: str, *, expires_s: float | None = None) -> JsonObject:
         return self._run(self._yard.rotate_token(id, expires_s=expires_s))
 
+    def change_quota(self, id: str, quota: Mapping[str, Json]) -> JsonObject:
+        return self._run(self._yard.change_quota(id, quota))
+
     def revoke_token(self, id: str) -> None:
         return self._run(self._yard.revoke_token(id))
 

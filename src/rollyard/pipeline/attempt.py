@@ -308,7 +308,7 @@ class Attempt:
         broken, overruns = 0, 0  # apart: a host that failed once has not shown that the checks are slow
         while True:
             try:
-                return progress.scored(await self._score(), failure)
+                return progress.scored(await self._score(is_last=overruns + 1 >= MOST_OVERRUNS), failure)
             except OVERRUNS as error:
                 overruns += 1
                 if overruns >= MOST_OVERRUNS:
@@ -316,9 +316,7 @@ class Attempt:
                 progress.note(f"EVAL was tried again: {getattr(error, 'code', 'its deadline fired')}")
             except CheckKilled as killed:
                 overruns += 1
-                if overruns >= MOST_OVERRUNS:
-                    return progress.scored(killed.score, failure)
-                progress.note(f"EVAL was tried again: {killed.detail}")
+                progress.note(f"EVAL was tried again: {killed}")
             except RollyardError as error:
                 broken += 1
                 if not error.retryable or broken >= yard.settings.eval_attempts or self._stop is not None:
@@ -330,7 +328,7 @@ class Attempt:
             finally:
                 self._eval_sandbox = None
 
-    async def _score(self) -> Score:
+    async def _score(self, *, is_last: bool) -> Score:
         """One try, in a slot of EVAL's pool."""
         yard, progress = self.yard, self._progress
         assert progress.trajectory is not None
@@ -349,6 +347,7 @@ class Attempt:
                     metrics=yard.metrics,
                     layers=self._kit.eval_layers if self._kit is not None else (),
                     ran_on=self._kit.sandbox.spec if self._kit is not None and self._kit.sandbox is not None else None,
+                    is_last=is_last,
                 )
 
     def _hold(self, sandbox: Sandbox) -> None:

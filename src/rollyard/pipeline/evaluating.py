@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollyard.core import Artifact, Deadline, DeadlineExpired, Message, Rollout, Score, Trajectory
-from rollyard.core.failure import ArtifactLost, SandboxLost, SandboxStartFailed, VerifierCrashed
+from rollyard.core.failure import ArtifactLost, SandboxStartFailed, VerifierCrashed
 from rollyard.core.overlong import COMPONENT
 from rollyard.core.score import MOST_REWARD
 from rollyard.engines.base import ChatReply
@@ -24,13 +24,8 @@ from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import Sandbox, SandboxSpec
 
 
-class CheckKilled(SandboxLost):
-    """A command of the judging was killed, by what is judged or by something on the host. `score` is what came of it:
-    it counts only if that happens again in a fresh sandbox."""
-
-    def __init__(self, score: Score) -> None:
-        super().__init__("a command that judges was killed (SIGKILL), not by Rollyard and not at its memory limit")
-        self.score = score
+class CheckKilled(Exception):
+    """A command of the judging was killed, by what is judged or by something on the host: see `evaluate`."""
 
 
 async def evaluate(
@@ -44,10 +39,12 @@ async def evaluate(
     metrics: Metrics | None = None,
     layers: Sequence[Path] = (),
     ran_on: SandboxSpec | None = None,
+    is_last: bool = True,
 ) -> Score:
     """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
     that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
-    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. CheckKilled: see there."""
+    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. Where a command was killed
+    by nobody we know, the score counts only in the `is_last` try, in a fresh sandbox: before that it is CheckKilled."""
     task = rollout.task
     environment = shop.environment_of(task)
     plan = environment.plan(task)
@@ -80,8 +77,8 @@ async def evaluate(
             _check_score(score, trajectory, f"{task.environment}.eval")
             if sandbox is not None:
                 check_whole(sandbox)
-                if sandbox.odd_kills:
-                    raise CheckKilled(score)
+                if sandbox.odd_kills and not is_last:
+                    raise CheckKilled("a command that judges was killed, not by Rollyard and not at its memory limit")
     return score
 
 

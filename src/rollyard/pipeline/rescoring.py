@@ -7,14 +7,14 @@ A re-scoring is like the EVAL of an attempt: it takes a slot of EVAL's pool and 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from rollyard.core import Deadline, Json, Rollout, State, Trajectory
+from rollyard.core import Deadline, Json, Rollout, Score, State, Trajectory
 from rollyard.core.failure import Gone, InvalidRequest, SandboxStuck
 from rollyard.pipeline.base import YardDoor
-from rollyard.pipeline.evaluating import evaluate
+from rollyard.pipeline.evaluating import CheckKilled, evaluate
 from rollyard.sandbox.base import Sandbox
 
 
@@ -56,17 +56,11 @@ class Rescoring:
             self._sandboxes.add(sandbox)
 
         async with self._place(), yard.eval_pool.slot((-rollout.priority, rollout.seq)):
-            clock = Deadline(rollout.task.limits.eval_s)
             try:
-                score = await evaluate(
-                    yard.shop,
-                    rollout,
-                    trajectory,
-                    clock,
-                    lease_s=yard.settings.lease_s,
-                    watch=hold,
-                    metrics=yard.metrics,
-                )
+                try:
+                    score = await self._score(rollout, trajectory, hold, is_last=False)
+                except CheckKilled:
+                    score = await self._score(rollout, trajectory, hold, is_last=True)
             except SandboxStuck:
                 yard.quarantined += 1
                 raise
@@ -82,6 +76,21 @@ class Rescoring:
             "metrics": dict(score.metrics),
         }
         return await yard.store.add_score(rollout_id, entry)
+
+    async def _score(
+        self, rollout: Rollout, trajectory: Trajectory, hold: Callable[[Sandbox], None], *, is_last: bool
+    ) -> Score:
+        yard = self._yard
+        return await evaluate(
+            yard.shop,
+            rollout,
+            trajectory,
+            Deadline(rollout.task.limits.eval_s),
+            lease_s=yard.settings.lease_s,
+            watch=hold,
+            metrics=yard.metrics,
+            is_last=is_last,
+        )
 
     async def _saved(self, rollout: Rollout) -> Trajectory:
         store = self._yard.store

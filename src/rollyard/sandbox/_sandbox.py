@@ -37,7 +37,7 @@ class Place:
     control: Path
     env: Mapping[str, str]
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
-    limits_in_force: Mapping[str, str] = field(default_factory=dict[str, str])
+    limits_in_force: dict[str, str] = field(default_factory=dict[str, str])
     is_mapped: bool = True  # False: WORKDIR and CONTROL_DIR exist only as names for host folders
     uid: int | None = None  # the host's, where it is not ours
     groups: Sequence[str] = ()  # folders of its cgroup, to be removed when it is gone

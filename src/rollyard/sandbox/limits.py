@@ -162,6 +162,11 @@ class Limiter:
             event_files=group.event_files if group else [],
         )
 
+    def watch_disk(self, name: str, pid: int, folder: Path, limits: SandboxLimits) -> None:
+        """Only that: where somebody else, a container engine say, enforces the rest."""
+        assert self._warden is not None
+        self._warden.watch(name, pid=pid, disk_bytes=self.wanted(limits).disk_bytes, disk_folders=[folder])
+
     def oom_kills(self, name: str) -> int:
         """Processes that the kernel has killed at the memory limit so far."""
         group = self._groups.get(name)

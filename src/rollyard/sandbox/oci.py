@@ -20,21 +20,20 @@ import shlex
 import shutil
 import socket
 import subprocess
-import tarfile
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import ClassVar, Self
 
-from rollyard.core.failure import SandboxLost, SandboxStartFailed
+from rollyard.core.failure import SandboxLost, SandboxStartFailed, TaskInvalid
 from rollyard.sandbox import _launcher, _seccomp
 from rollyard.sandbox._cgroups import group_of
 from rollyard.sandbox._kernel import send
-from rollyard.sandbox._namespaced import UIDS
+from rollyard.sandbox._oci_files import IMPORT_S, export_container, import_folder, probe_image, upper_folder
 from rollyard.sandbox._runtime import LaunchedRuntime
 from rollyard.sandbox._sandbox import Frozen, LaunchedSandbox, Place
 from rollyard.sandbox._wire import Message
-from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ImageKind, SandboxLimits, SandboxSpec
+from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ImageKind, SandboxEnd, SandboxLimits, SandboxSpec
 from rollyard.sandbox.doorway import DOORWAY_PORT
 from rollyard.sandbox.limits import DEFAULTS, Limiter, mark_of
 from rollyard.sandbox.python import INSIDE, PortablePython, PythonShelf
@@ -44,8 +43,11 @@ log = logging.getLogger("rollyard.sandbox")
 INSTALL = "install podman or docker (apt-get install podman runc), and set oci_command if it needs options"
 LAUNCHER = "/.rollyard-launcher"
 CALL_S = 120.0
-IMPORT_S = 1800.0
 HOME = "/home/agent"
+
+UIDS, UIDS_EACH = range(0x7000_0000, 0x7FFF_0000), 65_536
+"""On the host, for containers of a service run as root: a range for each, since an image may have files of any uid.
+Above what systemd gives to containers, and below where 32-bit programs take a uid for a negative number."""
 
 
 class OciRuntime(LaunchedRuntime):
@@ -77,11 +79,14 @@ class OciRuntime(LaunchedRuntime):
         self._pythons = pythons or PythonShelf(root / "python")
         self._launching: dict[str, asyncio.Future[None]] = {}
         self._images: dict[str, str] = {}  # sandbox → what it starts from
+        self._first_uids: dict[str, int] = {}  # sandbox → where its range begins, once it needs one
+        self._next_uids = int(mark_of(root), 16)  # another service on this machine begins elsewhere
         self._imports: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         try:
+            await self._limiter.open(self._root, self._over_limit)
             if self._engine_or_none() is not None:
                 await self._sweep_containers()
         except BaseException:
@@ -91,6 +96,7 @@ class OciRuntime(LaunchedRuntime):
 
     async def close(self) -> None:
         await super().close()
+        await self._limiter.close()
         if self._imports:
             await asyncio.wait(list(self._imports.values()))
 
@@ -151,6 +157,8 @@ class OciRuntime(LaunchedRuntime):
         wanted = self._limiter.wanted(spec.limits)
         limits = {"RLIMIT_CORE": 0}
         in_force: dict[str, str] = dict.fromkeys(("memory", "processes", "cpus", "disk"), "none")
+        if wanted.disk_bytes is not None:
+            in_force["disk"] = "watchdog"  # see `_watch_disk`
         if wanted.open_files:
             limits["RLIMIT_NOFILE"] = wanted.open_files
         for name, flag in _FLAGS.items():
@@ -216,7 +224,8 @@ class OciRuntime(LaunchedRuntime):
         argv += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--hostname", "sandbox", "--user", "0"]
         argv += ["--ulimit", f"nofile={wanted.open_files or 4096}", "--ulimit", "nproc=32768", "--workdir", "/"]
         if self._has_uids:
-            argv += ["--uidmap", f"0:{UIDS.start}:65536", "--gidmap", f"0:{UIDS.start}:65536"]
+            first = self._take_uids(name)
+            argv += ["--uidmap", f"0:{first}:{UIDS_EACH}", "--gidmap", f"0:{first}:{UIDS_EACH}"]
         for field, flag in _FLAGS.items():
             value = getattr(wanted, field)
             if value is not None and flag:
@@ -231,6 +240,16 @@ class OciRuntime(LaunchedRuntime):
         program, *words = python.argv
         argv += ["--entrypoint", program, image, *words, "-I", "-S", f"{LAUNCHER}/_launcher.py"]
         return [*argv, f"{CONTROL_DIR}/socket", "container"]
+
+    def _take_uids(self, name: str) -> int:
+        taken, ranges = set(self._first_uids.values()), range(UIDS.start, UIDS.stop, UIDS_EACH)
+        for _ in ranges:
+            self._next_uids += 1
+            first = ranges[self._next_uids % len(ranges)]
+            if first not in taken:
+                self._first_uids[name] = first
+                return first
+        raise SandboxStartFailed(f"all {len(ranges)} ranges of uids for containers are in use", step="user")
 
     async def _image_of(self, spec: SandboxSpec) -> str:
         """The engine's name of what the sandbox starts from; a folder is imported the first time."""
@@ -251,7 +270,7 @@ class OciRuntime(LaunchedRuntime):
 
     async def _import(self, folder: str, name: str) -> None:
         if (await self._call("image", "inspect", name)).returncode != 0:
-            await asyncio.to_thread(_import, self._engine(), folder, name)
+            await asyncio.to_thread(import_folder, self._engine(), folder, name)
 
     def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
         """The engine limits it, and tells nobody what that did: the kernel does."""
@@ -259,6 +278,28 @@ class OciRuntime(LaunchedRuntime):
         sandbox.count_oom_kills = keeper.count_oom_kills = lambda: group.events().oom_kills
         sandbox.count_host_kills = lambda: group.events().host_kills
         keeper.count_refused_forks = lambda: group.events().processes_refused
+        self._watch_disk(sandbox, place)
+
+    def _watch_disk(self, sandbox: LaunchedSandbox, place: Place) -> None:
+        """What it writes is in a folder of the engine's, if that is one we can look into."""
+        upper = upper_folder(sandbox.pid)
+        if upper is not None:
+            self._limiter.watch_disk(sandbox.id, sandbox.pid, upper, sandbox.spec.limits)
+        elif sandbox.spec.limits.disk_bytes is not None:
+            raise TaskInvalid(
+                "sandbox.disk_bytes: this container engine's storage cannot be watched from here, so nothing would"
+                " enforce it; leave it out, or use the runtime bubblewrap or apptainer"
+            )
+        else:
+            place.limits_in_force["disk"] = "none"
+
+    def _over_limit(self, sandbox_id: str, limit: str, detail: str) -> None:
+        sandbox = self._live.get(sandbox_id)
+        if sandbox is not None and limit == "disk":
+            self._end(sandbox, SandboxEnd(limit, detail))
+
+    async def _wait_for_room(self) -> None:
+        await self._limiter.wait_for_room()
 
     # --- an end ---
 
@@ -267,7 +308,8 @@ class OciRuntime(LaunchedRuntime):
             raise SandboxLost("a container engine cannot leave paths out of a layer: EVAL `same` needs another runtime")
         name = f"localhost/rollyard-layer:{sandbox_id.lower()}"
         if self._has_uids:
-            await asyncio.to_thread(_export, self._engine(), f"rollyard-{sandbox_id}", name)
+            first = self._first_uids[sandbox_id]
+            await asyncio.to_thread(export_container, self._engine(), f"rollyard-{sandbox_id}", name, first)
         else:
             done = await self._call("commit", "--quiet", f"rollyard-{sandbox_id}", name, bound_s=IMPORT_S)
             if done.returncode != 0:
@@ -277,10 +319,12 @@ class OciRuntime(LaunchedRuntime):
 
     async def _on_gone(self, sandbox_id: str, place: Place) -> None:
         self._images.pop(sandbox_id, None)
+        self._limiter.forget(sandbox_id)
         launching = self._launching.pop(sandbox_id, None)
         if launching is not None:  # PID 1 is gone; the engine may still be telling us that it runs
             await asyncio.wait([launching])
             await self._remove_container(sandbox_id)
+        self._first_uids.pop(sandbox_id, None)
 
     async def _remove_container(self, sandbox_id: str) -> None:
         """Again if need be: podman's own cleaning up may be at work in it (its shm mount is busy then)."""
@@ -334,52 +378,3 @@ async def _settled(running: asyncio.Future[subprocess.CompletedProcess[str]]) ->
     await asyncio.wait([running])
     if not running.cancelled():
         running.exception()
-
-
-def _import(engine: list[str], folder: str, name: str) -> None:
-    """`tar | import`: what both engines can do. Everything becomes root's, as in an image."""
-    packing = ["tar", "--create", "--numeric-owner", "--owner=0", "--group=0", "--directory", folder, "."]
-    with subprocess.Popen(packing, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tar:
-        done = subprocess.run(
-            [*engine, "import", "-", name],
-            stdin=tar.stdout,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_S,
-            check=False,
-        )
-    if done.returncode != 0 or tar.returncode != 0:
-        raise SandboxStartFailed(f"import of {folder}: {done.stderr.strip()[-500:] or 'tar failed'}", step="image")
-
-
-def _export(engine: list[str], container: str, name: str) -> None:
-    """`commit` would keep the uids that the container had on the host (podman 4.3), and nobody could write to it."""
-    with (
-        subprocess.Popen([*engine, "export", container], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as source,
-        subprocess.Popen(
-            [*engine, "import", "-", name], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as target,
-        tarfile.open(fileobj=source.stdout, mode="r|") as packed,
-        tarfile.open(fileobj=target.stdin, mode="w|", format=tarfile.PAX_FORMAT) as repacked,
-    ):
-        for member in packed:
-            member.uid, member.gid = max(0, member.uid - UIDS.start), max(0, member.gid - UIDS.start)
-            repacked.addfile(member, packed.extractfile(member) if member.isreg() else None)
-        repacked.close()
-        assert target.stdin is not None
-        target.stdin.close()
-    if source.returncode != 0 or target.returncode != 0:
-        raise SandboxLost("what the container wrote could not be kept by the container engine")
-
-
-def probe_image(folder: Path) -> Path | None:
-    """The smallest image: busybox, where this machine has a static one."""
-    program = shutil.which("busybox")
-    if program is None:
-        return None
-    if not (folder / "bin").is_dir():
-        (folder / "bin").mkdir(parents=True)
-        shutil.copy(program, folder / "bin" / "busybox")
-        for name in ("sh", "cat", "echo"):
-            (folder / "bin" / name).symlink_to("busybox")
-    return folder

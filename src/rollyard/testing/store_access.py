@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 from rollyard.core import Group, Run
 from rollyard.core.access import Access, AuditEntry, TokenRecord
+from rollyard.store import _access
 from rollyard.store.base import ItemKind
 from rollyard.testing.store_conformance import Check, Open, opened, submission
 
@@ -56,6 +58,15 @@ async def the_audit_log_comes_newest_first_and_in_pages(open_store: Open) -> Non
         found = [*first, *rest]
         assert [replace(one, seq=0) for one in found] == entries[::-1]
         assert [one.seq for one in found] == sorted({one.seq for one in found}, reverse=True)
+
+
+@_check
+async def the_audit_log_forgets_its_oldest_entries(open_store: Open) -> None:
+    with mock.patch.object(_access, "AUDIT_ENTRIES", 3):
+        async with opened(open_store) as store:
+            for number in range(5):
+                await store.add_audit(AuditEntry(float(number), "t1", "create_token", f"t{number}"))
+            assert [one.target for one in await store.audit(limit=10)] == ["t4", "t3", "t2"]
 
 
 @_check

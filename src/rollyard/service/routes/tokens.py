@@ -21,7 +21,7 @@ from rollyard.service.house import house_of
 from rollyard.service.models import read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import reply
-from rollyard.service.token_models import RotateBody, TokenBody, token_object
+from rollyard.service.token_models import QuotaBody, RotateBody, TokenBody, token_object
 from rollyard.service.tokens import new_token
 
 router = APIRouter(prefix="/v1", tags=["tokens"])
@@ -73,6 +73,20 @@ async def rotate_token(request: Request, token_id: str) -> Response:
     await house.store.put_token(record)
     house.tokens.put(record)
     return reply({**token_object(record), "token": token})
+
+
+@router.put("/tokens/{token_id}/quota", openapi_extra=json_body(QuotaBody))
+async def change_quota(request: Request, token_id: str) -> Response:
+    """Replaces a token's quota. What it already has queued, live or stored stays."""
+    require_admin(request)
+    house = house_of(request)
+    body = await read_body(request, QuotaBody)
+    record = replace(house.tokens.get(token_id), quota=body.to_quota())
+    await house.audit(request, "change_quota", record.id, **vars(body))
+    await house.store.put_token(record)
+    house.tokens.put(record)
+    house.yard.wake()
+    return reply(token_object(record))
 
 
 @router.delete("/tokens/{token_id}", status_code=204)

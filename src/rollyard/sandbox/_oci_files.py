@@ -1,0 +1,78 @@
+"""Files of a container engine: folders that become images, containers that become layers, where one's writes lie."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+from rollyard.core.failure import SandboxLost, SandboxStartFailed
+
+IMPORT_S = 1800.0
+
+
+def import_folder(engine: list[str], folder: str, name: str) -> None:
+    """`tar | import`: what both engines can do. Everything becomes root's, as in an image."""
+    packing = ["tar", "--create", "--numeric-owner", "--owner=0", "--group=0", "--directory", folder, "."]
+    with subprocess.Popen(packing, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tar:
+        done = subprocess.run(
+            [*engine, "import", "-", name],
+            stdin=tar.stdout,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_S,
+            check=False,
+        )
+    if done.returncode != 0 or tar.returncode != 0:
+        raise SandboxStartFailed(f"import of {folder}: {done.stderr.strip()[-500:] or 'tar failed'}", step="image")
+
+
+def upper_folder(pid: int) -> Path | None:
+    """Where the host keeps what a container writes: the upper folder of its root's overlay. None: there is no such
+    folder (another storage driver), or it is not ours to read."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/mountinfo") as mounts:
+        for line in mounts:
+            here, _, source = line.partition(" - ")
+            if here.split()[4] == "/" and source.startswith("overlay "):
+                words = source.split()[2].split(",")
+                upper = next((Path(word[9:]) for word in words if word.startswith("upperdir=")), None)
+                return upper if upper is not None and os.access(upper, os.R_OK | os.X_OK) else None
+    return None
+
+
+def export_container(engine: list[str], container: str, image: str, first_uid: int) -> None:
+    """`commit` would keep the uids that the container had on the host (podman 4.3), and nobody could write to it."""
+    with (
+        subprocess.Popen([*engine, "export", container], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as source,
+        subprocess.Popen(
+            [*engine, "import", "-", image], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as target,
+        tarfile.open(fileobj=source.stdout, mode="r|") as packed,
+        tarfile.open(fileobj=target.stdin, mode="w|", format=tarfile.PAX_FORMAT) as repacked,
+    ):
+        for member in packed:
+            member.uid, member.gid = max(0, member.uid - first_uid), max(0, member.gid - first_uid)
+            # Large numbers are there as text, too, which would be written again.
+            member.pax_headers = {key: text for key, text in member.pax_headers.items() if key not in ("uid", "gid")}
+            repacked.addfile(member, packed.extractfile(member) if member.isreg() else None)
+        repacked.close()
+        assert target.stdin is not None
+        target.stdin.close()
+    if source.returncode != 0 or target.returncode != 0:
+        raise SandboxLost("what the container wrote could not be kept by the container engine")
+
+
+def probe_image(folder: Path) -> Path | None:
+    """The smallest image: busybox, where this machine has a static one."""
+    program = shutil.which("busybox")
+    if program is None:
+        return None
+    if not (folder / "bin").is_dir():
+        (folder / "bin").mkdir(parents=True)
+        shutil.copy(program, folder / "bin" / "busybox")
+        for name in ("sh", "cat", "echo"):
+            (folder / "bin" / name).symlink_to("busybox")
+    return folder
