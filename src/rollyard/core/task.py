@@ -53,6 +53,7 @@ class SandboxOptions:
     disk_bytes: int | None = None
     open_files: int | None = None
     cpus: float | None = None
+    files: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

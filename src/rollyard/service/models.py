@@ -92,6 +92,7 @@ class SandboxBody(Body):
     processes: Count | None = None
     disk_bytes: Count | None = None
     open_files: Count | None = None
+    files: Count | None = None
     cpus: float | None = Field(default=None, gt=0, le=4096, allow_inf_nan=False)
 
 
