@@ -58,7 +58,9 @@ async def test_a_wall_clock_that_jumps_deletes_nothing(open_any: AnyOpener, monk
         assert await store.trajectory("r") is not None and await store.trajectory("s") is not None
 
 
-async def test_the_clock_counts_while_the_store_is_open_and_goes_on_where_it_was(open_any: AnyOpener) -> None:
+async def test_the_clock_counts_while_the_store_is_open_and_goes_on_where_it_was(
+    open_any: AnyOpener, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = open_any.read_clock = Clock()
     async with await open_any() as store:
         await store.put_run(Run("run"), {})
@@ -70,6 +72,7 @@ async def test_the_clock_counts_while_the_store_is_open_and_goes_on_where_it_was
         assert await store.get("r")
         clock.now_s += 30 * 24 * HOUR_S  # a process that was stopped, or a clock that jumped: an hour is counted
         assert await store.sweep(DAY) == Swept()
+        assert "time passed that retention does not count" in caplog.text
         await wait_for(store, clock, 1 * HOUR_S)
         with pytest.raises(NotFound):
             await store.get("r")

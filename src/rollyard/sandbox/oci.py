@@ -292,7 +292,7 @@ class OciRuntime(LaunchedRuntime):
                 " enforce it; leave it out, or use the runtime bubblewrap or apptainer"
             )
         else:
-            place.limits_in_force |= {"disk": "none", "files": "none"}
+            place.limits_in_force.update(disk="none", files="none")
 
     def _over_limit(self, sandbox_id: str, limit: str, detail: str) -> None:
         sandbox = self._live.get(sandbox_id)
