@@ -170,7 +170,9 @@ class Settings(BaseModel):
     oci_command: str = Field(default="", description='The container engine ("podman --runtime runc"); empty: as found.')
     oci_image: str = Field(default="", description="The image of containers for tasks that name none.")
     layer_bytes: int = Field(
-        default=20 << 30, ge=0, description="Disk that kept set-ups may take, per runtime; the oldest go first."
+        default=20 << 30,
+        ge=0,
+        description="Disk that kept set-ups may take, per runtime, and a file for each 16 KiB of it.",
     )
 
     task_folders: Words = Field(default=(), description="Folders that draws and evaluations may read task files from.")
