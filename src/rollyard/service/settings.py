@@ -147,9 +147,7 @@ class Settings(BaseModel):
     sandbox_memory_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Memory of a sandbox that names none.")
     sandbox_processes: Count = Field(default=2048, description="Processes of a sandbox that names none.")
     sandbox_disk_bytes: int = Field(default=20 << 30, ge=1 << 20, description="Disk of a sandbox that names none.")
-    sandbox_files: int = Field(
-        default=1_000_000, ge=1000, description="Files and folders that a sandbox may make whose task names no number."
-    )
+    sandbox_files: int = Field(default=1_000_000, ge=1000, description="Files of a sandbox that names no number.")
     sandbox_open_files: Count = Field(default=4096, description="Open files of each process in a sandbox.")
     sandbox_cpus: float | None = Field(default=None, gt=0, description="CPUs of a sandbox that names none; unset: all.")
     max_task_memory_bytes: int = Field(
@@ -210,10 +208,7 @@ class Settings(BaseModel):
         default="drain",
         description="At SIGTERM: drain, or give all back at once, where a batch system signals sandboxes as well.",
     )
-    retain_s: Seconds = Field(
-        default=7 * 86_400.0,
-        description="How long after their end rollouts, groups, draws and evaluations are kept.",
-    )
+    retain_s: Seconds = Field(default=7 * 86_400.0, description="How long what has ended is kept; see Operate.")
 
     fleet: Literal["nodes", "ray"] | None = Field(
         default=None, description="Who runs rollouts: unset: this process; nodes: those that join; ray: one a Ray node."
