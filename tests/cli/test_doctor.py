@@ -1,6 +1,7 @@
 """What doctor says of a machine that lacks something: real sandboxes without one of their controls, told as such."""
 
 import os
+import subprocess
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.cli._doctor_check import Check
-from rollyard.cli._doctor_data import file_system, nearest
+from rollyard.cli._doctor_data import file_system, nearest, room
 from rollyard.cli._doctor_inside import look_inside
 from rollyard.cli._doctor_machine import apparmor_remedy, kernel_version, machine_checks
 from rollyard.cli.bench.peers import CACHE
@@ -155,3 +156,16 @@ async def test_a_figure_that_this_machine_cannot_give_is_null_with_its_reason():
     await _try(metrics, "apptainer_dir_start_p50_ms", lacking)
     assert metrics["apptainer_dir_start_p50_ms"] is None
     assert "not found" in str(metrics["apptainer_dir_start_p50_ms_null"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+@pytest.mark.parametrize(("inodes", "state"), [(400, "warn"), (200_000, "ok")])
+def test_a_data_folder_with_few_inodes_is_warned_of(tmp_path: Path, inodes: int, state: str):
+    options = f"size=3g,nr_inodes={inodes}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(tmp_path)], check=True)
+    try:
+        found = room(tmp_path / "data")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert found.state == state and "inodes free" in found.detail
+    assert bool(found.remedy) == (state == "warn") and ("more inodes" in found.remedy) == (state == "warn")

@@ -66,6 +66,10 @@ async def test_engines_come_and_go(cli: Cli, yard: Yard):
 
 
 async def test_runs_are_made_listed_and_deleted(cli: Cli, yard: Yard):
+    masked = await cli("runs", "create", "m", "--mask-truncated", "--overlong-penalty", "10:20:0.5", "--json")
+    assert masked.json[0]["mask_truncated"] is True
+    assert masked.json[0]["overlong_penalty"] == {"from_tokens": 10, "to_tokens": 20, "most": 0.5}
+    await cli("runs", "delete", "m")
     said = await cli("runs", "create", "r", "--seed", "7", "--defaults", '{"limits": {"max_turns": 3}}', "--json")
     assert (said.json[0]["seed"], said.json[0]["defaults"]) == (7, {"limits": {"max_turns": 3}})
     assert "r " in (await cli("runs", "list")).out

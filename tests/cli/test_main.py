@@ -86,6 +86,7 @@ async def test_the_version(cli: Cli):
         (["submit", "x.jsonl", "--no-wait", "--out", "x.jsonl"], "--out needs the rollouts to end"),
         (["submit", "x.jsonl", "--out", "x.parquet"], "the ending says the format"),
         (["runs", "create", "--defaults", "{"], "--defaults is not JSON"),
+        (["runs", "create", "--overlong-penalty", "8192"], "FROM:TO or FROM:TO:MOST was expected"),
     ],
 )
 async def test_wrong_usage_is_one_line_and_status_2(cli: Cli, argv: list[str], says: str):

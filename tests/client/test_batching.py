@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -253,3 +255,10 @@ def test_importance_weights_do_not_look_at_padding_and_refuse_nonsense():
         importance_weights([[-1.0, -1.0]], [[-1.0]], [[1]])
     with pytest.raises(ValueError, match="cap"):
         importance_weights([[-1.0]], [[-1.0]], [[1]], cap=0)
+
+
+@pytest.mark.parametrize("most", [1e15, 1e150, 1e300])
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "none"])
+def test_advantages_of_huge_rewards_are_finite(most: float, kind: Literal["grpo", "rloo", "none"]):
+    found = advantages([of(most, -most, 0.0)], kind)
+    assert np.isfinite([*found.values()]).all() and found["g-0"] > 0

@@ -153,6 +153,20 @@ async def test_a_rescore_appends_to_the_scores(client: AsyncClient):
     assert [score["reward"] for score in again.scores] == [1.0]
 
 
+async def test_a_run_can_mask_what_was_cut_off_and_take_off_for_length(client: AsyncClient):
+    penalty = {"from_tokens": 0, "to_tokens": 1, "most": 0.5}
+    run = await client.create_run(
+        "r1", mask_truncated=True, overlong_penalty=penalty, defaults={"limits": {"max_turns": 1}}
+    )
+    assert (run["mask_truncated"], run["overlong_penalty"]) == (True, penalty)
+    (record,) = await client.submit([task()], run="r1")
+    ended = await client.wait(record.id, timeout_s=30)
+    assert (ended.outcome, ended.trainable) == ("truncated", False)
+    assert ended.score is not None and ended.score["components"]["overlong_penalty"] == -0.5
+    (trace,) = await client.traces(record.id)
+    assert not trace.trainable and trace.reason == "its run masks truncated rollouts, and it ended with turn_limit"
+
+
 async def test_runs_are_made_once_and_lay_their_defaults_under_tasks(client: AsyncClient):
     run = await client.create_run("r1", seed=7, defaults={"limits": {"max_turns": 1}})
     assert run == await client.create_run("r1", seed=7, defaults={"limits": {"max_turns": 1}})

@@ -23,6 +23,7 @@ STABLE = [
     "memory_limit",
     "process_limit",
     "disk_limit",
+    "file_limit",
     "sandbox_ended_by_policy",
     "eval_deadline",
     "engine_failed",

@@ -48,3 +48,14 @@ async def test_a_disk_filled_by_the_set_up_is_the_tasks_doing_and_tried_once(tmp
             assert failure is not None
             assert (failure.code, failure.blame, failure.data["code"]) == ("setup_failed", Blame.TASK, "disk_limit")
         assert yard.yard.shop.layers["bubblewrap"].failed == 1
+
+
+async def test_too_many_files_made_in_run_are_the_policys_end(tmp_path: Path):
+    fill = "mkdir d; cd d; for n in $(seq 3000); do : > $n; done; sleep 20"
+    async with site(tmp_path, says(shell(fill), finish())) as yard:
+        rollout = await yard.rolled(limited(shell_task(checks=["true"]), SandboxOptions(files=1000)))
+        assert rollout.ending is not None and rollout.ending.failure is not None
+        assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("file_limit", Blame.POLICY)
+        assert "of 1000 files" in rollout.ending.failure.detail
+        assert (rollout.ending.score, rollout.ending.summary.limits_in_force["files"]) == (Score(0.0), "watchdog")
+        yard.nothing_left()

@@ -110,3 +110,9 @@ def test_a_higher_level_is_a_wider_interval():
 def test_what_has_no_interval_is_refused(values, level, wrong):
     with pytest.raises(ValueError, match=wrong):
         mean_interval(values, level=level)
+
+
+def test_the_mean_of_the_largest_rewards_has_a_finite_interval():
+    estimate = reward_over_tasks([[1e150, 1e150], [-1e150, -1e150]] * 500)
+    assert estimate is not None and estimate.interval is not None
+    assert all(map(math.isfinite, (estimate.mean, *estimate.interval)))

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollyard.core import Blame, Failure, Group, Rollout, Task
+from rollyard.core import Blame, Failure, Group, OverlongPenalty, Rollout, Task
 from rollyard.core.failure import Outcome
+from rollyard.core.group import mean_of, spread_of
 from rollyard.core.rollout import Ending, LostAttempt, Summary
 from rollyard.core.score import Score
-from rollyard.sampling.membership import End, Fate, Standing, counted, end_of, standing, stats_of, versions_of
+from rollyard.sampling.membership import End, Fate, Standing, counted, end_of, judged, standing, stats_of, versions_of
 
 TASK = Task("shell")
 FATES = st.sampled_from([Fate.STOOD, Fate.STOOD, Fate.LOST, Fate.CANCELLED])
@@ -141,3 +142,28 @@ def test_versions_are_those_of_members_that_sampled():
     }
     assert versions_of(ends, (0, 1, 3)) == (2, 4)
     assert versions_of(ends, (1,)) == (-1, -1)
+
+
+def test_a_filter_and_the_pass_rate_see_the_reward_without_the_overlong_penalty():
+    ends = {
+        index: end_of(
+            Rollout(
+                f"g-{index}",
+                "r",
+                TASK,
+                group="g",
+                index=index,
+                ending=Ending(Outcome.COMPLETED, OverlongPenalty(0, 4).applied(Score(1.0), index), is_trainable=True),
+            )
+        )
+        for index in range(3)
+    }
+    found = stats_of(ends, (0, 1, 2))
+    assert (found.mean, found.lowest, found.pass_rate) == (0.75, 0.5, 1.0)
+    assert counted(ends, (0, 1, 2)) == [1.0, 0.75, 0.5] and judged(ends, (0, 1, 2)) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("most", [1.0, 1e15, 1e150, 1e300])
+def test_statistics_of_a_million_members_of_any_size_are_finite(most: float):
+    rewards = [most, -most] * 500_000
+    assert spread_of(rewards) == pytest.approx(most) and mean_of(rewards) == 0.0

@@ -38,7 +38,7 @@ async def test_the_attack_fails(runtime: LaunchedRuntime, case: Case) -> None:
 async def test_no_limit_is_missing(runtime: LaunchedRuntime) -> None:
     """Else the cases on limits would show nothing."""
     async with started(runtime, SandboxSpec(limits=LIMITS)) as sandbox:
-        for limit in ("memory", "processes", "disk", "open_files"):
+        for limit in ("memory", "processes", "disk", "files", "open_files"):
             assert sandbox.limits_in_force[limit] != "none", dict(sandbox.limits_in_force)
 
 

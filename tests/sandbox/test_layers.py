@@ -233,6 +233,19 @@ async def test_the_least_recently_used_go_first_and_a_leased_one_never(tmp_path:
         assert (layers.pruned, len(layers)) == (2, 2)
 
 
+async def test_layers_of_many_empty_files_are_bounded_too(tmp_path: Path):
+    async def make(target: Path) -> None:
+        target.mkdir(parents=True)
+        for number in range(600):
+            (target / str(number)).touch()
+
+    async with Layers(tmp_path, 10 << 20) as layers:  # and 1000 files
+        for key in ("a", "b"):
+            (await layers.get(key, make)).release()
+        assert await settled(layers) == ["b"]
+        assert layers.size_bytes < 1 << 20
+
+
 async def test_the_order_of_use_outlives_the_service(tmp_path: Path):
     size_bytes = 1 << 20
     async with Layers(tmp_path, BIG) as layers:

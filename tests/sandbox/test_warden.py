@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ class Told:
     def __init__(self) -> None:
         self.limits: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
         self.ooms: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
-        self.pressure: asyncio.Queue[tuple[bool, int, int]] = asyncio.Queue()
+        self.pressure: asyncio.Queue[tuple[bool, Mapping[str, int]]] = asyncio.Queue()
 
     def warden(self, **reserves: object) -> Warden:
         return Warden(
@@ -323,13 +323,53 @@ def test_a_disk_is_walked_again_when_it_filled_or_after_a_while(tmp_path: Path):
         warden = _warden.Warden(theirs)
         request = {"id": "a", "pid": 1, "memory_bytes": None, "processes": None, "disk_bytes": 16 * MIB}
         watched = _warden.Watched({**request, "disk_folders": ["x"], "tmpfs_paths": [], "event_files": []})
-        assert warden.is_walk_due(watched, 100.0, {"x": 5 * MIB}) == (True, 5 * MIB)
-        watched.walked_at, watched.filled_at_walk = 100.0, 5 * MIB
-        assert warden.is_walk_due(watched, 129.0, {"x": 6 * MIB})[0] is False
-        assert warden.is_walk_due(watched, 130.0, {"x": 6 * MIB})[0] is True
-        assert warden.is_walk_due(watched, 101.0, {"x": 6 * MIB + 1})[0] is True
-        assert warden.is_walk_due(watched, 101.0, {"x": 2 * MIB})[0] is False  # others freed some…
-        assert warden.is_walk_due(watched, 101.0, {"x": 4 * MIB})[0] is True  # …which hides nothing
+        assert warden.is_walk_due(watched, 100.0, {"x": (5 * MIB, 7)}) == (True, (5 * MIB, 7))
+        watched.walked_at, watched.filled_at_walk = 100.0, (5 * MIB, 7)
+        assert warden.is_walk_due(watched, 129.0, {"x": (6 * MIB, 10**6)})[0] is False
+        assert warden.is_walk_due(watched, 130.0, {"x": (6 * MIB, 7)})[0] is True
+        assert warden.is_walk_due(watched, 101.0, {"x": (6 * MIB + 1, 7)})[0] is True
+        assert warden.is_walk_due(watched, 101.0, {"x": (2 * MIB, 7)})[0] is False  # others freed some…
+        assert warden.is_walk_due(watched, 101.0, {"x": (4 * MIB, 7)})[0] is True  # …which hides nothing
+        watched.disk_bytes, watched.files, watched.filled_at_walk = None, 1600, (0, 50)
+        assert warden.is_walk_due(watched, 101.0, {"x": (1 << 50, 150)})[0] is False
+        assert warden.is_walk_due(watched, 101.0, {"x": (0, 151)})[0] is True
+
+
+def empty_files(folder: Path) -> None:
+    for number in range(300):
+        (folder / str(number)).touch()
+
+
+def empty_folders(folder: Path) -> None:
+    for number in range(300):
+        (folder / str(number)).mkdir()
+
+
+def symbolic_links(folder: Path) -> None:
+    for number in range(300):
+        (folder / str(number)).symlink_to("/nowhere")
+
+
+@pytest.mark.parametrize("fill", [empty_files, empty_folders, symbolic_links])
+async def test_too_many_files_are_told(
+    fill: Callable[[Path], None], told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+):
+    (tmp_path / "few").mkdir()
+    links(tmp_path / "few")  # one file with many names is one file
+    warden.watch("few", pid=keeper(""), files=200, disk_folders=[tmp_path / "few"])
+    (tmp_path / "many").mkdir()
+    fill(tmp_path / "many")
+    warden.watch("many", pid=keeper(""), files=200, disk_folders=[tmp_path / "many"])
+    assert await told.limit() == ("many", "files")
+    assert told.limits.empty()
+
+
+async def test_deleted_files_that_are_held_are_files(
+    told: Told, warden: Warden, keeper: Callable[..., int], disk_path: Path
+):
+    code = "held = [open(f'{sys.argv[1]}{n}', 'w') for n in range(300)]\nfor file in held: os.unlink(file.name)"
+    warden.watch("a", pid=keeper(code, at=disk_path / "file"), files=200, disk_folders=[disk_path])
+    assert await told.limit() == ("a", "files")
 
 
 def walked(folder: Path, limit: int = 1 << 50) -> _walk.Walk:
@@ -346,7 +386,10 @@ def test_a_walk_in_slices_counts_what_du_counts(tmp_path: Path):
             folder.mkdir(parents=True)
             fill(folder)
     expected = subprocess.run(["du", "-s", "-B1", str(tmp_path)], capture_output=True, check=True).stdout.split()[0]
-    assert walked(tmp_path).used_bytes == int(expected)
+    walk = walked(tmp_path)
+    assert walk.used_bytes == int(expected)
+    inodes = subprocess.run(["du", "-s", "--inodes", str(tmp_path)], capture_output=True, check=True).stdout.split()[0]
+    assert walk.used_files == int(inodes)
 
 
 def test_a_walk_leaves_no_descriptor_open(tmp_path: Path):
@@ -409,9 +452,9 @@ def test_a_ladder_of_forbidden_folders_is_an_attack(tmp_path: Path):
         "for _ in range(600):\n"
         "  os.mkdir('d'); ways.append(os.open('d', os.O_RDONLY)); os.chdir('d')\n"
         "for way in reversed(ways): os.fchmod(way, 0); os.close(way)\n"
-        "os.fchdir(top); walk.go_on(1e18); print(walk.is_over, len(os.listdir('/proc/self/fd')) < 10)"
+        "os.fchdir(top); walk.go_on(1e18); print(walk.over, len(os.listdir('/proc/self/fd')) < 10)"
     )
-    assert as_another(code, tmp_path).split() == [b"True", b"True"]
+    assert as_another(code, tmp_path).split() == [b"disk", b"True"]
     subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
 
 
@@ -458,9 +501,9 @@ async def test_low_memory_of_the_machine_is_told(told: Told):
     warden = told.warden(memory_reserve_bytes=1 << 60)
     try:
         async with asyncio.timeout(90):
-            is_low, available, _ = await told.pressure.get()
+            is_low, free = await told.pressure.get()
         assert is_low
-        assert 0 < available < 1 << 60
+        assert 0 < free["memory_available_bytes"] < 1 << 60
     finally:
         await warden.close()
 
@@ -473,9 +516,26 @@ async def test_a_full_disk_of_the_machine_is_told_and_its_recovery_too(told: Tol
         one_file(tmp_path)  # 12 MB are left: no trouble yet
         (tmp_path / "more").write_bytes(b"x" * (8 * MIB))
         async with asyncio.timeout(90):
-            is_low, _, free = await told.pressure.get()
-            assert is_low and free < 8 * MIB
+            is_low, free = await told.pressure.get()
+            assert is_low and free["disk_free_bytes"] < 8 * MIB
             (tmp_path / "more").unlink()
+            assert (await told.pressure.get())[0] is False
+    finally:
+        await warden.close()
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@as_root
+async def test_a_file_system_without_free_inodes_is_told_and_its_recovery_too(told: Told, tmp_path: Path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=400", "none", str(tmp_path)], check=True)
+    warden = told.warden(disk_reserve_files=200, disk_path=tmp_path)
+    try:
+        empty_files(tmp_path)
+        async with asyncio.timeout(90):
+            is_low, free = await told.pressure.get()
+            assert is_low and free["disk_free_files"] < 200 and free["disk_free_bytes"] > MIB
+            for file in tmp_path.iterdir():
+                file.unlink()
             assert (await told.pressure.get())[0] is False
     finally:
         await warden.close()

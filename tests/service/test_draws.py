@@ -291,6 +291,35 @@ async def test_an_acknowledged_batch_lets_its_traces_go_and_no_other(tmp_path: P
         assert (await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})).status == 422
 
 
+async def test_a_run_s_acknowledgement_leaves_the_groups_of_a_draw_alone(tmp_path: Path) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site)
+        await take(site, 2, 1)
+        listed = (await site.get("/v1/rollouts?state=ended&limit=1000")).body
+        answer = await site.post("/v1/runs/default/ack", {"cursor": listed["rollouts"][-1]["cursor"]})
+        assert answer.body == {"acknowledged": 0}
+        groups = (await site.get("/v1/draws/d/groups?limit=4")).body["groups"]
+        assert all("traces" in one for group in groups for one in group["rollouts"])
+
+
+async def test_an_ended_draw_is_forgotten_with_its_run_when_its_time_is_over(tmp_path: Path) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine, retain_s=0.001) as site:
+        await draw(site)
+        await take(site, 2, 1)
+        house = site.served.house
+        await house.yard.sweep()
+        assert (await site.get("/v1/draws/d")).status == 200, "it is active"
+        await site.delete("/v1/draws/d")
+        async with asyncio.timeout(60):
+            while (await site.get("/v1/draws/d")).status != 404:
+                await house.yard.sweep()
+        await house.yard.sweep()
+        assert [run.id for run in house.yard.runs] == [] and await house.store.list_runs() == ()
+        assert (await site.get("/v1/draws/d/groups")).status == 404
+        await draw(site)
+        await take(site, 2, 1)
+
+
 async def test_a_rewind_voids_what_newer_weights_sampled_and_returns_its_tasks(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 30, max_staleness=0, on_stale="wait")  # so that nothing is begun beyond the batch

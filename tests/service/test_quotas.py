@@ -213,6 +213,7 @@ async def ended_of(site: Site, token: str) -> int:
     ("fields", "says"),
     [
         ({"sandbox": {"disk_bytes": 1 << 60}}, "sandbox.disk_bytes"),
+        ({"sandbox": {"files": 10_000_001}}, "sandbox.files"),
         ({"sandbox": {"memory_bytes": 1 << 50}}, "sandbox.memory_bytes"),
         ({"sandbox": {"cpus": 4096}}, "sandbox.cpus"),
         ({"sandbox": {"processes": 1 << 30}}, "sandbox.processes"),

@@ -305,3 +305,19 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_no_traceback
         await asyncio.sleep(0.2)
         assert (await site.get("/healthz")).status == 200
     assert [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"mask_truncated": True, "trainable_on_deadline": True}, "set one of them"),
+        ({"mode": "eval", "overlong_penalty": {"from_tokens": 1, "to_tokens": 2}}, "a run of mode eval has none"),
+        ({"overlong_penalty": {"from_tokens": 2, "to_tokens": 2}}, "less than to_tokens"),
+        ({"overlong_penalty": {"from_tokens": -1, "to_tokens": 2}}, "0 or more"),
+        ({"overlong_penalty": {"from_tokens": 1, "to_tokens": 2, "most": -1}}, "greater than 0"),
+        ({"overlong_penalty": {"from_tokens": 1, "to_tokens": 2, "most": 1e7}}, "less than or equal"),
+    ],
+)
+async def test_settings_of_a_run_that_make_no_sense_are_refused(site: Site, fields: dict[str, Any], wrong: str) -> None:
+    answer = await site.post("/v1/runs", {"id": "odd", **fields})
+    assert answer.status == 422 and wrong in str(answer.body), answer.body

@@ -7,6 +7,7 @@ where it is not installed, its tests are skipped.
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import asyncpg
@@ -21,13 +22,16 @@ _numbers = itertools.count(1)
 class SqliteOpener:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "rollyard.db"
+        self.read_clock = time.monotonic
 
     async def __call__(
         self, *, max_attempts: int = 3, is_forced: bool = False, keeps_leases: bool = False
     ) -> SqliteStore:
         if is_forced:
             self.path.with_name(self.path.name + ".lock").unlink()
-        return await SqliteStore.open(self.path, max_attempts=max_attempts, keeps_leases=keeps_leases)
+        return await SqliteStore.open(
+            self.path, max_attempts=max_attempts, keeps_leases=keeps_leases, read_clock=self.read_clock
+        )
 
 
 class PostgresOpener:
@@ -35,6 +39,7 @@ class PostgresOpener:
         self.server_url = server.url
         self.schema = f"t{next(_numbers)}"
         self.url = f"{server.url}?search_path={self.schema}"
+        self.read_clock = time.monotonic
 
     async def __call__(
         self, *, max_attempts: int = 3, is_forced: bool = False, keeps_leases: bool = False
@@ -42,7 +47,9 @@ class PostgresOpener:
         await self.execute(f"CREATE SCHEMA IF NOT EXISTS {self.schema}")
         if is_forced:
             await self.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
-        return await PostgresStore.open(self.url, max_attempts=max_attempts, keeps_leases=keeps_leases)
+        return await PostgresStore.open(
+            self.url, max_attempts=max_attempts, keeps_leases=keeps_leases, read_clock=self.read_clock
+        )
 
     async def execute(self, sql: str) -> list[asyncpg.Record]:
         """As somebody else would, beside the store."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +14,15 @@ if TYPE_CHECKING:
     from rollyard.service.settings import Settings
 
 GIB = 1 << 30
+FEW_FILES = 100_000
+"""Inodes: a large repository with its environment takes as many."""
+
 NO_UPPER = ("overlay", "fuse.fuse-overlayfs", "aufs", "ecryptfs", "vfat", "exfat")
 """File systems that cannot hold what an overlay writes."""
 
 
 def data_checks(settings: Settings) -> Iterable[Check]:
-    yield _room(settings.data_dir)
+    yield room(settings.data_dir)
     yield file_system(settings.data_dir, _mounts())
     yield _images(settings)
     yield _layers(settings)
@@ -39,13 +41,19 @@ def _mounts() -> str:
     return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
 
 
-def _room(data_dir: Path) -> Check:
+def room(data_dir: Path) -> Check:
     place = nearest(data_dir)
     if not os.access(place, os.W_OK):
         return Check("data_dir", "warn", f"{data_dir} cannot be written to", "set data_dir to a folder of yours")
-    free = shutil.disk_usage(place).free
-    remedy = "" if free >= 2 * GIB else "make room, or set data_dir to a larger disk"
-    return Check("data_dir", "warn" if remedy else "ok", f"{data_dir}: {free / GIB:.1f} GiB free", remedy)
+    found = os.statvfs(place)
+    free, files = found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
+    detail = f"{data_dir}: {free / GIB:.1f} GiB free" + ("" if files is None else f", {files:,} inodes free")
+    remedy = ""
+    if free < 2 * GIB:
+        remedy = "make room, or set data_dir to a larger disk"
+    elif files is not None and files < FEW_FILES:
+        remedy = "delete small files, or set data_dir to a file system with more inodes (mkfs.ext4 -i 8192)"
+    return Check("data_dir", "warn" if remedy else "ok", detail, remedy)
 
 
 def file_system(data_dir: Path, mountinfo: str) -> Check:

@@ -62,12 +62,24 @@ def create(
     trainable_on_deadline: Annotated[
         bool | None, typer.Option("--trainable-on-deadline", help="Train on rollouts that ran out of time, too.")
     ] = None,
+    mask_truncated: Annotated[
+        bool | None,
+        typer.Option("--mask-truncated", help="Do not train on what was cut off: turns, tokens, context, time."),
+    ] = None,
+    overlong_penalty: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM:TO[:MOST]",
+            help="Take up to MOST (default: 1) off the reward, in a line from FROM to TO sampled tokens.",
+        ),
+    ] = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a run; the same id with the same settings is the same run."""
     partial = read_defaults(defaults)
+    penalty = _penalty(overlong_penalty)
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -80,6 +92,8 @@ def create(
                 priority=priority,
                 max_live=max_live,
                 trainable_on_deadline=trainable_on_deadline,
+                mask_truncated=mask_truncated,
+                overlong_penalty=penalty,
             )
 
     created = run(work())
@@ -87,6 +101,19 @@ def create(
         print_json(created)
     else:
         _show([created])
+
+
+def _penalty(given: str | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    start, _, rest = given.partition(":")
+    end, _, most = rest.partition(":")
+    try:
+        penalty: dict[str, Any] = {"from_tokens": int(start), "to_tokens": int(end)}
+        return {**penalty, "most": float(most)} if most else penalty
+    except ValueError:
+        detail = f"--overlong-penalty {given}: FROM:TO or FROM:TO:MOST was expected, such as 8192:10240:0.5"
+        raise typer.BadParameter(detail) from None
 
 
 @runs.command("delete", epilog="Example: rollyard runs delete grpo-7b")

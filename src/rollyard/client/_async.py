@@ -80,8 +80,13 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         priority: int | None = None,
         max_live: int | None = None,
         trainable_on_deadline: bool | None = None,
+        mask_truncated: bool | None = None,
+        overlong_penalty: Mapping[str, Json] | None = None,
     ) -> JsonObject:
-        """A run, made now or earlier with the same body. `defaults` is a partial task, laid under each task."""
+        """A run, made now or earlier with the same body. `defaults` is a partial task, laid under each task.
+
+        `mask_truncated` leaves rollouts that were cut off out of the loss; `overlong_penalty` is
+        `{"from_tokens", "to_tokens", "most"?}`."""
         body = _given(
             id=check_id(id) if id else new_id("run"),
             mode=mode,
@@ -91,6 +96,8 @@ class AsyncClient(AsyncSampling, AsyncAccess):
             priority=priority,
             max_live=max_live,
             trainable_on_deadline=trainable_on_deadline,
+            mask_truncated=mask_truncated,
+            overlong_penalty=overlong_penalty,
         )
         return read_object(await self._wire.json("POST", "/runs", body=body, is_repeatable=True))
 

@@ -107,6 +107,8 @@ class Client(Sampling):
         priority: int | None = None,
         max_live: int | None = None,
         trainable_on_deadline: bool | None = None,
+        mask_truncated: bool | None = None,
+        overlong_penalty: Mapping[str, Json] | None = None,
     ) -> JsonObject:
         return self._run(
             self._yard.create_run(
@@ -118,6 +120,8 @@ class Client(Sampling):
                 priority=priority,
                 max_live=max_live,
                 trainable_on_deadline=trainable_on_deadline,
+                mask_truncated=mask_truncated,
+                overlong_penalty=overlong_penalty,
             )
         )
 

@@ -7,6 +7,7 @@ from rollyard.core.failure import CODES, Blame, Failure, Outcome, RollyardError
 from rollyard.core.group import Group, GroupState
 from rollyard.core.ids import DEFAULT_RUN, check_id, id_of, key_of, new_id, sampling_seed
 from rollyard.core.json import Json, canonical, digest
+from rollyard.core.overlong import OverlongPenalty
 from rollyard.core.rollout import Ending, LostAttempt, Rollout, Summary, Timings
 from rollyard.core.score import Score, TurnReward
 from rollyard.core.state import LIVE, MOVES, IllegalMove, Position, State
@@ -38,6 +39,7 @@ __all__ = [
     "Message",
     "Mode",
     "Outcome",
+    "OverlongPenalty",
     "Position",
     "Rollout",
     "RollyardError",

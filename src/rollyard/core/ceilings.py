@@ -16,6 +16,7 @@ class Ceilings:
     disk_bytes: int | None = None
     cpus: float | None = None
     processes: int | None = None
+    files: int | None = None
     seconds: float | None = None  # of each stage
 
     def check(self, task: Task) -> None:
@@ -26,6 +27,7 @@ class Ceilings:
             ("sandbox.disk_bytes", sandbox.disk_bytes, self.disk_bytes),
             ("sandbox.cpus", sandbox.cpus, self.cpus),
             ("sandbox.processes", sandbox.processes, self.processes),
+            ("sandbox.files", sandbox.files, self.files),
             ("limits.init_s", limits.init_s, self.seconds),
             ("limits.run_s", limits.run_s, self.seconds),
             ("limits.eval_s", limits.eval_s, self.seconds),

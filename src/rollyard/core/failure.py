@@ -5,7 +5,7 @@
     │   ├── TurnLimit  TokenLimit  ContextLimit        (outcome truncated)
     │   ├── RunDeadline                                (truncated; untrainable unless the run says so)
     │   ├── AgentCrashed                               (truncated; untrainable: nobody can say whose doing it was)
-    │   ├── MemoryLimit  ProcessLimit  DiskLimit  SandboxEndedByPolicy
+    │   ├── MemoryLimit  ProcessLimit  DiskLimit  FileLimit  SandboxEndedByPolicy
     │   └── EvalDeadline                               (the environment's failing score)
     ├── InfraFailure                   ours or the cluster's: never has a reward, is tried again
     │   ├── EngineFailure
@@ -149,6 +149,10 @@ class ProcessLimit(PolicyFailure):
 
 class DiskLimit(PolicyFailure):
     remedy = "Raise sandbox.disk_bytes if the task needs more disk."
+
+
+class FileLimit(PolicyFailure):
+    remedy = "Raise sandbox.files if the task needs to make more files and folders."
 
 
 class SandboxEndedByPolicy(PolicyFailure):

@@ -41,7 +41,7 @@ class Stats:
     trainable: int = 0  # of those, trained on
     mean: float | None = None
     spread: float | None = None  # standard deviation
-    pass_rate: float | None = None  # share of rewards of at least 1
+    pass_rate: float | None = None  # share of rewards of at least 1, before an overlong penalty
     lowest: float | None = None
     highest: float | None = None
     sampled_tokens: int = 0  # of all that was started, spares too
@@ -100,7 +100,8 @@ def spread_of(rewards: Sequence[float]) -> float | None:
         return None
     if max(rewards) - min(rewards) <= TOLERANCE:
         return 0.0
-    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    farthest = max(abs(reward - mean) for reward in rewards)  # in units of it, no square overflows
+    return farthest * math.sqrt(math.fsum(((reward - mean) / farthest) ** 2 for reward in rewards) / len(rewards))
 
 
 def pass_rate_of(rewards: Sequence[float], threshold: float = 1.0) -> float | None:

@@ -70,6 +70,7 @@ class Ending:
     is_trainable: bool = False
     summary: Summary = field(default_factory=Summary)
     timings: Timings = field(default_factory=Timings)
+    untrainable: str = ""  # why it is not trained on, where failure and mode do not say so
 
     def __post_init__(self) -> None:
         if (self.outcome is Outcome.COMPLETED) is not (self.failure is None):

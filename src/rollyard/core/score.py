@@ -44,6 +44,9 @@ class Score:
 MOST = 1e150
 """Of any number: the sum of the squares of a million of them is still finite."""
 
+MOST_REWARD = 1e15
+"""Of a reward that is given now: the same holds in the 32 bits of a trainer's tensors."""
+
 
 def _finite(number: float) -> float:
     number = float(number)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rollyard.core.json import Json
+from rollyard.core.overlong import OverlongPenalty
 
 
 class Mode(StrEnum):
@@ -52,6 +53,7 @@ class SandboxOptions:
     disk_bytes: int | None = None
     open_files: int | None = None
     cpus: float | None = None
+    files: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +86,7 @@ class Run:
     priority: int = 0  # higher goes first
     max_live: int | None = None  # quota: rollouts beyond QUEUED at once
     trainable_on_deadline: bool = False
+    mask_truncated: bool = False  # what was cut off is not trained on: turns, tokens, context, run_s
+    overlong_penalty: OverlongPenalty | None = None
     created_at: float = 0.0
     owner: str = ""  # who made it, by a name that opens nothing; empty: the service itself

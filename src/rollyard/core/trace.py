@@ -108,3 +108,9 @@ class Trajectory:
     @property
     def sampled_tokens(self) -> int:
         return sum(trace.sampled_tokens for trace in self.traces)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether its last reply ended at a token limit, whatever its agent made of that."""
+        spans = [span for trace in self.traces for span in trace.spans if span.is_owned]
+        return bool(spans) and max(spans, key=lambda span: span.turn).finish_reason == "length"

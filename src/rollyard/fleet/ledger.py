@@ -18,7 +18,7 @@ from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, Rollout,
 from rollyard.core.failure import Cancelled, NotFound
 from rollyard.fleet.wire import Blob, Ended, Item, Key, Moved, Returned, Saved
 from rollyard.pipeline.artifacts import ArtifactFolder
-from rollyard.store.base import QueuedRow, Recovered, Retention, Stale
+from rollyard.store.base import QueuedRow, Recovered, Retention, Stale, Swept
 from rollyard.store.codec import encode_trajectory, to_json
 
 MOST_ARTIFACT_BYTES = 32 << 20
@@ -148,10 +148,10 @@ class Ledger:
     async def queued(self) -> Sequence[QueuedRow]:
         return ()
 
-    async def sweep(self, _: Retention) -> Sequence[str]:
+    async def sweep(self, _: Retention) -> Swept:
         gone = [rollout_id for rollout_id in self._left if rollout_id not in self._held]
         self._left.difference_update(gone)
-        return gone
+        return Swept(tuple(gone))
 
     async def get(self, rollout_id: str) -> Rollout:
         if rollout_id not in self._held:

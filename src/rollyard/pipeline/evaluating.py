@@ -12,6 +12,8 @@ from pathlib import Path
 
 from rollyard.core import Artifact, Deadline, DeadlineExpired, Message, Rollout, Score, Trajectory
 from rollyard.core.failure import ArtifactLost, SandboxStartFailed, VerifierCrashed
+from rollyard.core.overlong import COMPONENT
+from rollyard.core.score import MOST_REWARD
 from rollyard.engines.base import ChatReply
 from rollyard.envs.base import EnvContext, Evidence, Judge
 from rollyard.observe.metrics import Metrics
@@ -97,6 +99,11 @@ def _check_score(score: object, trajectory: Trajectory, what: str) -> None:
     """What an environment returns is stored as it is, and read by everyone who lists: so it is looked at here."""
     if not isinstance(score, Score):
         raise VerifierCrashed(f"{what} returned {type(score).__name__}, not a Score")
+    for reward in (score.reward, *(turn.reward for turn in score.turn_rewards)):
+        if abs(reward) > MOST_REWARD:
+            raise VerifierCrashed(f"{what} gave a reward of {reward:g}; the most is {MOST_REWARD:g}")
+    if COMPONENT in score.components:
+        raise VerifierCrashed(f"{what} returned a component {COMPONENT!r}: that name is Rollyard's")
     spans = [len(trace.spans) for trace in trajectory.traces]
     for turn in score.turn_rewards:
         if not (0 <= turn.trace < len(spans) and 0 <= turn.span < spans[turn.trace]):

@@ -25,6 +25,7 @@ from rollyard.core import (
     Trajectory,
 )
 from rollyard.core.failure import RunDeadline
+from rollyard.core.overlong import TRUNCATIONS
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.stages import Ran, Running
 
@@ -111,15 +112,31 @@ class Progress:
         if failure is not None and failure.blame is not Blame.POLICY:
             return self.failed(failure)
         traces = self.trajectory.traces if self.trajectory else ()
+        masked = self._masked(failure)
         may_train = failure is None or self.may_train(failure)
-        is_trainable = self.run.mode is Mode.TRAIN and may_train and any(trace.is_trainable for trace in traces)
+        is_train = self.run.mode is Mode.TRAIN and may_train and not masked
+        is_trainable = is_train and any(trace.is_trainable for trace in traces)
         outcome = failure.outcome if failure else Outcome.COMPLETED
         if failure is not None:
             failure = replace(failure, trainable=is_trainable)
-        return Ending(outcome, score, failure, is_trainable, self.summary, self.timings())
+        if self.run.overlong_penalty is not None:
+            score = self.run.overlong_penalty.applied(score, self.summary.sampled_tokens)
+        return Ending(outcome, score, failure, is_trainable, self.summary, self.timings(), masked)
 
     def may_train(self, failure: Failure) -> bool:
+        if self.run.mask_truncated and failure.code in TRUNCATIONS:
+            return False
         return failure.trainable or (failure.code == RunDeadline.code and self.run.trainable_on_deadline)
+
+    def _masked(self, failure: Failure | None) -> str:
+        """Why the run leaves it out of the loss for having been cut off; empty: it does not."""
+        if not self.run.mask_truncated or self.trajectory is None:
+            return ""
+        if failure is not None and failure.code in TRUNCATIONS:
+            return f"its run masks truncated rollouts, and it ended with {failure.code}"
+        if self.trajectory.is_cut_off:
+            return "its run masks truncated rollouts, and its last reply was cut off by a token limit"
+        return ""
 
     def failed(self, failure: Failure, outcome: Outcome = Outcome.FAILED) -> Ending:
         """The end without a score."""

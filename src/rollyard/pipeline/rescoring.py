@@ -66,6 +66,9 @@ class Rescoring:
                 raise
             finally:
                 self._sandboxes -= held
+        penalty = (await yard.store.get_run(rollout.run)).overlong_penalty
+        if penalty is not None:
+            score = penalty.applied(score, trajectory.sampled_tokens)
         entry: dict[str, Json] = {
             "at": time.time(),
             "reward": score.reward,

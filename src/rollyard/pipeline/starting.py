@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from rollyard.core import Deadline, RollyardError, Task
 from rollyard.core.failure import (
     DiskLimit,
+    FileLimit,
     MemoryLimit,
     PolicyFailure,
     ProcessLimit,
@@ -26,6 +27,7 @@ ENDS: dict[str, type[PolicyFailure]] = {
     "memory": MemoryLimit,
     "processes": ProcessLimit,
     "disk": DiskLimit,
+    "files": FileLimit,
 }
 """The ends of a sandbox that are the doing of what runs in it."""
 

@@ -152,6 +152,13 @@ class Workshop:
         image = self.image_of(task)  # again: a link may lead elsewhere by now
         env = {**image.env, **plan.env} if image is not None else plan.env
         wanted = task.sandbox
-        limits = SandboxLimits(wanted.memory_bytes, wanted.processes, wanted.disk_bytes, wanted.open_files, wanted.cpus)
+        limits = SandboxLimits(
+            memory_bytes=wanted.memory_bytes,
+            processes=wanted.processes,
+            disk_bytes=wanted.disk_bytes,
+            open_files=wanted.open_files,
+            cpus=wanted.cpus,
+            files=wanted.files,
+        )
         path = None if image is None else str(image.path)
         return SandboxSpec(image=path, workdir=plan.workdir, env=env, limits=limits, owner=owner)

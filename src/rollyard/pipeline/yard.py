@@ -43,7 +43,7 @@ from rollyard.pipeline.rescoring import Rescoring
 from rollyard.pipeline.scheduler import Scheduler
 from rollyard.pipeline.settings import PipelineSettings
 from rollyard.pipeline.workshop import Workshop
-from rollyard.store.base import QueuedRow, Retention, Store, StoreUnusable, Submission
+from rollyard.store.base import QueuedRow, Retention, Store, StoreUnusable, Submission, Swept
 
 log = logging.getLogger("rollyard.pipeline")
 
@@ -86,6 +86,7 @@ class Yard:
         self._loops: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self.on_end: list[Callable[[Rollout], None]] = []  # told every terminal record, after its commit
+        self.on_swept: list[Callable[[Swept], None]] = []  # told what retention has deleted
         self.broken: StoreUnusable | None = None
         self.broke = asyncio.Event()  # the store cannot be used any more: whoever runs us should end
         self._is_awake = False
@@ -244,8 +245,7 @@ class Yard:
     async def delete_run(self, run_id: str) -> None:
         """After `cancelling.begin_deletion`: cancels what has not ended, waits for it, and forgets the run."""
         await self.cancelling.delete(run_id)
-        self._runs.pop(run_id, None)
-        self.scheduler.forget_run(run_id)
+        self._forget_run(run_id)
 
     async def rescore(self, rollout_id: str) -> Rollout:
         """Evaluates saved artifacts again. The terminal record stays; the new score is appended."""
@@ -487,8 +487,19 @@ class Yard:
 
     async def sweep(self) -> None:
         """Deletes what retention no longer keeps: rows, then the artifacts of what is gone or acknowledged."""
-        for rollout_id in await self.store.sweep(Retention(self.settings.retain_s)):
+        known = dict(self._runs)
+        swept = await self.store.sweep(Retention(self.settings.retain_s))
+        for run_id in swept.runs:
+            if self._runs.get(run_id) is known.get(run_id):  # else it was made again meanwhile
+                self._forget_run(run_id)
+        for listener in self.on_swept:
+            listener(swept)
+        for rollout_id in swept.rollouts:
             await self.shop.artifacts.delete(rollout_id)
+
+    def _forget_run(self, run_id: str) -> None:
+        self._runs.pop(run_id, None)
+        self.scheduler.forget_run(run_id)
 
 
 def _row(rollout: Rollout) -> QueuedRow:

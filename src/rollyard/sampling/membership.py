@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from rollyard.core import Blame, Group, Rollout
 from rollyard.core.group import Stats, mean_of, pass_rate_of, spread_of
+from rollyard.core.overlong import COMPONENT
 
 
 class Fate(StrEnum):
@@ -34,11 +35,17 @@ class End:
     index: int
     fate: Fate
     reward: float | None = None
+    penalty: float = 0.0  # in the reward, for being overlong; 0 or less
     is_trainable: bool = False
     sampled_tokens: int = 0  # of all its attempts
     oldest_version: int = -1
     newest_version: int = -1
     code: str = ""
+
+    @property
+    def own_reward(self) -> float | None:
+        """The environment's."""
+        return None if self.reward is None else self.reward - self.penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ def end_of(rollout: Rollout) -> End:
         index=rollout.index,
         fate=fate_of(ending.score is not None, failure.blame if failure else None),
         reward=None if ending.score is None else ending.score.reward,
+        penalty=0.0 if ending.score is None else ending.score.components.get(COMPONENT, 0.0),
         is_trainable=ending.is_trainable,
         sampled_tokens=summary.sampled_tokens + sum(lost.tokens_lost for lost in rollout.lost),
         oldest_version=summary.oldest_version,
@@ -97,8 +105,16 @@ def standing(group: Group, ends: Mapping[int, End]) -> Standing:
 
 def counted(ends: Mapping[int, End], members: Sequence[int]) -> list[float]:
     """The rewards that are in loss and baseline: one per member that is trained on."""
-    found = (ends[index] for index in members if index in ends)
-    return [end.reward for end in found if end.reward is not None and end.is_trainable]
+    return [end.reward for end in _trained(ends, members) if end.reward is not None]
+
+
+def judged(ends: Mapping[int, End], members: Sequence[int]) -> list[float]:
+    """The environment's own rewards of the same members: what a filter decides by."""
+    return [end.own_reward for end in _trained(ends, members) if end.own_reward is not None]
+
+
+def _trained(ends: Mapping[int, End], members: Sequence[int]) -> list[End]:
+    return [ends[index] for index in members if index in ends and ends[index].is_trainable]
 
 
 def stats_of(ends: Mapping[int, End], members: Sequence[int]) -> Stats:
@@ -109,7 +125,7 @@ def stats_of(ends: Mapping[int, End], members: Sequence[int]) -> Stats:
         trainable=len(rewards),
         mean=mean_of(rewards),
         spread=spread_of(rewards),
-        pass_rate=pass_rate_of(rewards),
+        pass_rate=pass_rate_of(judged(ends, members)),
         lowest=min(rewards, default=None),
         highest=max(rewards, default=None),
         sampled_tokens=sum(end.sampled_tokens for end in ends.values()),

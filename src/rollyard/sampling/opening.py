@@ -10,7 +10,7 @@ import msgspec
 
 from rollyard.core import Group, GroupState, Rollout, Task
 from rollyard.core.failure import InvalidRequest
-from rollyard.sampling.membership import End, Standing, counted, end_of, standing, stats_of, versions_of
+from rollyard.sampling.membership import End, Standing, end_of, judged, standing, stats_of, versions_of
 from rollyard.store.base import Store, Submission
 
 PAGE = 1000
@@ -43,12 +43,12 @@ class OpenGroup:
         return standing(self.group, self.ends)
 
     def rewards(self, members: Iterable[int]) -> list[float]:
-        """Of those that are trained on."""
-        return counted(self.ends, tuple(members))
+        """Of those that are trained on, as the environment gave them."""
+        return judged(self.ends, tuple(members))
 
     def scored(self) -> list[float]:
-        """Of all that have one: what is reported before filtering."""
-        return [end.reward for end in self.ends.values() if end.reward is not None]
+        """Of all that have one, as the environment gave it: what is reported before filtering."""
+        return [end.own_reward for end in self.ends.values() if end.own_reward is not None]
 
     def begin(self, indices: Iterable[int]) -> list[Submission]:
         """Submissions of those rollouts; the group says from now on that they exist."""

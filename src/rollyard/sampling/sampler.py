@@ -27,7 +27,7 @@ from rollyard.sampling.groups import Groups
 from rollyard.sampling.keep import Keep, Missing, keep_of
 from rollyard.sampling.opening import check_members
 from rollyard.sampling.sources import RawTask, copy_source
-from rollyard.store.base import Step, StoreUnusable
+from rollyard.store.base import Step, StoreUnusable, Swept
 
 log = logging.getLogger("rollyard.sampling")
 
@@ -49,6 +49,7 @@ class Sampler:
 
     async def __aenter__(self) -> Self:
         self._yard.on_end.append(self._ended)  # first: what ends while we read the store is taken in too
+        self._yard.on_swept.append(self._swept)
         self._router.on_version.append(self._versioned)
         unfinished: dict[str | None, list[Group]] = defaultdict(list)
         for group in await self._store.unfinished_groups():
@@ -67,6 +68,7 @@ class Sampler:
 
     async def __aexit__(self, *_: object) -> None:
         self._yard.on_end.remove(self._ended)
+        self._yard.on_swept.remove(self._swept)
         self._router.on_version.remove(self._versioned)
         for task in self._tasks:
             task.cancel()
@@ -220,6 +222,13 @@ class Sampler:
         keeper = self._draws.get(draw_id)
         if keeper is not None:
             keeper.ended(rollout)
+
+    def _swept(self, swept: Swept) -> None:
+        for draw_id in swept.draws:
+            keeper = self._draws.get(draw_id)
+            if keeper is not None and not keeper.draw.is_active:
+                del self._draws[draw_id]
+                keeper.let_go()
 
     def _versioned(self, policy: str, version: int) -> None:
         self.evals.versioned(policy)

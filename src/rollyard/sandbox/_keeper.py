@@ -19,6 +19,7 @@ from typing import Any
 
 from rollyard.core.failure import (
     DiskLimit,
+    FileLimit,
     MemoryLimit,
     ProcessLimit,
     RollyardError,
@@ -245,6 +246,7 @@ _POLICYS: dict[str, type[RollyardError]] = {
     "memory": MemoryLimit,
     "processes": ProcessLimit,
     "disk": DiskLimit,
+    "files": FileLimit,
 }
 
 

@@ -242,7 +242,7 @@ class NamespacedRuntime(LaunchedRuntime):
 
     def _over_limit(self, sandbox_id: str, limit: str, detail: str) -> None:
         sandbox = self._live.get(sandbox_id)
-        if sandbox is not None and (limit == "memory" or limit == "processes" or limit == "disk"):
+        if sandbox is not None and (limit == "memory" or limit == "processes" or limit == "disk" or limit == "files"):
             self._end(sandbox, SandboxEnd(limit, detail))
 
     # --- trying it ---

@@ -1,4 +1,5 @@
-"""How much disk a sandbox has taken: the allocated blocks below its folders, and of files deleted but held open.
+"""How much disk a sandbox has taken, in bytes and in files: what is below its folders, and files that are deleted but
+held open. Bytes are allocated blocks; a file is whatever takes an inode, so folders and links are files too.
 
 A walk is done in slices: `Walk.go_on` works until a moment and goes on from there the next time, so that a million
 files cost the warden no more at once than ten. It ends early once the limit is passed.
@@ -17,6 +18,7 @@ Not seen: a deleted file that is held only by a mapping.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import stat
 import time
@@ -35,13 +37,22 @@ Tree = Callable[[], list[int]]
 
 
 class Walk:
-    """One walk. `used_bytes` is complete once `is_done`; `is_over` may come earlier."""
+    """One walk. `used_bytes` and `used_files` are complete once `is_done`; `over` may come earlier."""
 
-    def __init__(self, folders: Sequence[str], limit: int, tree: Tree, not_disk: Callable[[int], set[int]]) -> None:
+    def __init__(
+        self,
+        folders: Sequence[str],
+        most_bytes: float,
+        tree: Tree,
+        not_disk: Callable[[int], set[int]],
+        most_files: float = math.inf,
+    ) -> None:
         """`tree` names the sandbox's processes, `not_disk(pid)` devices that it sees and that are memory."""
-        self._limit, self._tree, self._not_disk = limit, tree, not_disk
-        self.used_bytes = 0
-        self.is_done = self.is_over = False
+        self._most_bytes, self._most_files = most_bytes, most_files
+        self._tree, self._not_disk = tree, not_disk
+        self.used_bytes = self.used_files = 0
+        self.is_done = False
+        self.over = ""  # the limit that it is beyond: "disk" or "files"
         self._remembered = self._held = 0
         self._linked: set[_Key] = set()
         self._steps = self._all(folders)
@@ -51,8 +62,10 @@ class Walk:
         while not self.is_done:
             for _ in range(64):  # entries between two looks at the clock
                 is_attack = self._remembered > MAX_REMEMBERED or self._held > MAX_FORBIDDEN
-                if is_attack or self.used_bytes > self._limit:
-                    self.is_over = self.is_done = True
+                if is_attack or self.used_bytes > self._most_bytes:
+                    self.over, self.is_done = "disk", True
+                elif self.used_files > self._most_files:
+                    self.over, self.is_done = "files", True
                 elif next(self._steps, True):
                     self.is_done = True
                 if self.is_done:
@@ -127,6 +140,7 @@ class Walk:
             self._linked.add(_key(found))
             self._remembered += 1
         self.used_bytes += found.st_blocks * BLOCK
+        self.used_files += 1
 
     def _deleted(self) -> Generator[None, None, None]:
         """What no folder shows any more, and a process still holds."""
@@ -145,7 +159,9 @@ class Walk:
                 if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 and _key(found) not in held:
                     memory = self._not_disk(pid) if memory is None else memory
                     held.add(_key(found))
-                    self.used_bytes += 0 if found.st_dev in memory else found.st_blocks * BLOCK
+                    if found.st_dev not in memory:
+                        self.used_bytes += found.st_blocks * BLOCK
+                        self.used_files += 1
                 yield
 
 

@@ -1,7 +1,7 @@
 """Watches what the kernel does not enforce: a program of its own, run as `python -I -S _warden.py FD`.
 
     service ── watch, forget ──▶ warden ──▶ /proc, once per tick for all sandboxes   memory, processes
-            ◀── a limit, once ──       ├──▶ their folders, in slices of a walk       disk
+            ◀── a limit, once ──       ├──▶ their folders, in slices of a walk       disk, files
                                        ├──▶ event files of their cgroups             OOM kills, refused forks
                                        └──▶ the machine's memory and disk            pressure
 
@@ -19,6 +19,7 @@ its own end. With nothing to watch it sleeps.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -57,13 +58,14 @@ class Watched:
         self.memory_bytes: int | None = request["memory_bytes"]
         self.processes: int | None = request["processes"]
         self.disk_bytes: int | None = request["disk_bytes"]
+        self.files: int | None = request.get("files")
         self.disk_folders: list[str] = request["disk_folders"]
         self.tmpfs_paths: list[str] = request["tmpfs_paths"]
         fields = usage.read(f"/proc/{self.pid}/stat").rpartition(b")")[2].split()
         self.start_time = int(fields[19]) if fields else -1
         self.inside, self.inside_paths, self.inside_at = 0, list[str](), float("-inf")
         self.walk: walk.Walk | None = None
-        self.walked_at, self.filled_at_walk = float("-inf"), 0
+        self.walked_at, self.filled_at_walk = float("-inf"), (0, 0)
         self.full_since, self.full_ticks = 0.0, 0
         self.events = [file for path in request["event_files"] if (file := EventFile.opened(path))]
         if any(file.is_pids for file in self.events):
@@ -125,7 +127,12 @@ class Warden:
         self.watched: dict[str, Watched] = {}
         self.memory = usage.Memory()
         self.has_swap = False
-        self.reserves: Message = {"memory_reserve_bytes": 0, "disk_reserve_bytes": 0, "disk_path": ""}
+        self.reserves: Message = {
+            "memory_reserve_bytes": 0,
+            "disk_reserve_bytes": 0,
+            "disk_reserve_files": 0,
+            "disk_path": "",
+        }
         self.is_low = False
         self.machine_at = float("-inf")
         self.seen: dict[int, usage.Process] | None = None
@@ -156,7 +163,8 @@ class Warden:
 
     def tick(self) -> float | None:
         """One look at everything. The pause until the next; None: until somebody asks for something."""
-        has_reserves = self.reserves["memory_reserve_bytes"] or self.reserves["disk_reserve_bytes"]
+        names = ("memory_reserve_bytes", "disk_reserve_bytes", "disk_reserve_files")
+        has_reserves = any(self.reserves[name] for name in names)
         if not self.watched and not has_reserves:
             return None
         tick_s = TICK_S if len(self.watched) <= MANY else TICK_MANY_S
@@ -184,16 +192,18 @@ class Warden:
         available, self.has_swap = usage.machine()
         if not has_reserves:
             return
-        free = 0
+        free, free_files = 0, 0
         with contextlib.suppress(OSError):
             found = os.statvfs(self.reserves["disk_path"] or "/")
             free = found.f_bavail * found.f_frsize
+            free_files = found.f_favail if found.f_files else 1 << 62  # Btrfs has no number of inodes
         factor = RECOVERED if self.is_low else 1.0
         is_low = available < factor * self.reserves["memory_reserve_bytes"]
         is_low = is_low or free < factor * self.reserves["disk_reserve_bytes"]
+        is_low = is_low or free_files < factor * self.reserves["disk_reserve_files"]
         if is_low != self.is_low:
             self.is_low = is_low
-            numbers = {"memory_available_bytes": available, "disk_free_bytes": free}
+            numbers = {"memory_available_bytes": available, "disk_free_bytes": free, "disk_free_files": free_files}
             kernel.send(self.sock, {"event": "pressure", "is_low": is_low, **numbers})
 
     def look_at_events(self, watched: Watched, now: float) -> None:
@@ -250,8 +260,10 @@ class Warden:
     def look_at_disks(self, now: float, slice_s: float) -> None:
         """Those that wait longest first, until the slice is used up."""
         until = time.monotonic() + slice_s
-        filled: dict[str, int] = {}
-        on_disk = [watched for watched in self.watched.values() if watched.disk_bytes is not None]
+        filled: dict[str, tuple[int, int]] = {}
+        on_disk = [
+            watched for watched in self.watched.values() if watched.disk_bytes is not None or watched.files is not None
+        ]
         for watched in sorted(on_disk, key=lambda watched: watched.walked_at):
             if watched.walk is None:
                 is_due, level = self.is_walk_due(watched, now, filled)
@@ -262,31 +274,39 @@ class Warden:
             watched.walk.go_on(until)
             if watched.walk.is_done:
                 done, watched.walk, watched.walked_at = watched.walk, None, now
-                if done.is_over:
+                if done.over == "files":
+                    self.tell(watched, "files", f"at least {done.used_files} of {watched.files} files")
+                elif done.over:
                     self.tell(watched, "disk", f"at least {done.used_bytes} of {watched.disk_bytes} bytes")
             if time.monotonic() >= until:
                 return
 
-    def is_walk_due(self, watched: Watched, now: float, filled: dict[str, int]) -> tuple[bool, int]:
-        """And how full its file systems are now."""
-        level = 0
+    def is_walk_due(
+        self, watched: Watched, now: float, filled: dict[str, tuple[int, int]]
+    ) -> tuple[bool, tuple[int, int]]:
+        """And how full its file systems are now, in bytes and in files."""
+        size, files = 0, 0
         for folder in watched.disk_folders:
             if folder not in filled:
-                filled[folder] = 0
+                filled[folder] = 0, 0
                 with contextlib.suppress(OSError):
                     found = os.statvfs(folder)
-                    filled[folder] = (found.f_blocks - found.f_bfree) * found.f_frsize
-            level += filled[folder]
+                    filled[folder] = (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
+            size, files = size + filled[folder][0], files + filled[folder][1]
         # What others freed meanwhile must not hide what this one took.
-        watched.filled_at_walk = min(watched.filled_at_walk, level)
-        has_filled = level - watched.filled_at_walk > (watched.disk_bytes or 0) * FILLED
-        return has_filled or now - watched.walked_at >= WALK_S, level
+        before = watched.filled_at_walk
+        watched.filled_at_walk = then = min(before[0], size), min(before[1], files)
+        has_filled = watched.disk_bytes is not None and size - then[0] > watched.disk_bytes * FILLED
+        has_filled = has_filled or (watched.files is not None and files - then[1] > watched.files * FILLED)
+        return has_filled or now - watched.walked_at >= WALK_S, (size, files)
 
     def new_walk(self, watched: Watched) -> walk.Walk:
         def tree() -> list[int]:
             return [pid for _, below in self.trees_of([watched]) for pid in below]
 
-        return walk.Walk(watched.disk_folders, watched.disk_bytes or 0, tree, usage.tmpfs_devices)
+        most_bytes = math.inf if watched.disk_bytes is None else watched.disk_bytes
+        most_files = math.inf if watched.files is None else watched.files
+        return walk.Walk(watched.disk_folders, most_bytes, tree, usage.tmpfs_devices, most_files)
 
 
 def main() -> NoReturn:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollyard.sandbox import _warden
@@ -29,7 +29,7 @@ _ENV_KEPT = ("LD_LIBRARY_PATH",)  # some Pythons need it to start
 
 OnLimit = Callable[[str, str, str], None]
 OnOom = Callable[[str, int], None]
-OnPressure = Callable[[bool, int, int], None]
+OnPressure = Callable[[bool, Mapping[str, int]], None]
 
 
 class Warden:
@@ -41,17 +41,20 @@ class Warden:
         *,
         memory_reserve_bytes: int = 0,
         disk_reserve_bytes: int = 0,
+        disk_reserve_files: int = 0,
         disk_path: Path | None = None,
     ) -> None:
-        """`on_limit(id, "memory" | "processes" | "disk", detail)`, `on_oom(id, kills so far)`,
-        `on_pressure(is_low, memory_available_bytes, disk_free_bytes)` when the machine falls below a reserve and when
-        it has recovered. All run on the event loop, and must not raise.
+        """`on_limit(id, "memory" | "processes" | "disk" | "files", detail)`, `on_oom(id, kills so far)`,
+        `on_pressure(is_low, free)` when the machine falls below a reserve and when it has recovered, with its
+        `memory_available_bytes`, `disk_free_bytes` and `disk_free_files`. All run on the event loop, and must not
+        raise.
         """
         self._on_limit, self._on_oom, self._on_pressure = on_limit, on_oom, on_pressure
         self._reserves: Message = {
             "op": "machine",
             "memory_reserve_bytes": memory_reserve_bytes,
             "disk_reserve_bytes": disk_reserve_bytes if disk_path else 0,
+            "disk_reserve_files": disk_reserve_files if disk_path else 0,
             "disk_path": str(disk_path) if disk_path else "",
             "is_low": False,  # as last told: a warden started anew has to tell of the recovery
         }
@@ -62,7 +65,7 @@ class Warden:
         self._retry: asyncio.TimerHandle | None = None
         self._started_at = float("-inf")
         self._is_closed = False
-        if memory_reserve_bytes or self._reserves["disk_reserve_bytes"]:
+        if memory_reserve_bytes or self._reserves["disk_reserve_bytes"] or self._reserves["disk_reserve_files"]:
             self._open()
 
     @property
@@ -77,6 +80,7 @@ class Warden:
         memory_bytes: int | None = None,
         processes: int | None = None,
         disk_bytes: int | None = None,
+        files: int | None = None,
         disk_folders: Sequence[Path] = (),
         tmpfs_paths: Sequence[str] = (),
         event_files: Sequence[str] = (),
@@ -93,6 +97,7 @@ class Warden:
             "memory_bytes": memory_bytes,
             "processes": processes,
             "disk_bytes": disk_bytes,
+            "files": files,
             "disk_folders": [str(folder) for folder in disk_folders],
             "tmpfs_paths": list(tmpfs_paths),
             "event_files": list(event_files),
@@ -149,7 +154,8 @@ class Warden:
         elif message.get("event") == "pressure":
             self._reserves["is_low"] = message["is_low"]
             if self._on_pressure:
-                self._on_pressure(message["is_low"], message["memory_available_bytes"], message["disk_free_bytes"])
+                names = ("memory_available_bytes", "disk_free_bytes", "disk_free_files")
+                self._on_pressure(message["is_low"], {name: message[name] for name in names})
         elif message["id"] not in self._watched:
             return  # forgotten while it was on its way
         elif "limit" in message:

@@ -48,6 +48,7 @@ class SandboxLimits:
     disk_bytes: int | None = None
     open_files: int | None = None
     cpus: float | None = None
+    files: int | None = None  # that it makes: folders and links count as well
 
 
 ImageKind = Literal["folder", "sif"]
@@ -85,7 +86,7 @@ class ExecResult:
 class SandboxEnd:
     """Why a sandbox is no more."""
 
-    reason: Literal["killed", "ended_inside", "lost", "lease", "memory", "processes", "disk"]
+    reason: Literal["killed", "ended_inside", "lost", "lease", "memory", "processes", "disk", "files"]
     detail: str = ""
 
 

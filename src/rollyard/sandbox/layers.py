@@ -8,7 +8,8 @@ Invariants.
 - One making per key at a time: the first makes, the others wait. Who makes and is cancelled, or fails for
   infrastructure's sake, hands over to the next who waits; so each caller makes at most once.
 - A set-up that fails with blame task is remembered for a while: n rollouts of it fail with one try.
-- A leased layer is not deleted. Others are, the least recently used first, while all together are beyond `max_bytes`.
+- A leased layer is not deleted. Others are, the least recently used first, while all together are beyond `max_bytes`
+  or `max_files`: empty files take no bytes, and a file system has so many inodes for everybody.
 - Nothing is fsynced: a layer of before the machine's last boot is not believed, and dropped.
 
 Not here: what a set-up is, and what its key must cover; that is the pipeline's.
@@ -44,6 +45,9 @@ FAILED_S = 120.0
 
 MOST_FAILED = 1024
 
+BYTES_OF_FILE = 16 << 10
+"""Of the bytes that layers may have, so many go with each file: as ext4 divides a disk into bytes and inodes."""
+
 REMOVE_S = 600.0
 """Bounds one deletion. What is left then is swept when the service starts again."""
 
@@ -57,6 +61,7 @@ Remove = Callable[[Sequence[Path]], Awaitable[bool]]
 @dataclass(slots=True)
 class _Kept:
     size_bytes: int
+    files: int
     used_at: float
     leases: int = 0
 
@@ -99,6 +104,7 @@ class Layers:
     def __init__(self, root: Path, max_bytes: int, *, remove: Remove | None = None) -> None:
         """`remove` deletes folders whose files may belong to other users and forbid it, and says whether it could."""
         self.root, self.max_bytes = root, max_bytes
+        self.max_files = max(1000, max_bytes // BYTES_OF_FILE)
         self.found = self.made = self.failed = self.pruned = 0  # since the opening
         self._remove = remove or remove_folders
         self._kept: dict[str, _Kept] = {}
@@ -168,13 +174,19 @@ class Layers:
         try:
             folder.mkdir(parents=True)
             await make(folder / FILES)
-            size_bytes = await asyncio.to_thread(_size_bytes, folder)
-            label = {"key": key, "size_bytes": size_bytes, "made_at": began, "boot_id": self._boot_id}
+            size_bytes, files = await asyncio.to_thread(_size_of, folder)
+            label = {
+                "key": key,
+                "size_bytes": size_bytes,
+                "files": files,
+                "made_at": began,
+                "boot_id": self._boot_id,
+            }
             (folder / LABEL).write_text(json.dumps(label))
             if (self.root / key).exists():  # half of one: what was there was dropped, or its label never written
                 self.drop(self.root / key)
             folder.rename(self.root / key)
-            kept = self._kept[key] = _Kept(size_bytes, time.time())
+            kept = self._kept[key] = _Kept(size_bytes, files, time.time())
         except BaseException as error:
             if isinstance(error, RollyardError) and error.blame is Blame.TASK:
                 self._remember(key, terms, error)
@@ -224,11 +236,13 @@ class Layers:
 
     def _prune(self) -> None:
         excess = self.size_bytes - self.max_bytes
+        excess_files = sum(kept.files for kept in self._kept.values()) - self.max_files
         for key, kept in sorted(self._kept.items(), key=lambda item: item[1].used_at):
-            if excess <= 0:
+            if excess <= 0 and excess_files <= 0:
                 return
             if kept.leases == 0:
                 excess -= kept.size_bytes
+                excess_files -= kept.files
                 del self._kept[key]
                 self.pruned += 1
                 log.info("layer pruned", extra={"key": key, "size_bytes": kept.size_bytes})
@@ -269,7 +283,8 @@ class Layers:
                 label = json.loads((folder / LABEL).read_bytes())
                 if label["key"] != folder.name or label["boot_id"] != self._boot_id or not (folder / FILES).is_dir():
                     raise ValueError("of another boot, or not whole")
-                kept[folder.name] = _Kept(int(label["size_bytes"]), (folder / LABEL).stat().st_mtime)
+                files = int(label.get("files", 0))  # 0: made by an older version
+                kept[folder.name] = _Kept(int(label["size_bytes"]), files, (folder / LABEL).stat().st_mtime)
             except (OSError, ValueError, KeyError, TypeError):
                 strays.append(folder)
         return kept, strays
@@ -289,16 +304,18 @@ def _rm(paths: list[str]) -> bool:
     return not any(os.path.lexists(path) for path in paths)
 
 
-def _size_bytes(folder: Path) -> int:
-    """What it takes on the disk. A sparse file counts as what it holds; a folder that we may not read, as nothing."""
-    size_bytes = 0
+def _size_of(folder: Path) -> tuple[int, int]:
+    """What it takes on the disk, in bytes and in files. A sparse file counts as what it holds; a folder that we may not
+    read, as nothing."""
+    size_bytes = count = 0
     for base, folders, files in os.walk(folder):
         for name in (*folders, *files):
             try:
                 size_bytes += Path(base, name).lstat().st_blocks * 512
             except OSError:
                 continue
-    return size_bytes
+            count += 1
+    return size_bytes, count
 
 
 def _boot_id() -> str:

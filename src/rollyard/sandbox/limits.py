@@ -4,6 +4,7 @@
     processes  a cgroup; else RLIMIT_NPROC, which counts per sandbox because each has a user namespace of its own
     cpus       a cgroup; else none
     disk       the warden ends a sandbox that is beyond it
+    files      likewise: files, folders and links that it has made
     open_files RLIMIT_NOFILE
 
 A command that hits a limit fails by itself (no memory, no process, no room). A sandbox that stays beyond one is ended
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -26,11 +27,14 @@ from rollyard.sandbox.base import SandboxLimits
 log = logging.getLogger("rollyard.sandbox")
 
 GIB = 1 << 30
-DEFAULTS = SandboxLimits(memory_bytes=8 * GIB, processes=2048, disk_bytes=20 * GIB, open_files=4096)
+DEFAULTS = SandboxLimits(memory_bytes=8 * GIB, processes=2048, disk_bytes=20 * GIB, open_files=4096, files=1_000_000)
 """For a task that names none: room for a large test suite, and none for a machine's death."""
 
 MEMORY_RESERVE_BYTES = 256 << 20
 DISK_RESERVE_BYTES = 512 << 20
+DISK_RESERVE_FILES = 20_000
+"""Inodes: the store, artifacts and folders of sandboxes that are at work need some hundreds."""
+
 SHM = "/dev/shm"
 
 UNWATCHED_S = 0.5
@@ -49,10 +53,12 @@ class Limiter:
         has_cgroups: bool = True,
         memory_reserve_bytes: int = MEMORY_RESERVE_BYTES,
         disk_reserve_bytes: int = DISK_RESERVE_BYTES,
+        disk_reserve_files: int = DISK_RESERVE_FILES,
     ) -> None:
-        """Below a reserve of the machine's memory or disk no sandbox is started until there is room again."""
+        """Below a reserve of the machine's memory, disk or inodes no sandbox is started until there is room again."""
         self._defaults = defaults
         self._memory_reserve_bytes, self._disk_reserve_bytes = memory_reserve_bytes, disk_reserve_bytes
+        self._disk_reserve_files = disk_reserve_files
         self._has_cgroups = has_cgroups
         self._cgroups: Cgroups | None = None
         self._groups: dict[str, Group] = {}
@@ -72,6 +78,7 @@ class Limiter:
             self._on_pressure,
             memory_reserve_bytes=self._memory_reserve_bytes,
             disk_reserve_bytes=self._disk_reserve_bytes,
+            disk_reserve_files=self._disk_reserve_files,
             disk_path=root,
         )
 
@@ -93,7 +100,7 @@ class Limiter:
 
     def wanted(self, limits: SandboxLimits) -> SandboxLimits:
         """The task's own, else the defaults."""
-        names = ("memory_bytes", "processes", "disk_bytes", "open_files", "cpus")
+        names = ("memory_bytes", "processes", "disk_bytes", "open_files", "cpus", "files")
         chosen = {name: getattr(limits, name) or getattr(self._defaults, name) for name in names}
         return SandboxLimits(**chosen)
 
@@ -102,7 +109,8 @@ class Limiter:
         wanted = self.wanted(limits)
         means = self._cgroups.means if self._cgroups is not None else ""
         found = {"RLIMIT_CORE": 0}
-        in_force: dict[str, str] = dict.fromkeys(("memory", "processes", "cpus", "disk", "open_files"), "none")
+        names = ("memory", "processes", "cpus", "disk", "files", "open_files")
+        in_force: dict[str, str] = dict.fromkeys(names, "none")
         if wanted.open_files is not None:
             found["RLIMIT_NOFILE"] = wanted.open_files
             in_force["open_files"] = "rlimit"
@@ -115,6 +123,8 @@ class Limiter:
             in_force["cpus"] = means
         if wanted.disk_bytes is not None:
             in_force["disk"] = "watchdog"
+        if wanted.files is not None:
+            in_force["files"] = "watchdog"
         return found, in_force
 
     def describe(self) -> dict[str, str]:
@@ -157,6 +167,7 @@ class Limiter:
             memory_bytes=wanted.memory_bytes if self.is_memory_watched else None,
             processes=None if self._by_cgroup("processes") else wanted.processes,
             disk_bytes=wanted.disk_bytes,
+            files=wanted.files,
             disk_folders=[upper],
             tmpfs_paths=[SHM] if self.is_memory_watched else [],
             event_files=group.event_files if group else [],
@@ -165,7 +176,8 @@ class Limiter:
     def watch_disk(self, name: str, pid: int, folder: Path, limits: SandboxLimits) -> None:
         """Only that: where somebody else, a container engine say, enforces the rest."""
         assert self._warden is not None
-        self._warden.watch(name, pid=pid, disk_bytes=self.wanted(limits).disk_bytes, disk_folders=[folder])
+        wanted = self.wanted(limits)
+        self._warden.watch(name, pid=pid, disk_bytes=wanted.disk_bytes, files=wanted.files, disk_folders=[folder])
 
     def oom_kills(self, name: str) -> int:
         """Processes that the kernel has killed at the memory limit so far."""
@@ -188,10 +200,9 @@ class Limiter:
     def _on_oom(self, name: str, count: int) -> None:
         log.info("processes were killed at a sandbox's memory limit", extra={"sandbox": name, "count": count})
 
-    def _on_pressure(self, is_low: bool, memory_available_bytes: int, disk_free_bytes: int) -> None:
-        free = {"memory_available_bytes": memory_available_bytes, "disk_free_bytes": disk_free_bytes}
+    def _on_pressure(self, is_low: bool, free: Mapping[str, int]) -> None:
         if is_low:
-            log.warning("the machine is short of memory or disk: no sandbox is started", extra=free)
+            log.warning("the machine is short of memory, disk or inodes: no sandbox is started", extra=free)
             self._has_room.clear()
         else:
             log.info("there is room for sandboxes again", extra=free)

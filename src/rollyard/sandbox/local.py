@@ -43,7 +43,7 @@ class LocalRuntime(LaunchedRuntime):
         work, tmp = upper / WORKDIR.strip("/"), upper / "tmp"
         env = {"PATH": PATH, "HOME": str(work), "TMPDIR": str(tmp), "USER": "agent", "LANG": "C.UTF-8", **spec.env}
         limits = {"RLIMIT_CORE": 0}
-        in_force = {"memory": "none", "processes": "none", "disk": "none", "open_files": "none"}
+        in_force = {"memory": "none", "processes": "none", "disk": "none", "files": "none", "open_files": "none"}
         if spec.limits.open_files is not None:
             limits["RLIMIT_NOFILE"] = spec.limits.open_files
             in_force["open_files"] = "rlimit"

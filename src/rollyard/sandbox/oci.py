@@ -156,9 +156,10 @@ class OciRuntime(LaunchedRuntime):
         folder, control = self._root / sandbox_id, self._control / sandbox_id
         wanted = self._limiter.wanted(spec.limits)
         limits = {"RLIMIT_CORE": 0}
-        in_force: dict[str, str] = dict.fromkeys(("memory", "processes", "cpus", "disk"), "none")
-        if wanted.disk_bytes is not None:
-            in_force["disk"] = "watchdog"  # see `_watch_disk`
+        in_force: dict[str, str] = dict.fromkeys(("memory", "processes", "cpus", "disk", "files"), "none")
+        for name, most in (("disk", wanted.disk_bytes), ("files", wanted.files)):
+            if most is not None:
+                in_force[name] = "watchdog"  # see `_watch_disk`
         if wanted.open_files:
             limits["RLIMIT_NOFILE"] = wanted.open_files
         for name, flag in _FLAGS.items():
@@ -285,17 +286,17 @@ class OciRuntime(LaunchedRuntime):
         upper = upper_folder(sandbox.pid)
         if upper is not None:
             self._limiter.watch_disk(sandbox.id, sandbox.pid, upper, sandbox.spec.limits)
-        elif sandbox.spec.limits.disk_bytes is not None:
+        elif named := [name for name in ("disk_bytes", "files") if getattr(sandbox.spec.limits, name) is not None]:
             raise TaskInvalid(
-                "sandbox.disk_bytes: this container engine's storage cannot be watched from here, so nothing would"
+                f"sandbox.{named[0]}: this container engine's storage cannot be watched from here, so nothing would"
                 " enforce it; leave it out, or use the runtime bubblewrap or apptainer"
             )
         else:
-            place.limits_in_force["disk"] = "none"
+            place.limits_in_force.update(disk="none", files="none")
 
     def _over_limit(self, sandbox_id: str, limit: str, detail: str) -> None:
         sandbox = self._live.get(sandbox_id)
-        if sandbox is not None and limit == "disk":
+        if sandbox is not None and (limit == "disk" or limit == "files"):
             self._end(sandbox, SandboxEnd(limit, detail))
 
     async def _wait_for_room(self) -> None:

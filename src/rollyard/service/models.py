@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 from starlette.requests import Request
 
 from rollyard.core import AgentSpec, Json, Limits, Mode, Run, Sampling, SandboxOptions, Task, check_id, new_id
 from rollyard.core.engine import Admission
 from rollyard.core.failure import InvalidRequest
-from rollyard.core.score import MOST
+from rollyard.core.overlong import COMPONENT, OverlongPenalty
+from rollyard.core.score import MOST, MOST_REWARD
 from rollyard.engines.base import EngineSpec, Kind, Role
 from rollyard.service.problems import invalid
 
@@ -91,6 +92,7 @@ class SandboxBody(Body):
     processes: Count | None = None
     disk_bytes: Count | None = None
     open_files: Count | None = None
+    files: Count | None = None
     cpus: float | None = Field(default=None, gt=0, le=4096, allow_inf_nan=False)
 
 
@@ -165,6 +167,7 @@ class SubmitBody(Body):
 
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-MOST, le=MOST)]
+Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MOST_REWARD, le=MOST_REWARD)]
 
 
 class SessionBody(Body):
@@ -199,13 +202,36 @@ class SessionBody(Body):
 class RewardBody(Body):
     """What a session was worth. `answer` is what the agent answered, for those who read the trajectory."""
 
-    reward: Number
+    reward: Reward
     components: dict[str, Number] = Field(default_factory=dict)
     metrics: dict[str, Number] = Field(default_factory=dict)
     answer: str | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if COMPONENT in self.components:
+            raise ValueError(f"components: the name {COMPONENT!r} is Rollyard's")
+        return self
+
 
 # --- the rest -----------------------------------------------------------------------------------------
+
+
+class OverlongPenaltyBody(Body):
+    """The reward falls in a line from `from_tokens` to `to_tokens` sampled tokens, by `most`, and no further."""
+
+    from_tokens: Whole
+    to_tokens: Count
+    most: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not 0 <= self.from_tokens < self.to_tokens:
+            raise ValueError("from_tokens must be 0 or more, and less than to_tokens")
+        return self
+
+    def to_penalty(self) -> OverlongPenalty:
+        return OverlongPenalty(self.from_tokens, self.to_tokens, self.most)
 
 
 class RunBody(Body):
@@ -217,9 +243,15 @@ class RunBody(Body):
     priority: Priority = 0
     max_live: Count | None = None
     trainable_on_deadline: bool = False
+    mask_truncated: bool = False
+    overlong_penalty: OverlongPenaltyBody | None = None
 
     def to_run(self, owner: str, at: float) -> Run:
         """Checks the defaults as far as a part of a task can be."""
+        if self.mask_truncated and self.trainable_on_deadline:
+            raise InvalidRequest("mask_truncated leaves out what trainable_on_deadline would train on: set one of them")
+        if self.overlong_penalty is not None and self.mode != "train":
+            raise InvalidRequest("overlong_penalty changes rewards for training: a run of mode eval has none")
         to_task({"environment": "any", **self.defaults}, {}, ("defaults",))
         return Run(
             id=new_id("run") if self.id is None else check_id(self.id, "run id"),
@@ -230,6 +262,8 @@ class RunBody(Body):
             priority=self.priority,
             max_live=self.max_live,
             trainable_on_deadline=self.trainable_on_deadline,
+            mask_truncated=self.mask_truncated,
+            overlong_penalty=None if self.overlong_penalty is None else self.overlong_penalty.to_penalty(),
             created_at=at,
             owner=owner,
         )

@@ -18,6 +18,7 @@ from rollyard.service.settings import Settings, SettingsError
 TAKEN_OVER = (
     *("runtimes", "runtime", "images", "oci_command", "oci_image", "layer_bytes"),
     *("sandbox_memory_bytes", "sandbox_processes", "sandbox_disk_bytes", "sandbox_open_files", "sandbox_cpus"),
+    "sandbox_files",
     *("sandbox_uids", "engine_wait_s", "health_s", "mcp_servers", "gym_servers"),
     *("init_slots", "run_slots", "eval_slots", "ready_slots", "max_live"),
     *("max_attempts", "eval_attempts", "drain_s", "log_level", "log_format", "otlp_endpoint"),

@@ -132,6 +132,8 @@ def untrainable_reason(trace: Trace, rollout: Rollout) -> str | None:
         return trace.untrainable_reason or "this trace is not trainable"
     if rollout.ending is None:
         return "its rollout has not ended"
+    if rollout.ending.untrainable:
+        return rollout.ending.untrainable
     failure = rollout.ending.failure
     return f"its rollout ended with {failure.code}" if failure else "its run does not train"
 
@@ -146,6 +148,8 @@ def run_object(run: Run) -> JsonObject:
         "priority": run.priority,
         "max_live": run.max_live,
         "trainable_on_deadline": run.trainable_on_deadline,
+        "mask_truncated": run.mask_truncated,
+        "overlong_penalty": run.overlong_penalty,
         "created_at": run.created_at,
         "state": "active",
     }

@@ -147,12 +147,14 @@ class Settings(BaseModel):
     sandbox_memory_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Memory of a sandbox that names none.")
     sandbox_processes: Count = Field(default=2048, description="Processes of a sandbox that names none.")
     sandbox_disk_bytes: int = Field(default=20 << 30, ge=1 << 20, description="Disk of a sandbox that names none.")
+    sandbox_files: int = Field(default=1_000_000, ge=1000, description="Files of a sandbox that names no number.")
     sandbox_open_files: Count = Field(default=4096, description="Open files of each process in a sandbox.")
     sandbox_cpus: float | None = Field(default=None, gt=0, description="CPUs of a sandbox that names none; unset: all.")
     max_task_memory_bytes: int = Field(
         default=1 << 40, ge=1 << 20, description="Memory that a task may ask for, at most."
     )
     max_task_disk_bytes: int = Field(default=4 << 40, ge=1 << 20, description="Disk that a task may ask for, at most.")
+    max_task_files: int = Field(default=10_000_000, ge=1, description="Files that a task may ask for, at most.")
     max_task_cpus: float = Field(default=1024, gt=0, description="CPUs that a task may ask for, at most.")
     max_task_processes: Count = Field(default=65_536, description="Processes that a task may ask for, at most.")
     max_task_s: Seconds = Field(
@@ -166,7 +168,9 @@ class Settings(BaseModel):
     oci_command: str = Field(default="", description='The container engine ("podman --runtime runc"); empty: as found.')
     oci_image: str = Field(default="", description="The image of containers for tasks that name none.")
     layer_bytes: int = Field(
-        default=20 << 30, ge=0, description="Disk that kept set-ups may take, per runtime; the oldest go first."
+        default=20 << 30,
+        ge=0,
+        description="Disk that kept set-ups may take, per runtime, and a file for each 16 KiB of it.",
     )
 
     task_folders: Words = Field(default=(), description="Folders that draws and evaluations may read task files from.")
@@ -204,7 +208,7 @@ class Settings(BaseModel):
         default="drain",
         description="At SIGTERM: drain, or give all back at once, where a batch system signals sandboxes as well.",
     )
-    retain_s: Seconds = Field(default=7 * 86_400.0, description="Age at which ended rollouts are deleted.")
+    retain_s: Seconds = Field(default=7 * 86_400.0, description="How long what has ended is kept; see Operate.")
 
     fleet: Literal["nodes", "ray"] | None = Field(
         default=None, description="Who runs rollouts: unset: this process; nodes: those that join; ray: one a Ray node."
@@ -266,6 +270,7 @@ class Settings(BaseModel):
             disk_bytes=self.max_task_disk_bytes,
             cpus=self.max_task_cpus,
             processes=self.max_task_processes,
+            files=self.max_task_files,
             seconds=self.max_task_s,
         )
 
@@ -277,6 +282,7 @@ class Settings(BaseModel):
             disk_bytes=self.sandbox_disk_bytes,
             open_files=self.sandbox_open_files,
             cpus=self.sandbox_cpus,
+            files=self.sandbox_files,
         )
 
     @property

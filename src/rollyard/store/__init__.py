@@ -15,6 +15,7 @@ from rollyard.store.base import (
     StoreLocked,
     StoreUnusable,
     Submission,
+    Swept,
 )
 from rollyard.store.codec import CorruptRecord, decode_trajectory, encode_trajectory
 from rollyard.store.opening import open_store
@@ -37,6 +38,7 @@ __all__ = [
     "StoreLocked",
     "StoreUnusable",
     "Submission",
+    "Swept",
     "decode_trajectory",
     "encode_trajectory",
     "open_store",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from rollyard.store._clock import StoreClock
 from rollyard.store.codec import from_json, to_json
 
 T = TypeVar("T")
@@ -75,6 +76,11 @@ class Connection(Protocol):
     @property
     def dialect(self) -> Dialect: ...
 
+    @property
+    def clock(self) -> StoreClock:
+        """Only the connection that writes has it."""
+        ...
+
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor: ...
 
     def execute_each(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> list[Row]:
@@ -98,6 +104,7 @@ class SqliteConnection(sqlite3.Connection):
     """`sqlite3.connect(…, factory=SqliteConnection)`."""
 
     dialect = SQLITE
+    clock: StoreClock
 
     def execute_each(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> list[Row]:
         return [row for values in parameters for row in self.execute(sql, values).fetchall()]

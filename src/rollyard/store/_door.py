@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,7 +43,8 @@ from rollyard.core import (
 from rollyard.core.access import AuditEntry, TokenRecord
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.policy import PolicyRecord
-from rollyard.store import _access, _groups, _moves, _policies, _reads, _writes
+from rollyard.store import _access, _groups, _moves, _policies, _reads, _retention, _writes
+from rollyard.store._clock import StoreClock
 from rollyard.store._dialect import Connection
 from rollyard.store._queue import Fenced, Operation, Steps, WriteQueue
 from rollyard.store._rows import parse_cursor, to_rollout
@@ -60,6 +60,7 @@ from rollyard.store.base import (
     Step,
     StoreUnusable,
     Submission,
+    Swept,
 )
 from rollyard.store.codec import check_trajectory, decode_trajectory, encode_trajectory, from_json, to_json
 
@@ -74,8 +75,9 @@ _log = logging.getLogger("rollyard.store")
 class SqlStore(ABC):
     """See the module. A subclass opens it, reads, and closes what it opened; `async with` closes it."""
 
-    def __init__(self, writer: WriteQueue, epoch: int, recovered: Recovered) -> None:
+    def __init__(self, writer: WriteQueue, clock: StoreClock, epoch: int, recovered: Recovered) -> None:
         self._writer = writer
+        self._clock = clock
         self._epoch = epoch
         self._recovered = recovered
         self._room = asyncio.Semaphore(ROOM)
@@ -103,8 +105,10 @@ class SqlStore(ABC):
 
     async def close(self) -> None:
         """Commits what is queued, then lets go of the store. Idempotent; it goes on if its caller is cancelled."""
-        self._is_closed = True
         if self._closing is None:
+            if not self._is_closed and self._writer.broken is None:
+                self._writer.put(_retention.save_clock).add_done_callback(_forget_failure)
+            self._is_closed = True
             self._closing = asyncio.create_task(self._close(), name="rollyard-store-close")
         await asyncio.shield(self._closing)
 
@@ -154,7 +158,7 @@ class SqlStore(ABC):
         return await self._read(partial(_reads.count_of_run, run_id=run_id))
 
     async def delete_run(self, run_id: str) -> None:
-        while await self._from_client(partial(_writes.forget_of_run, run_id=run_id)):
+        while await self._from_client(partial(_retention.forget_of_run, run_id=run_id)):
             pass
 
     # --- engines --------------------------------------------------------------------------------------
@@ -276,7 +280,7 @@ class SqlStore(ABC):
 
     async def acknowledge_draw(self, draw_id: str, batch: int) -> int:
         total = 0
-        operation = partial(_groups.acknowledge_draw, draw_id=draw_id, batch=batch, chunk=_writes.CHUNK)
+        operation = partial(_retention.acknowledge_draw, draw_id=draw_id, batch=batch)
         while taken := await self._from_client(operation):
             total += taken
         return total
@@ -379,20 +383,27 @@ class SqlStore(ABC):
     async def acknowledge(self, run_id: str, cursor: str) -> int:
         up_to = parse_cursor(cursor, "e")
         total = 0
-        while deleted := await self._from_client(partial(_writes.acknowledge, run_id=run_id, up_to=up_to)):
+        while deleted := await self._from_client(partial(_retention.acknowledge, run_id=run_id, up_to=up_to)):
             total += deleted
         return total
 
-    async def sweep(self, retention: Retention) -> Sequence[str]:
+    async def sweep(self, retention: Retention) -> Swept:
         """Call it again when the artifacts of the ids that it named are deleted; until then they are named again
         after a restart."""
-        before = time.time() - retention.max_age_s
-        while await self._from_client(partial(_writes.forget_older, before=before)):
+        await self._from_client(_retention.save_clock)
+        before = self._clock.now() - retention.max_age_s
+        while await self._from_client(partial(_retention.forget_batches, before=before)):
             pass
-        while await self._from_client(partial(_groups.forget_older, before=before, chunk=_writes.CHUNK)):
-            pass
-        self._swept = await self._from_client(partial(_writes.name_leavings, done=self._swept))
-        return tuple(self._swept)
+        gone = {table: await self._forget(table, before) for table in _retention.TABLES}
+        self._swept = await self._from_client(partial(_retention.name_leavings, done=self._swept))
+        return Swept(tuple(self._swept), tuple(gone["draws"]), tuple(gone["runs"]))
+
+    async def _forget(self, table: str, before: float) -> list[str]:
+        gone, place = list[str](), _retention.START
+        while places := await self._read(partial(_retention.due, table=table, before=before, after=place)):
+            place = places[-1]
+            gone += await self._from_client(partial(_retention.forget, table=table, before=before, places=places))
+        return gone
 
     # --- inside ---------------------------------------------------------------------------------------
 
@@ -487,6 +498,11 @@ def _encode(record: Any) -> str:
         return to_json(record)
     except (ValueError, TypeError, RecursionError) as error:  # a lone surrogate, for one
         raise InvalidRequest(f"this cannot be stored as JSON: {error}") from error
+
+
+def _forget_failure(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()  # the store broke at its end: its clock loses a minute
 
 
 def _log_failure(rollout_id: str, future: asyncio.Future[None]) -> None:

@@ -39,7 +39,8 @@ def step(
         yield
     if draw is not None:
         put = connection.execute(
-            "UPDATE draws SET is_active = ?, record = ? WHERE id = ?", (int(draw[0].is_active), draw[1], draw[0].id)
+            "UPDATE draws SET is_active = ?, acked = ?, kept_from = ?, record = ? WHERE id = ?",
+            (int(draw[0].is_active), draw[0].progress.acked, connection.clock.now(), draw[1], draw[0].id),
         )
         if not put.rowcount:
             raise NotFound(f"there is no draw {draw[0].id!r}")
@@ -47,22 +48,23 @@ def step(
             connection.execute("DELETE FROM batches WHERE draw = ? AND number > ?", (draw[0].id, undone_after))
     for batch, record in batches:
         connection.execute(
-            "INSERT INTO batches VALUES (?, ?, ?) ON CONFLICT (draw, number) DO UPDATE SET record = excluded.record",
-            (batch.draw, batch.number, record),
+            "INSERT INTO batches (draw, number, record, kept_from) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (draw, number) DO UPDATE SET record = excluded.record, kept_from = excluded.kept_from",
+            (batch.draw, batch.number, record, connection.clock.now()),
         )
     return stored
 
 
 def _put_group(connection: Connection, group: Group, record: str, digest: str = "") -> None:
     put = connection.execute(
-        "INSERT INTO groups (id, run, draw, state, batch, place, is_held, digest, updated_at, record) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, "
+        "INSERT INTO groups (id, run, draw, state, batch, place, is_held, digest, updated_at, kept_from, record) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, "
         "batch = excluded.batch, place = excluded.place, is_held = excluded.is_held, "
-        "updated_at = excluded.updated_at, record = excluded.record WHERE groups.draw = excluded.draw "
-        "OR (groups.draw IS NULL AND excluded.draw IS NULL) RETURNING seq",
+        "updated_at = excluded.updated_at, kept_from = excluded.kept_from, record = excluded.record "
+        "WHERE groups.draw = excluded.draw OR (groups.draw IS NULL AND excluded.draw IS NULL) RETURNING seq",
         (
             group.id, group.run, group.draw, group.state, group.batch, group.place,
-            int(group.state in HELD), digest, group.updated_at, record,
+            int(group.state in HELD), digest, group.updated_at, connection.clock.now(), record,
         ),
     ).fetchone()  # fmt: skip
     if put is None:
@@ -93,9 +95,10 @@ def put_draw(connection: Connection, draw: Draw, record: str, digest: str) -> st
     """Idempotent like a submit. The record as stored."""
     found = connection.execute("SELECT digest, record FROM draws WHERE id = ?", (draw.id,)).fetchone()
     if found is None:
+        _require_run(connection, draw.run)
         connection.execute(
-            "INSERT INTO draws (id, run, digest, is_active, record) VALUES (?, ?, ?, ?, ?)",
-            (draw.id, draw.run, digest, int(draw.is_active), record),
+            "INSERT INTO draws (id, run, digest, is_active, kept_from, record) VALUES (?, ?, ?, ?, ?, ?)",
+            (draw.id, draw.run, digest, int(draw.is_active), connection.clock.now(), record),
         )
         return record
     if found[0] != digest:
@@ -134,50 +137,31 @@ def push_items(
     return count
 
 
-def acknowledge_draw(connection: Connection, draw_id: str, batch: int, chunk: int) -> Steps[int]:
-    """Lets go of the groups of batches up to that one, and deletes their traces. How many groups it took."""
-    groups = connection.execute(
-        "SELECT seq, id FROM groups WHERE draw = ? AND batch <= ? AND is_held = 1 LIMIT ?", (draw_id, batch, chunk)
-    ).fetchall()
-    for seq, group_id in groups:
-        rows = connection.execute(
-            'SELECT r.seq, r.id FROM rollouts r JOIN trajectories USING (seq) WHERE r."group" = ? '
-            'AND r.id = r."group" || \'-\' || r."index"',
-            (group_id,),
-        ).fetchall()
-        for row_seq, rollout_id in rows:
-            connection.execute("INSERT INTO leavings VALUES (?) ON CONFLICT (id) DO NOTHING", (rollout_id,))
-            connection.execute("DELETE FROM trajectories WHERE seq = ?", (row_seq,))
-        connection.execute("UPDATE groups SET is_held = 0 WHERE seq = ?", (seq,))
-        yield
-    return len(groups)
-
-
 def put_eval(connection: Connection, record: EvalRecord, encoded: str, digest: str) -> str:
     """Idempotent like a submit; with an empty digest it is a change of one that is there."""
     found = connection.execute("SELECT digest, record FROM evals WHERE id = ?", (record.id,)).fetchone()
+    stands = (int(record.state == "running"), connection.clock.now(), encoded)
     if found is None:
+        _require_run(connection, record.run)
         connection.execute(
-            "INSERT INTO evals (id, run, digest, record) VALUES (?, ?, ?, ?)",
-            (record.id, record.run, digest, encoded),
+            "INSERT INTO evals (id, run, digest, is_active, kept_from, record) VALUES (?, ?, ?, ?, ?, ?)",
+            (record.id, record.run, digest, *stands),
         )
         return encoded
     if not digest:
-        connection.execute("UPDATE evals SET record = ? WHERE id = ?", (encoded, record.id))
+        connection.execute(
+            "UPDATE evals SET is_active = ?, kept_from = ?, record = ? WHERE id = ?", (*stands, record.id)
+        )
         return encoded
     if found[0] != digest:
         raise IdConflict(f"evaluation {record.id!r} exists already, with another body")
     return found[1]
 
 
-def forget_older(connection: Connection, before: float, chunk: int) -> int:
-    """Groups that ended before that moment and that nobody holds; those of a live draw stay while it lives."""
-    return connection.execute(
-        "DELETE FROM groups WHERE seq IN (SELECT g.seq FROM groups g LEFT JOIN draws d ON d.id = g.draw "
-        "WHERE g.updated_at < ? AND g.state NOT IN ('open') "
-        "AND NOT (g.is_held = 1 AND COALESCE(d.is_active, 0) = 1) LIMIT ?)",
-        (before, chunk),
-    ).rowcount
+def _require_run(connection: Connection, run_id: str) -> None:
+    """One that a sweep has deleted since the caller looked gets nothing any more."""
+    if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone() is None:
+        raise NotFound(f"there is no run {run_id!r}")
 
 
 # --- reading ------------------------------------------------------------------------------------------

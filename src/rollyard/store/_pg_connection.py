@@ -20,6 +20,7 @@ import greenlet
 from asyncpg.prepared_stmt import PreparedStatement
 
 from rollyard.core.failure import InvalidRequest
+from rollyard.store._clock import StoreClock
 from rollyard.store._dialect import POSTGRES, Row
 from rollyard.store.codec import from_json
 
@@ -78,6 +79,7 @@ class PgConnection:
     """Only for use inside `in_greenlet`, one function at a time."""
 
     dialect = POSTGRES
+    clock: StoreClock
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self.raw = connection

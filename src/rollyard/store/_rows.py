@@ -110,10 +110,11 @@ def finish_many(connection: Connection, ends: Sequence[tuple[int, str]]) -> None
     (last,) = connection.execute(
         "UPDATE meta SET value = value + ? WHERE key = 'ended_seq' RETURNING value", (len(ends),)
     ).fetchone()
-    now = time.time()
+    now, kept_from = time.time(), connection.clock.now()
     connection.execute_each(
-        "UPDATE rollouts SET state = 'ended', node = NULL, ending = ?, ended_seq = ?, updated_at = ? WHERE seq = ?",
-        [(ending, number, now, seq) for number, (seq, ending) in enumerate(ends, last - len(ends) + 1)],
+        "UPDATE rollouts SET state = 'ended', node = NULL, ending = ?, ended_seq = ?, updated_at = ?, kept_from = ? "
+        "WHERE seq = ?",
+        [(ending, number, now, kept_from, seq) for number, (seq, ending) in enumerate(ends, last - len(ends) + 1)],
     )
 
 

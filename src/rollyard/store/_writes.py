@@ -1,4 +1,4 @@
-"""What is written for clients: runs, engines, submits, cancels, and what is deleted. One function per operation.
+"""What is written for clients: runs, engines, submits, cancels. One function per operation.
 
 Each happens as a whole or not at all; those that return `Steps` yield between their rows, so that the loop is not
 held for all of them (see `_writer`).
@@ -13,11 +13,10 @@ from hashlib import blake2b
 from typing import Self, TypeVar
 
 from rollyard.core import Rollout, State
-from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
+from rollyard.core.failure import IdConflict, NotFound
 from rollyard.store._dialect import Connection, Row
 from rollyard.store._queue import Joint, Steps
 from rollyard.store._rows import cancelled, fetch, find, finish, finish_many
-from rollyard.store.base import Stale, eval_items
 
 T = TypeVar("T")
 
@@ -26,9 +25,6 @@ TOMBSTONES = 100_000
 
 SLICE = 64
 """Rows that are written between two breaths of the loop: at 5 to 20 µs each in SQLite, about 1 ms."""
-
-CHUNK = 50
-"""Rollouts deleted in one operation: at up to 0.5 ms each, other writes wait some 25 ms for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +58,16 @@ def sliced(rows: Sequence[T]) -> Iterator[Sequence[T]]:
 def put_run(connection: Connection, run_id: str, digest: str, record: str) -> str:
     row = connection.execute("SELECT digest, record, is_deleting FROM runs WHERE id = ?", (run_id,)).fetchone()
     if row is None:
-        connection.execute("INSERT INTO runs (id, digest, record) VALUES (?, ?, ?)", (run_id, digest, record))
+        connection.execute(
+            "INSERT INTO runs (id, digest, record, kept_from) VALUES (?, ?, ?, ?)",
+            (run_id, digest, record, connection.clock.now()),
+        )
         return record
     if row[2]:
         raise IdConflict(f"run {run_id!r} is being deleted: make it again when it is gone")
     if row[0] != digest:
         raise IdConflict(f"run {run_id!r} exists already, with another body")
+    connection.execute("UPDATE runs SET kept_from = ? WHERE id = ?", (connection.clock.now(), run_id))
     return row[1]
 
 
@@ -215,8 +215,8 @@ def request_cancel(connection: Connection, rollout_id: str, detail: str) -> Row 
         # repeated cancels would push out the others' tombstones.
         if connection.execute("SELECT 1 FROM tombstones WHERE id = ?", (rollout_id,)).fetchone() is None:
             (number,) = connection.execute(
-                "INSERT INTO tombstones (id, detail, created_at) VALUES (?, ?, ?) RETURNING seq",
-                (rollout_id, detail, time.time()),
+                "INSERT INTO tombstones (id, detail, created_at, kept_from) VALUES (?, ?, ?, ?) RETURNING seq",
+                (rollout_id, detail, time.time(), connection.clock.now()),
             ).fetchone()
             connection.execute("DELETE FROM tombstones WHERE seq <= ?", (number - TOMBSTONES,))
         return None
@@ -254,91 +254,3 @@ def cancel_many(connection: Connection, ids: Sequence[str], detail: str) -> Step
 def begin_deletion(connection: Connection, run_id: str) -> None:
     if not connection.execute("UPDATE runs SET is_deleting = 1 WHERE id = ?", (run_id,)).rowcount:
         raise NotFound(f"there is no run {run_id!r}")
-
-
-# --- what is deleted, CHUNK by CHUNK; each says how many it took, and whoever calls goes on until that is 0 -----
-
-
-def forget_of_run(connection: Connection, run_id: str) -> Steps[int]:
-    """Ended rollouts of a run, then the run with its draws and groups. `Stale` while one has not ended."""
-    if connection.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone() is None:
-        raise NotFound(f"there is no run {run_id!r}")
-    (live,) = connection.execute(
-        "SELECT COUNT(*) FROM rollouts WHERE run = ? AND ended_seq IS NULL", (run_id,)
-    ).fetchone()
-    if live:
-        raise Stale(f"run {run_id} has {live} rollouts that have not ended")
-    rows = connection.execute("SELECT seq, id FROM rollouts WHERE run = ? LIMIT ?", (run_id, CHUNK)).fetchall()
-    yield from _forget(connection, rows)
-    if len(rows) < CHUNK:
-        yield from _forget_draws(connection, run_id)
-        connection.execute("DELETE FROM runs WHERE id = ?", (run_id,))
-        return 0
-    return len(rows)
-
-
-def _forget_draws(connection: Connection, run_id: str) -> Steps[None]:
-    """All that a run's draws, groups and evaluations left, once its rollouts are gone."""
-    for (draw_id,) in connection.execute("SELECT id FROM draws WHERE run = ?", (run_id,)).fetchall():
-        connection.execute("DELETE FROM draw_items WHERE draw = ?", (draw_id,))
-        connection.execute("DELETE FROM batches WHERE draw = ?", (draw_id,))
-        yield
-    for (eval_id,) in connection.execute("SELECT id FROM evals WHERE run = ?", (run_id,)).fetchall():
-        connection.execute("DELETE FROM draw_items WHERE draw = ?", (eval_items(eval_id),))
-        yield
-    for table in ("draws", "groups", "evals"):
-        connection.execute(f"DELETE FROM {table} WHERE run = ?", (run_id,))
-        yield
-
-
-def acknowledge(connection: Connection, run_id: str, up_to: int) -> Steps[int]:
-    """Trajectories of a run's rollouts that ended up to there. Begins where the last acknowledgement ended."""
-    run = connection.execute("SELECT acked FROM runs WHERE id = ?", (run_id,)).fetchone()
-    if run is None:
-        raise NotFound(f"there is no run {run_id!r}")
-    (last,) = connection.execute("SELECT value FROM meta WHERE key = 'ended_seq'").fetchone()
-    if up_to > last:
-        raise InvalidRequest(f"the cursor e:{up_to} is ahead of everything that has ended (e:{last})")
-    rows = connection.execute(
-        "SELECT r.seq, r.id FROM rollouts r JOIN trajectories USING (seq) "
-        "WHERE r.run = ? AND r.ended_seq > ? AND r.ended_seq <= ? LIMIT ?",
-        (run_id, run[0], up_to, CHUNK),
-    ).fetchall()
-    for seq, rollout_id in rows:
-        connection.execute("INSERT INTO leavings VALUES (?) ON CONFLICT (id) DO NOTHING", (rollout_id,))
-        connection.execute("DELETE FROM trajectories WHERE seq = ?", (seq,))
-        yield
-    if len(rows) < CHUNK:
-        connection.execute("UPDATE runs SET acked = ? WHERE id = ? AND acked < ?", (up_to, run_id, up_to))
-    return len(rows)
-
-
-def forget_older(connection: Connection, before: float) -> Steps[int]:
-    """Rollouts that ended, and tombstones that were left, before that moment; but not those that a group is waiting
-    for, or that a live draw's trainer has not acknowledged."""
-    connection.execute("DELETE FROM tombstones WHERE created_at < ?", (before,))
-    rows = connection.execute(
-        "SELECT seq, id FROM rollouts r WHERE ended_seq IS NOT NULL AND updated_at < ? AND NOT EXISTS ("
-        'SELECT 1 FROM groups g LEFT JOIN draws d ON d.id = g.draw WHERE g.id = r."group" AND '
-        "(g.state = 'open' OR (g.is_held = 1 AND d.is_active = 1))) ORDER BY updated_at LIMIT ?",
-        (before, CHUNK),
-    ).fetchall()
-    yield from _forget(connection, rows)
-    return len(rows)
-
-
-def _forget(connection: Connection, rows: Sequence[Row]) -> Steps[None]:
-    for seq, rollout_id in rows:
-        connection.execute("INSERT INTO leavings VALUES (?) ON CONFLICT (id) DO NOTHING", (rollout_id,))
-        (body,) = connection.execute("DELETE FROM rollouts WHERE seq = ? RETURNING body", (seq,)).fetchone()
-        if body is not None:
-            connection.execute(
-                "DELETE FROM bodies WHERE id = ? AND NOT EXISTS (SELECT 1 FROM rollouts WHERE body = ?)", (body, body)
-            )
-        yield
-
-
-def name_leavings(connection: Connection, done: Sequence[str]) -> list[str]:
-    """Forgets those whose artifacts are gone; returns the others."""
-    connection.execute_each("DELETE FROM leavings WHERE id = ?", [(rollout_id,) for rollout_id in done])
-    return [row[0] for row in connection.execute("SELECT id FROM leavings").fetchall()]

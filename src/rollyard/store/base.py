@@ -115,9 +115,20 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a sweep deletes: traces and artifacts of acknowledged rollouts, whole rows beyond an age."""
+    """What a sweep deletes: whatever ended so long ago, by the store's own clock, which counts only while it is open.
+
+    Not the work of an open group, of a live draw that was not acknowledged, or of an evaluation that is running."""
 
     max_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep deleted, for those who remember it or keep files of it."""
+
+    rollouts: tuple[str, ...] = ()  # their artifacts may be deleted: named until the next sweep
+    draws: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,13 +437,15 @@ class Store(Protocol):
 
     # retention
     async def acknowledge(self, run_id: str, cursor: str) -> int:
-        """What the run's trainer has safely got: traces up to there may go. Returns how many did."""
+        """What the run's trainer has safely got: traces up to there may go. Returns how many did.
+
+        Not those of groups that are open, wait for a batch of their draw, or whose batch was not acknowledged."""
         ...
 
-    async def sweep(self, retention: Retention) -> Sequence[str]:
-        """Deletes what is due; returns the ids whose artifacts may be deleted too.
+    async def sweep(self, retention: Retention) -> Swept:
+        """Deletes what is due, and runs of which nothing is left.
 
-        An id is named until the sweep after the one that named it, so a crash in between leaves no file behind."""
+        A rollout is named until the sweep after the one that named it, so a crash in between leaves no file behind."""
         ...
 
     async def close(self) -> None: ...

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -32,6 +33,7 @@ from typing import Self, TypeVar
 
 import asyncpg
 
+from rollyard.store._clock import StoreClock
 from rollyard.store._dialect import Connection
 from rollyard.store._door import SqlStore, guard
 from rollyard.store._pg_address import Address
@@ -39,6 +41,7 @@ from rollyard.store._pg_connection import SERVER_ERRORS, PgConnection, in_greenl
 from rollyard.store._pg_server import PgLock, blocked, check_server, connect, migrate
 from rollyard.store._pg_writer import PgWriter, hang_up, is_servers
 from rollyard.store._recovery import recover
+from rollyard.store._retention import counted_s
 from rollyard.store.base import Recovered, StoreUnusable
 
 T = TypeVar("T")
@@ -52,9 +55,16 @@ class PostgresStore(SqlStore):
     """See the module. Made by `open`; `async with` closes it."""
 
     def __init__(
-        self, address: Address, lock: PgLock, writer: PgWriter, readers: PgReaders, epoch: int, recovered: Recovered
+        self,
+        address: Address,
+        lock: PgLock,
+        writer: PgWriter,
+        readers: PgReaders,
+        clock: StoreClock,
+        epoch: int,
+        recovered: Recovered,
     ) -> None:
-        super().__init__(writer, epoch, recovered)
+        super().__init__(writer, clock, epoch, recovered)
         self._shown = address.shown
         self._lock = lock
         self._readers = readers
@@ -68,6 +78,7 @@ class PostgresStore(SqlStore):
         can_reevaluate: Callable[[str], bool] = lambda _: True,
         keeps_leases: bool = False,
         on_commit: Callable[[float, int], None] = lambda _seconds, _operations: None,
+        read_clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """Opens, migrates and recovers a store; the arguments are those of `SqliteStore.open`. `StoreLocked`, or
         `StoreUnusable` with what to do."""
@@ -81,7 +92,7 @@ class PostgresStore(SqlStore):
             open_.append(await connect(address))
             connection = PgConnection(open_[1])
             recovering = partial(recover, connection, max_attempts, can_reevaluate, keeps_leases=keeps_leases)
-            epoch, recovered = await in_greenlet(partial(_prepare, connection, address, recovering))
+            epoch, recovered = await in_greenlet(partial(_prepare, connection, address, recovering, read_clock))
             readers = PgReaders(address)
             await readers.fill()
         except SERVER_ERRORS as error:
@@ -94,7 +105,7 @@ class PostgresStore(SqlStore):
             await _hang_up_all(open_)
             raise
         writer = PgWriter(connection, guard=partial(guard, epoch), on_commit=on_commit)
-        store = cls(address, lock, writer, readers, epoch, recovered)
+        store = cls(address, lock, writer, readers, connection.clock, epoch, recovered)
         for one in open_:
             one.add_termination_listener(store._on_lost)
         if any(one.is_closed() for one in open_):  # before there was a listener
@@ -192,12 +203,16 @@ class PgReaders:
 
 
 def _prepare(
-    connection: PgConnection, address: Address, recovering: Callable[[], tuple[int, Recovered]]
+    connection: PgConnection,
+    address: Address,
+    recovering: Callable[[], tuple[int, Recovered]],
+    read_clock: Callable[[], float],
 ) -> tuple[int, Recovered]:
     connection.control(  # another setting may ask for more than our own disk: it stays
         "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
     )
     migrate(connection, address)
+    connection.clock = StoreClock(counted_s(connection), read_clock)
     connection.control("BEGIN")
     found = recovering()
     connection.commit()

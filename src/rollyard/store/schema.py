@@ -156,7 +156,31 @@ V5 = (
     "CREATE TABLE audit (seq INTEGER PRIMARY KEY AUTOINCREMENT, record TEXT NOT NULL)",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5)
+V6 = (
+    # kept_from: when its retention began, by the store's own clock (`_clock`), which is in meta in milliseconds. What
+    # an older store has is kept as if it had ended when it was migrated.
+    "INSERT INTO meta VALUES ('clock_ms', 0)",
+    "ALTER TABLE rollouts ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
+    "DROP INDEX rollouts_age",
+    "CREATE INDEX rollouts_kept ON rollouts (kept_from, seq) WHERE ended_seq IS NOT NULL",
+    "ALTER TABLE groups ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
+    "DROP INDEX groups_age",
+    "CREATE INDEX groups_kept ON groups (kept_from, seq)",
+    "CREATE INDEX groups_draw ON groups (draw) WHERE draw IS NOT NULL",
+    "ALTER TABLE draws ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
+    # The last batch that the trainer has acknowledged.
+    "ALTER TABLE draws ADD COLUMN acked INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE batches ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
+    "CREATE INDEX batches_kept ON batches (kept_from)",
+    "ALTER TABLE evals ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
+    "ALTER TABLE evals ADD COLUMN is_active INTEGER NOT NULL DEFAULT 1",
+    'UPDATE evals SET is_active = 0 WHERE record NOT LIKE \'%"state":"running"%\'',
+    "CREATE INDEX evals_run ON evals (run)",
+    "ALTER TABLE runs ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
+    "ALTER TABLE tombstones ADD COLUMN kept_from REAL NOT NULL DEFAULT 0",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (V1, V2, V3, V4, V5, V6)
 
 
 POSTGRES_ALSO: dict[int, tuple[str, ...]] = {

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
+from rollyard.store._clock import StoreClock
 from rollyard.store._dialect import Connection, SqliteConnection
 from rollyard.store._door import SqlStore, guard
 from rollyard.store._place import Lock, refuse_network
 from rollyard.store._readers import Readers
 from rollyard.store._recovery import recover
+from rollyard.store._retention import counted_s
 from rollyard.store._writer import FAILS_ALONE, Writer
 from rollyard.store.base import Recovered, StoreUnusable
 from rollyard.store.schema import migrate
@@ -36,8 +39,10 @@ READERS = 3
 class SqliteStore(SqlStore):
     """See the module. Made by `open`; `async with` closes it."""
 
-    def __init__(self, lock: Lock, writer: Writer, readers: Readers, epoch: int, recovered: Recovered) -> None:
-        super().__init__(writer, epoch, recovered)
+    def __init__(
+        self, lock: Lock, writer: Writer, readers: Readers, clock: StoreClock, epoch: int, recovered: Recovered
+    ) -> None:
+        super().__init__(writer, clock, epoch, recovered)
         self._lock = lock
         self._readers = readers
 
@@ -50,20 +55,21 @@ class SqliteStore(SqlStore):
         can_reevaluate: Callable[[str], bool] = lambda _: True,
         keeps_leases: bool = False,
         on_commit: Callable[[float, int], None] = lambda _seconds, _operations: None,
+        read_clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """Opens, migrates and recovers a store. `StoreLocked`, or `StoreUnusable` with what to do.
 
         A rollout is re-queued while fewer than `max_attempts` attempts count. One in EVAL is kept there if what
         was saved says `is_reevaluable` and `can_reevaluate` accepts its environment's name. With
         `keeps_leases`, those that are out at a node stay so. `on_commit` gets each commit's seconds and number of
-        operations.
+        operations. Retention counts by `read_clock`.
         """
         path = Path(path)
         lock, connection, readers, epoch, recovered = await asyncio.to_thread(
-            _open_files, path, max_attempts, can_reevaluate, keeps_leases
+            _open_files, path, max_attempts, can_reevaluate, keeps_leases, read_clock
         )
         writer = Writer(connection, guard=partial(guard, epoch), on_commit=on_commit)
-        return cls(lock, writer, readers, epoch, recovered)
+        return cls(lock, writer, readers, connection.clock, epoch, recovered)
 
     async def _close(self) -> None:
         """Commits what is queued, folds the WAL into the file, gives the lock back."""
@@ -84,7 +90,11 @@ class SqliteStore(SqlStore):
 
 
 def _open_files(
-    path: Path, max_attempts: int, can_reevaluate: Callable[[str], bool], keeps_leases: bool
+    path: Path,
+    max_attempts: int,
+    can_reevaluate: Callable[[str], bool],
+    keeps_leases: bool,
+    read_clock: Callable[[], float],
 ) -> tuple[Lock, SqliteConnection, Readers, int, Recovered]:
     """All that blocks. On any error nothing stays open."""
     try:
@@ -105,6 +115,7 @@ def _open_files(
         connection.execute("PRAGMA journal_size_limit = 67108864")  # bytes of WAL that are kept between bursts
         connection.execute("PRAGMA cache_size = -65536")  # KiB: the hot rows and their indexes stay in memory
         migrate(connection)
+        connection.clock = StoreClock(counted_s(connection), read_clock)
         connection.execute("BEGIN IMMEDIATE")
         epoch, recovered = recover(connection, max_attempts, can_reevaluate, keeps_leases=keeps_leases)
         connection.execute("COMMIT")

@@ -19,9 +19,16 @@ LONG_S = 45.0
 
 LIMIT_BYTES = 64 << 20
 LIMIT_PROCESSES = 64
+LIMIT_FILES = 2000
 """What the sandboxes under attack may have. Every attack stops by itself at four times that."""
 
-LIMITS = SandboxLimits(memory_bytes=LIMIT_BYTES, processes=LIMIT_PROCESSES, disk_bytes=LIMIT_BYTES, open_files=256)
+LIMITS = SandboxLimits(
+    memory_bytes=LIMIT_BYTES,
+    processes=LIMIT_PROCESSES,
+    disk_bytes=LIMIT_BYTES,
+    open_files=256,
+    files=LIMIT_FILES,
+)
 """All of them at once: a runtime's `limits_in_force` for these is what the cases on limits go by."""
 
 
@@ -68,7 +75,12 @@ async def started(runtime: Runtime, spec: SandboxSpec | None = None) -> AsyncGen
 
 
 def limited(
-    *, memory: bool = False, processes: bool = False, disk: bool = False, has_doorway: bool = False
+    *,
+    memory: bool = False,
+    processes: bool = False,
+    disk: bool = False,
+    files: bool = False,
+    has_doorway: bool = False,
 ) -> SandboxSpec:
     """Only the limits that a case is about: another one would end its attack first."""
     limits = SandboxLimits(
@@ -76,6 +88,7 @@ def limited(
         processes=LIMIT_PROCESSES if processes else None,
         disk_bytes=LIMIT_BYTES if disk else None,
         open_files=256,
+        files=LIMIT_FILES if files else None,
     )
     return SandboxSpec(limits=limits, has_doorway=has_doorway, owner="hostile")
 

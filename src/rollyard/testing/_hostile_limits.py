@@ -15,6 +15,7 @@ from rollyard.core.failure import PolicyFailure
 from rollyard.sandbox.base import ExecResult, Runtime, Sandbox
 from rollyard.testing._hostile import (
     LIMIT_BYTES,
+    LIMIT_FILES,
     LIMIT_PROCESSES,
     LONG_S,
     answers,
@@ -261,6 +262,28 @@ async def _disk(runtime: Runtime, script: str) -> None:
             assert word == b"refused" and int(wrote) <= LIMIT_BYTES, result
         await neighbour.write("mine", b"there is room")
         await lives_or_was_ended_by_its_owner(sandbox)
+
+
+_EMPTY_FILES = """
+import os, sys, time
+for number in range(int(sys.argv[1])):
+    if number % 2:
+        open(f"f{number}", "w").close()
+    else:
+        os.mkdir(f"d{number}")
+print("made", flush=True)
+time.sleep(60)
+"""
+
+
+@hostile
+async def inodes_by_empty_files_and_folders(runtime: Runtime) -> None:
+    """The limit of files: they take no bytes, and a file system has so many inodes for everybody."""
+    async with started(runtime, limited(files=True)) as sandbox, started(runtime) as neighbour:
+        if sandbox.limits_in_force["files"] == "none":
+            return
+        assert await _attempt(sandbox, "files", _EMPTY_FILES, str(4 * LIMIT_FILES)) is None
+        await neighbour.write("mine", b"there is an inode")
 
 
 async def _attempt(sandbox: Sandbox, limit: str, script: str, *arguments: str) -> ExecResult | None:

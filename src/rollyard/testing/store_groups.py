@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 
 from rollyard.core import Batch, Draw, DrawConfig, Group, GroupState, Rollout, Run, State, Task
 from rollyard.core.draw import Item, Progress, SourceKind, SourceSpec
 from rollyard.core.failure import IdConflict, NotFound, SourceClosed
-from rollyard.store.base import EvalRecord, Retention, Step, Store, Submission
+from rollyard.store.base import EvalRecord, Retention, Step, Store, Submission, eval_items
 from rollyard.testing.store_conformance import (
     QUEUED,
     Check,
@@ -48,12 +47,6 @@ async def _ended(store: Store, group_id: str) -> None:
     for index in range(2):
         rollout_id = f"{group_id}-{index}"
         await store.end(rollout_id, QUEUED, completed(), trajectory(rollout_id))
-
-
-async def _next_tick() -> None:
-    moment = time.time()
-    while time.time() <= moment:
-        await asyncio.sleep(0)
 
 
 @_check
@@ -153,15 +146,77 @@ async def what_a_live_draw_has_not_been_told_to_let_go_stays(open_store: Open) -
         assert await store.trajectory("mine") is not None, "it names the group, and is not of it"
         assert await store.acknowledge_draw("d", 1) == 0
         assert await store.trajectory("acked-0") is None and await store.trajectory("unacked-0") is not None
-        await _next_tick()
-        swept = await store.sweep(Retention(0))
+        swept = (await store.sweep(Retention(0))).rollouts
         assert set(swept) == {"acked-0", "acked-1", "mine"}  # that one is only old
         assert (await store.get("unacked-1")).state is State.ENDED and (await store.get_group("unacked")).place == 2
         await raises(NotFound, store.get_group("acked"))
         await store.step(Step(draw=draw(is_active=False)))
-        await _next_tick()
-        await store.sweep(Retention(0))
+        await store.sweep(Retention(3600))
+        assert await store.trajectory("unacked-0") is not None, "its draw has only just ended"
+        assert (await store.sweep(Retention(0))).draws == ("d",)
         await raises(NotFound, store.get("unacked-1"))
+
+
+@_check
+async def an_acknowledged_run_keeps_what_was_not_delivered(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        await store.put_draw(draw(), {})
+        await store.put_groups([(group("lone"), {})], members("lone"))
+        states = {"waits": GroupState.COMPLETE, "works": GroupState.OPEN, "filtered": GroupState.FILTERED}
+        for name, state in states.items():
+            await store.step(Step(members(name), (group(name, "d", state=state),)))
+            await _ended(store, name)
+        delivered = group("delivered", "d", state=GroupState.DELIVERED, place=1, batch=1)
+        await store.step(Step(members("delivered"), (delivered,)))
+        await _ended(store, "delivered")
+        await store.end("lone-0", QUEUED, completed(), trajectory("lone-0"))
+        cursor = (await store.list(state=State.ENDED)).next_cursor
+        assert cursor is not None
+        assert await store.acknowledge("run", cursor) == 2, "only the two of the group that nobody waits for"
+        for name in ("waits-0", "works-1", "delivered-0", "lone-0"):
+            assert await store.trajectory(name) is not None, name
+        assert await store.acknowledge_draw("d", 1) == 1
+        assert await store.trajectory("delivered-0") is None
+        await store.end("lone-1", QUEUED, completed(), trajectory("lone-1"))
+        await store.step(Step(groups=(group("lone", state=GroupState.COMPLETE),)))
+        cursor = (await store.list(state=State.ENDED, after=cursor)).next_cursor
+        assert cursor is not None and await store.acknowledge("run", cursor) == 2, "both of it, now that it is whole"
+        assert await store.acknowledge("run", cursor) == 0
+
+
+@_check
+async def a_sweep_deletes_draws_evaluations_and_runs_that_are_over(open_store: Open) -> None:
+    async with opened(open_store) as store:
+        for name in ("evals", "running"):
+            await store.put_run(Run(name), {})
+            record = EvalRecord(name, name, "default", 1, tasks=1)
+            await store.put_items(eval_items(name), 0, [{"n": 0}])
+            await store.put_eval(record, {})
+            await store.submit([Submission(Rollout(f"{name}.0-0", name, Task("shell"), group=f"{name}.0"), {})])
+            await store.end(f"{name}.0-0", QUEUED, completed())
+        await store.put_eval(EvalRecord("evals", "evals", "default", 1, state="done", tasks=1))
+        await store.put_draw(draw(), {})
+        await store.put_items("d", 0, [{"n": 0}])
+        over = group("g", "d", state=GroupState.DELIVERED, place=1, batch=1)
+        progress = Progress(batch=3, acked=2)
+        batches = tuple(Batch("d", number, 1, 0, 0) for number in (1, 2, 3))
+        await store.step(Step(members("g"), (over,), draw(progress=progress), batches))
+        await _ended(store, "g")
+        swept = await store.sweep(Retention(0))
+        assert (swept.rollouts, swept.draws, swept.runs) == (("evals.0-0",), (), ("evals",))
+        await raises(NotFound, store.get_eval("evals"))
+        assert await store.count_items(eval_items("evals")) == 0
+        assert (await store.get("running.0-0")).state is State.ENDED, "its evaluation is not over"
+        await raises(NotFound, store.get_batch("d", 1))
+        assert await store.get_batch("d", 2), "a rewind may go there"
+        await store.step(Step(draw=draw(is_active=False, progress=progress)))
+        swept = await store.sweep(Retention(0))
+        assert (set(swept.rollouts) - {"evals.0-0"}, swept.draws, swept.runs) == ({"g-0", "g-1"}, ("d",), ("run",))
+        assert await store.count_items("d") == 0
+        await raises(NotFound, store.get_batch("d", 2))
+        await raises(NotFound, store.get_group("g"))
+        await raises(NotFound, store.put_draw(draw("late"), {}))
+        await raises(NotFound, store.put_eval(EvalRecord("late", "run", "default", 0), {}))
 
 
 @_check

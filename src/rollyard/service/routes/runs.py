@@ -82,8 +82,9 @@ async def delete_run(request: Request, run_id: str) -> Response:
 
 @router.post("/runs/{run_id}/ack", openapi_extra=json_body(AckBody))
 async def acknowledge(request: Request, run_id: str) -> Response:
-    """Says that everything up to a cursor is safe with the trainer: its traces and artifacts may be deleted. A
-    trainer's token acknowledges only its own runs, and the default one."""
+    """Says that everything up to a cursor is safe with the trainer: its traces and artifacts may be deleted. Groups
+    that are open keep theirs; groups of a draw keep them until their batch is acknowledged. A trainer's token
+    acknowledges only its own runs, and the default one."""
     house, caller = house_of(request), caller_of(request)
     body = await read_body(request, AckBody)
     run = await house.run(caller, run_id)
