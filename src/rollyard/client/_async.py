@@ -24,7 +24,7 @@ from rollyard.client._bodies import given as _given
 from rollyard.client._bodies import part as _part
 from rollyard.client._events import follow
 from rollyard.client._find import find
-from rollyard.client._policies import AsyncPolicy
+from rollyard.client._policies import AsyncPolicy, Holder
 from rollyard.client._sampling import AsyncSampling
 from rollyard.client._sessions import AsyncSession
 from rollyard.client._waiting import POLL_S, wait_all
@@ -53,6 +53,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retry_s: float = 60.0
     ) -> None:
         self._wire = Wire(find(url, token), timeout_s, retry_s)
+        self._holder = Holder()
 
     @property
     def url(self) -> str:
@@ -321,9 +322,10 @@ class AsyncClient(AsyncSampling, AsyncAccess):
 
     # --- weights --------------------------------------------------------------------------------------
 
-    def policy(self, name: str = "default") -> AsyncPolicy:
-        """Named weights: to pause them, to tell their version, and to do both around an update."""
-        return AsyncPolicy(self._wire, name)
+    def policy(self, name: str = "default", *, holder: str | None = None) -> AsyncPolicy:
+        """Named weights: to pause them, to tell their version, and to do both around an update. `holder`: a name for
+        several processes that are one trainer; by default each client has its own."""
+        return AsyncPolicy(self._wire, name, self._holder if holder is None else Holder(holder, self._holder.named))
 
     async def policies(self) -> Objects:
         return _items(await self._wire.json("GET", "/policies"), "policies")

@@ -269,8 +269,8 @@ class Client(Sampling):
 
     # --- weights --------------------------------------------------------------------------------------
 
-    def policy(self, name: str = "default") -> Policy:
-        return Policy(self._run, self._yard.policy(name))
+    def policy(self, name: str = "default", *, holder: str | None = None) -> Policy:
+        return Policy(self._run, self._yard.policy(name, holder=holder))
 
     def policies(self) -> Objects:
         return self._run(self._yard.policies())
