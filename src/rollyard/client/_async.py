@@ -294,8 +294,10 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         capacity: int | None = None,
         admission: str | None = None,
         api_key: str | None = None,
+        trust_tokenizer: bool | None = None,
     ) -> JsonObject:
-        """Probed by the service before it is used; the probe's trouble is raised here."""
+        """Probed by the service before it is used; the probe's trouble is raised here. `trust_tokenizer`: train on its
+        tokens even if it cannot show which tokenizer it has."""
         body = _given(
             id=id,
             url=url,
@@ -308,6 +310,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
             capacity=capacity,
             admission=admission,
             api_key=api_key,
+            trust_tokenizer=trust_tokenizer,
         )
         return read_object(await self._wire.json("POST", "/engines", body=body, wait_s=POLL_S))
 

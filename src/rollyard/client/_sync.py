@@ -241,6 +241,7 @@ class Client(Sampling):
         capacity: int | None = None,
         admission: str | None = None,
         api_key: str | None = None,
+        trust_tokenizer: bool | None = None,
     ) -> JsonObject:
         return self._run(
             self._yard.add_engine(
@@ -255,6 +256,7 @@ class Client(Sampling):
                 capacity=capacity,
                 admission=admission,
                 api_key=api_key,
+                trust_tokenizer=trust_tokenizer,
             )
         )
 
