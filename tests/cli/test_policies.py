@@ -1,5 +1,6 @@
 """`rollyard policies`: what a person does about weights by hand, against a real service."""
 
+from rollyard.client import AsyncClient
 from tests.cli.conftest import Cli
 from tests.client.served import Yard
 
@@ -17,6 +18,16 @@ async def test_policies_are_listed_paused_and_resumed(cli: Cli, yard: Yard):
     assert (await cli("policies", "resume", "default", "x")).status == 2
     assert (await cli("engines", "clear")).status == 0
     assert (await cli("policies", "list", "--json")).json[0]["engines"] == [], "its version is still known"
+
+
+async def test_a_trainers_pause_is_ended_by_hand_only_by_saying_so(cli: Cli, yard: Yard):
+    async with AsyncClient(yard.url, yard.token) as trainer:
+        await trainer.policy("default").pause()
+        refused = await cli("policies", "resume", "default", "7")
+        assert refused.status == 1 and "held by" in refused.err and "--take-over" in refused.err
+        assert trainer._holder.id in (await cli("policies", "list", "--json")).json[0]["holder"]
+        assert (await cli("policies", "resume", "default", "7", "--take-over")).status == 0
+        assert (await trainer.policy("default").status())["version"] == 7
 
 
 async def test_an_engine_in_trouble_is_told_of(cli: Cli, yard: Yard):

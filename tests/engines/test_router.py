@@ -137,9 +137,10 @@ async def test_an_engine_refused_by_the_vetting_is_watched_on() -> None:
     """Its tokenizer is put right later, say: a refusal of any kind must not end the watch."""
     refusals = [InvalidRequest("no renderer"), InvalidRequest("no renderer"), ValueError("a broken file")]
 
-    async def vet(_: object) -> None:
+    async def vet(_: object) -> bool:
         if refusals:
             raise refusals.pop()
+        return True
 
     async with ScriptedEngine() as server, Router(QUICK, vet=vet) as router:
         await server.stop()

@@ -288,7 +288,35 @@ async def test_an_acknowledged_batch_lets_its_traces_go_and_no_other(tmp_path: P
         groups = (await site.get("/v1/draws/d/groups?limit=4")).body["groups"]
         has = [all("traces" in one for one in group["rollouts"]) for group in groups]
         assert has == [False, False, True, True]
-        assert (await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})).status == 422
+
+
+async def test_going_back_behind_what_was_acknowledged_samples_its_tasks_again(tmp_path: Path) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, 30)
+        _, first = await take(site, 2, 1)
+        _, second = await take(site, 2, 2)
+        await site.post("/v1/draws/d/ack", {"batch": 1})
+        body = (await site.post("/v1/draws/d/rewind", {"batch": 0, "version": 0})).body
+        assert (body["batch"], body["acked"]) == (0, 0) and body["figures"]["void"] >= 2
+        _, again = await take(site, 8, 1)
+        assert {group["item"] for group in first} <= {group["item"] for group in again}
+        assert {group["id"] for group in first}.isdisjoint(group["id"] for group in again), "their traces are gone"
+        assert {group["id"] for group in second} <= {group["id"] for group in again}, "these have theirs"
+
+
+async def test_a_rewind_takes_the_checkpoints_weights_under_a_new_number(tmp_path: Path) -> None:
+    async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
+        await draw(site, 30, max_staleness=0, on_stale="wait")
+        await take(site, 2, 1)
+        site.served.house.router.resume("default", 2)
+        _, second = await take(site, 2, 2)
+        site.served.house.router.resume("default", 1)
+        back = {"batch": 1, "version": 0, "policy_version": 2}
+        assert (await site.post("/v1/draws/d/rewind", back)).code == "version_conflict", "it is at 1"
+        assert (await site.post("/v1/draws/d/rewind", {**back, "policy_version": 1})).status == 200
+        _, again = await take(site, 2, 2)
+        assert {group["newest_version"] for group in again} == {1}
+        assert {group["item"] for group in again} == {group["item"] for group in second}
 
 
 async def test_a_run_s_acknowledgement_leaves_the_groups_of_a_draw_alone(tmp_path: Path) -> None:

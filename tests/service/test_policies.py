@@ -79,10 +79,11 @@ async def test_who_may_not(tmp_path: Path) -> None:
         for verb, body in (("pause", {}), ("resume", {"version": 1}), ("renew", {})):
             answer = await site.post(f"/v1/policies/default/{verb}", body, token=OTHER)
             assert (answer.status, answer.code) == (403, "forbidden"), "it is the first trainer's"
-        for verb in ("pause", "renew"):
-            answer = await site.post(f"/v1/policies/default/{verb}", {})
+        for verb, body in (("pause", {}), ("resume", {"version": 1}), ("renew", {})):
+            answer = await site.post(f"/v1/policies/default/{verb}", body)
             assert (answer.status, answer.code) == (409, "policy_conflict"), "even for an admin"
-        resumed = await site.post("/v1/policies/default/resume", {"version": 1})
+            assert "--take-over" in answer.body["remedy"]
+        resumed = await site.post("/v1/policies/default/resume", {"version": 1, "take_over": True})
         assert resumed.body["state"] == "running", "naming a version must always be possible"
         answer = await site.post("/v1/policies/default/renew", {}, token=TRAINER)
         assert (answer.status, answer.code) == (409, "policy_conflict")
@@ -100,7 +101,11 @@ async def test_who_may_not(tmp_path: Path) -> None:
         ("resume", {"version": 1, "engines": []}),
         ("pause", {"mode": "gently"}),
         ("pause", {"lease_s": 0}),
-        ("pause", {"holder": "me"}),
+        ("pause", {"holder": "me/you"}),
+        ("pause", {"holder": ""}),
+        ("resume", {"version": 1, "holder": "x" * 129}),
+        ("renew", {"holder": "a b"}),
+        ("pause", {"after": -1}),
         ("renew", {"lease_s": -1}),
     ],
 )
@@ -196,12 +201,75 @@ async def test_a_block_that_raises_resumes_nothing_and_says_how_to_go_on(tmp_pat
         second = (await site.post("/v1/tokens", {"access": "admin"})).body["token"]
         async with AsyncClient(site.url, second) as other:
             with pytest.raises(PolicyConflict):
-                async with other.policy("default").update(version=2):
+                async with other.policy("default").update(version=2, outlast_s=0):
                     raise AssertionError("it is held by another")
         engine.control.fail("resume", 1, 500)
         with pytest.raises(PolicyStuck):
             await policy.resume(1)
         assert (await policy.resume(1))["state"] == "running"
+
+
+async def test_two_trainers_with_one_token_do_not_mix_their_weights(tmp_path: Path) -> None:
+    async with (
+        scripted() as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+        AsyncClient(site.url, TRAINER) as one,
+        AsyncClient(site.url, TRAINER) as two,
+    ):
+        mine, yours = one.policy("default"), two.policy("default")
+        async with mine.update(version=1) as paused:
+            assert paused["holder"] == f"{paused['owner']}/{one._holder.id}"
+            with pytest.raises(PolicyConflict, match=f"held by .*{one._holder.id} for another"):
+                await yours.pause()
+            with pytest.raises(PolicyConflict, match="held by"):
+                await yours.resume(1)
+            with pytest.raises(PolicyConflict, match="held by"):
+                await yours.renew()
+            assert (await yours.status())["state"] == "paused"
+        async with yours.update(version=2):
+            pass
+        with pytest.raises(PolicyConflict, match=r"at version 2, not at 1: another"):
+            async with mine.update(version=2):
+                raise AssertionError("its weights are another's")
+        assert (await mine.status())["state"] == "running", "what was refused paused nothing"
+
+
+async def test_a_pause_that_another_took_over_is_not_resumed_by_the_first(tmp_path: Path) -> None:
+    async with (
+        scripted() as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+        AsyncClient(site.url, TRAINER) as one,
+        AsyncClient(site.url, TRAINER) as two,
+    ):
+        mine, yours = one.policy("default"), two.policy("default")
+        with pytest.raises(PolicyConflict, match="at version 7, not at 0"):
+            async with mine.update(version=1):
+                await yours.resume(7, take_over=True)
+        await mine.pause(lease_s=0.2)
+        await until(site, lambda policy: policy["state"] == "abandoned")
+        await yours.pause()
+        with pytest.raises(PolicyConflict, match="held by"):
+            await mine.resume(2)
+        assert (await yours.resume(8))["version"] == 8
+
+
+async def test_a_trainer_waits_for_the_lease_of_one_that_died_and_not_for_one_that_lives(tmp_path: Path) -> None:
+    async with (
+        scripted() as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+        AsyncClient(site.url, TRAINER) as dead,
+        AsyncClient(site.url, TRAINER) as alive,
+        AsyncClient(site.url, TRAINER) as next_one,
+    ):
+        await dead.policy("default").pause(lease_s=1.0)
+        async with next_one.policy("default").update(version=1):
+            pass
+        async with alive.policy("default").update(version=2):
+            waiting = asyncio.create_task(next_one.policy("default").pause(outlast_s=60))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(waiting), 1.5)
+        with pytest.raises(PolicyConflict, match="held by"):
+            await waiting
 
 
 async def test_the_plain_client_does_the_same(tmp_path: Path) -> None:

@@ -326,6 +326,22 @@ async def test_an_engine_is_added_as_what_it_answers_to_be(tmp_path: Path, diale
         assert len(ids) == len(logprobs)
 
 
+@pytest.mark.parametrize("is_trusted", [False, True])
+async def test_a_tokenizer_named_by_a_call_is_trained_on_only_if_it_is_trusted(
+    tmp_path: Path, is_trusted: bool
+) -> None:
+    script = Rules(rules=(("<|im_start|>", tuple(map(Reply, good()))),))
+    speaking = ScriptedEngine(script, tokenizer=FolderTokenizer(tokenizer_dir()), dialect="prorl")
+    async with speaking as engine, open_site(tmp_path, prorl=True, trainer_tokens=[]) as site:
+        trainer = Trainer(site)
+        named = {"address": engine.url, "tokenizer": str(tokenizer_dir()), "trust_tokenizer": is_trusted}
+        assert (await trainer.post("/add_llm_server", named)).status == 200
+        await trainer.post("/start")
+        result = (await trainer.process(work())).body
+        assert (result["error"] is None, result["filter"]) == (is_trusted, not is_trusted)
+        assert is_trusted or "could not be verified" in result["error"]
+
+
 async def test_cleared_engines_are_gone_those_of_the_settings_stay(tmp_path: Path) -> None:
     async with scripted(*good()) as engine, scripted(*good()) as own:
         table = {"id": "own", "url": own.url, "tokenizer": str(tokenizer_dir())}

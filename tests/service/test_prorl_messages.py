@@ -26,8 +26,13 @@ def check(trajectory: Trajectory, trace: Trace, messages: list[dict[str, Any]]) 
     assert mask == list(trace.mask)
     assert trace.logprobs is not None
     assert logprobs == list(trace.logprobs)
-    first = next(message for message in messages if message["input_ids"] is not None)
-    assert first["input_ids"] == ids[: next(span.start for span in trace.spans if span.is_owned)]
+    # The reference's trainer takes all before the first assistant message for the prompt, and finds none at place 0.
+    at = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
+    span = next(span for span in trace.spans if span.is_owned)
+    assert at > 0
+    assert messages[at]["input_ids"] == [id for message in messages[:at] for id in message["token_ids"]]
+    assert messages[at]["input_ids"] == ids[: span.start]
+    assert messages[at]["token_ids"] == ids[span.start : span.end]
 
 
 @st.composite

@@ -24,8 +24,9 @@ def trainer_python(name: str) -> Path:
     return root / name / "bin" / "python"
 
 
-def run_script(python: Path, *arguments: str | Path, environ: Mapping[str, str], log: Path) -> str:
-    """What it printed; it must succeed. Its process and what that started are gone afterwards."""
+def run_script(python: Path, *arguments: str | Path, environ: Mapping[str, str], log: Path, expected: int = 0) -> str:
+    """What it printed; its exit status must be the expected one. Its process and what that started are gone
+    afterwards."""
     quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     paths = {"PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(log.parent / "hf"), "CUDA_VISIBLE_DEVICES": ""}
     quiet["OMP_NUM_THREADS"] = "1"  # beside the service, more of them only wait for each other
@@ -46,5 +47,5 @@ def run_script(python: Path, *arguments: str | Path, environ: Mapping[str, str],
                 pass
             process.wait()
     printed = log.read_text(errors="replace")
-    assert status == 0, printed[-6000:]
+    assert status == expected, printed[-6000:]
     return printed

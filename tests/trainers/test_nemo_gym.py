@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncGenerator
@@ -62,6 +63,7 @@ class Gym:
     site: Site
     engine: ScriptedEngine
     http: aiohttp.ClientSession
+    counter: GymServer
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
         async with self.http.post(self.url + path, json=body, **options) as answer:
@@ -102,7 +104,28 @@ async def gym(folder: Path, engine: ScriptedEngine, **values: Any) -> AsyncGener
             client = AsyncClient(site.url, site.token, retry_s=5)
             agent = GymAgent(client, **{"run": "gym", "server": "counter", **agent_options})
             async with serving(create_app(agent)) as url:
-                yield Gym(url, site, engine, http)
+                yield Gym(url, site, engine, http, counter)
+
+
+def test_the_documented_configuration_has_one_environment_server_for_the_agent() -> None:
+    """By Gym 0.7's rules: one server has one kind and one implementation; an agent is reached through exactly one
+    environment server, whose `agent_server` names it; `legacy_agent` takes nothing else."""
+    yaml = pytest.importorskip("yaml")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "train-with-nemo-gym.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    servers: dict[str, Any] = yaml.safe_load(block)
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, server in servers.items():
+        ((kind, implementations),) = server.items()
+        (implementation,) = implementations.items()
+        kinds.setdefault(kind, {})[name] = implementation
+    assert set(kinds) == {"responses_api_agents", "environment_servers"}
+    ((agent, (_, address)),) = kinds["responses_api_agents"].items()
+    assert set(address) == {"host", "port"}, "without an entrypoint Gym does not start it"
+    ((implementation, relay),) = kinds["environment_servers"].values()
+    assert implementation == "legacy_agent"
+    assert relay == {"entrypoint": "app.py", "agent_server": {"type": "responses_api_agents", "name": agent}}
+    assert f'"name": "{agent}"' in page, "rows name the agent"
 
 
 def learned(result: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
@@ -135,6 +158,9 @@ async def test_a_row_of_gyms_is_played_at_its_resources_server(tmp_path: Path) -
         "_rowidx": 7,
         "_ng_task_index": 1,
         "_ng_rollout_index": 0,
+        "_ng_group_id": "step-1",
+        "_ng_group_attempt": 0,
+        "_ng_rollout_id": "step-1-0",
         "agent_ref": {"name": "rollyard"},
     }
     async with gym(tmp_path, engine_of()) as it:
@@ -156,7 +182,10 @@ async def test_a_row_of_gyms_is_played_at_its_resources_server(tmp_path: Path) -
         assert logprobs == pytest.approx(trace["logprobs"])
         assert result["response"]["usage"]["output_tokens"] == sum(mask)
         task = (await it.site.get(f"/v1/rollouts/{name}")).body["task"]
-        assert not [key for key in task["data"]["row"] if key.startswith("_")]  # the dataset's row, no bookkeeping
+        kept = {"_ng_group_id": "step-1", "_ng_group_attempt": 0, "_ng_rollout_index": 0}
+        assert {key: value for key, value in task["data"]["row"].items() if key.startswith("_")} == kept
+        (verified,) = it.counter.verified
+        assert kept.items() <= verified.items(), "a verifier of the whole group needs them"
 
 
 async def test_a_row_that_names_a_task_of_ours_is_that_task_with_the_trainers_sampling(tmp_path: Path) -> None:
@@ -225,7 +254,7 @@ async def test_a_row_that_can_never_work_is_terminal(tmp_path: Path, sent: dict[
     async with gym(tmp_path, engine_of()) as it:
         result = await it.run(sent)
         assert (result["_ng_failure_class"], result["_ng_failure_terminal"]) == (failed, True)
-        assert result["_ng_failure_detail"]
+        assert result["_ng_failure_message"]
 
 
 async def test_a_task_whose_set_up_fails_is_terminal_and_has_no_reward_of_its_own(tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ def test_skyrl_gets_as_many_rows_as_it_asked_for_and_an_unmoved_baseline(page: S
     assert rows["stop_reasons"][:2] == ["length", "stop"]
     for name in ("loss_masks", "rollout_logprobs"):
         assert [*map(len, rows[name])] == [*map(len, rows["response_ids"])]
+    output = page.skyrl_output([GROUP, GROUP], 6, 9, [*range(12)])
+    metrics, trajectories = output.pop("rollout_metrics"), output.pop("trajectory_ids")
+    assert output.pop("is_last_step") is None and trajectories == [*range(12)]
+    assert {name: len(values) for name, values in output.items()} == dict.fromkeys(rows, 12)
+    assert metrics == {"generate/avg_num_tokens": (6 + 3 + 4) / 6, "rollyard/rows_without_loss": 8}
     with pytest.raises(RuntimeError, match="nothing to learn from"):
         page.skyrl(Group("g", rollouts=(UNSCORED,)), 2, eos_id=9)
 
@@ -85,11 +90,15 @@ def test_slime_gets_every_trace_with_a_response_of_the_right_length(page: Simple
 
 def test_prime_rl_gets_advantages_of_trainable_members_alone(page: SimpleNamespace):
     samples = page.prime_rl([GROUP])
-    assert [sample["advantage"] for sample in samples] == [1.0, -1.0, -1.0]
+    assert [sample["advantages"][-2] or sample["advantages"][-1] for sample in samples] == [1.0, -1.0, -1.0]
     first = samples[0]
-    assert first["completion_mask"] == [True, True, False, False, True, False]
-    assert first["completion_logprobs"] == [-0.5, -0.5, 0.0, 0.0, -0.5, 0.0]
-    assert first["prompt_mask"] == [False, False] and first["prompt_ids"] == [100, 101]
+    assert first["token_ids"] == [*range(100, 108)]
+    assert first["mask"] == [False, False, True, True, False, False, True, False]
+    assert first["logprobs"] == [0.0, 0.0, -0.5, -0.5, 0.0, 0.0, -0.5, 0.0]
+    assert first["advantages"] == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+    assert (first["temperatures"], first["env_name"]) == ([1.0] * 8, "rollyard")
+    for sample in samples:
+        assert len({len(sample[name]) for name in sample if name != "env_name"}) == 1, "one entry for each token"
 
 
 def test_areal_gets_our_columns_and_rejects_what_is_not_trainable(page: SimpleNamespace):

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rollyard.client import AsyncClient, Group, Trace
 from rollyard.client.batching import advantages
 from rollyard.testing.script import Turn
 from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.trainers.trl import LEASE_S
 from tests.client.served import Yard, call, served, task
 from tests.trainers.environment import run_script, trainer_python
 
@@ -36,14 +38,15 @@ def every_second_one(turn: Turn) -> str:
 
 
 async def probe(
-    mode: str, yard: Yard, folder: Path, tasks: Sequence[Any] = TASKS, model: Path | None = None
+    mode: str, yard: Yard, folder: Path, tasks: Sequence[Any] = TASKS, model: Path | None = None, expected: int = 0
 ) -> dict[str, Any]:
     python = trainer_python("trl")
     file = folder / "tasks.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in tasks))
     arguments = (PROBE, mode, folder, model or tokenizer_dir(), file)
-    await asyncio.to_thread(run_script, python, *arguments, environ=yard.environ(), log=folder / "log")
-    return json.loads((folder / "seen.json").read_text())
+    given = {"environ": yard.environ(), "log": folder / "log", "expected": expected}
+    await asyncio.to_thread(run_script, python, *arguments, **given)
+    return json.loads((folder / "seen.json").read_text()) if expected == 0 else {}
 
 
 def terms_of(trace: Trace, advantage: float) -> tuple[tuple[int, ...], tuple[float, ...], float]:
@@ -125,7 +128,8 @@ async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(tmp_
             numbers = range(state["batch"] + 1, state["batch"] + 1 + len(seen["again"]["steps"]))
             groups = [group for n in numbers for group in (await draw.batch(number=n)).groups]
             policy = await client.policy().status()
-    assert (len(seen["first"]["steps"]), len(seen["again"]["steps"])) == (2, 2)
+    assert (len(seen["first"]["steps"]), len(seen["again"]["steps"])) == (3, 2)
+    assert seen["first"]["calls"][-1] == 4, "it died after it had sent weights that no checkpoint has"
     assert (state["batch"], state["version"]) == (1, 3), "what two steps have surely trained on"
     samples = [len(step["terms"]) for step in seen["again"]["steps"]]
     assert sum(samples) == sum(len(group.rollouts) for group in groups) > 0
@@ -134,6 +138,30 @@ async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(tmp_
     assert facts["acked"] > state["batch"], "the last checkpoint knows more, and its traces are gone"
     assert not any(rollout.traces for group in groups[:1] for rollout in group.rollouts)
     assert policy["version"] == 3 + 1 + 2, "the checkpoint's weights, then two steps"
+
+
+async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any_checkpoint(tmp_path: Path):
+    trainer_python("trl")
+    async with served(tmp_path) as yard:
+        yard.engine.script = every_second_one
+        await probe("killed", yard, tmp_path, expected=-SIGKILL)
+        async with AsyncClient(yard.url, yard.token) as client:
+            policy = await client.policy().status()
+            assert (policy["state"], policy["version"]) == ("paused", 3), policy
+            assert policy["lease_s"] == LEASE_S
+            acked = (await (await client.get_draw("trl-draw")).status())["acked"]
+            state = json.loads((tmp_path / "out" / "checkpoint-1" / "rollyard.json").read_text())
+            assert acked > state["batch"] == 0, "a later checkpoint has acknowledged what this one does not know"
+            seen = await probe("resumed", yard, tmp_path)
+            draw = await client.get_draw("trl-draw")
+            batches = [await draw.batch(number=n + 1) for n in range(len(seen["steps"]))]
+            policy = await client.policy().status()
+    assert (policy["state"], policy["version"]) == ("running", state["version"] + 1 + 3)
+    assert len(seen["steps"]) == 3
+    samples = sum(len(step["terms"]) for step in seen["steps"])
+    assert samples == sum(len(group.rollouts) for batch in batches for group in batch.groups) == 3 * 2 * 4
+    first = batches[0].groups
+    assert {newest_of(group) for group in first if group.rollouts[0].traces} <= {state["version"] + 1}
 
 
 async def test_grpo_gets_a_rollout_for_each_prompt_in_order(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Runs in TRL's own virtual environment: real trainers on a tiny random model, and what they made of our rollouts.
 
-    trl_probe.py async|again|sync FOLDER TOKENIZER TASKS
+    trl_probe.py async|again|killed|resumed|sync FOLDER TOKENIZER TASKS
     trl_probe.py real FOLDER MODEL TASKS
 
 Writes FOLDER/seen.json, which the test compares with the service's traces. All but `sync` run
@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import runpy
+import signal
 import sys
 from collections import deque
 from pathlib import Path
@@ -27,7 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
 import rollyard
-from rollyard.trainers.trl import RollyardRolloutFunc, RollyardRolloutWorker, rollyard_reward
+from rollyard.trainers.trl import RollyardRolloutFunc, RollyardRolloutWorker, RollyardWeights, rollyard_reward
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "trainers" / "trl_grpo.py"
 WANT, SIZE = 2, 4
@@ -141,9 +143,9 @@ def run_real(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
 
 
 def run_again(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
-    """Dies in the third step; then on from the checkpoint of the second, to the fourth."""
+    """Dies in the fourth step, after the weights of the third were sent; then on from the checkpoint of the second."""
     spy, save = Spy(), ("--steps", 4, "--save-steps", 2)
-    spy.dies_in = 3
+    spy.dies_in = 4
     with contextlib.suppress(Died):
         spy.run(folder, model, tasks, *save)
     first = {"steps": spy.steps, "calls": spy.calls}
@@ -151,6 +153,28 @@ def run_again(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     checkpoint = folder / "out" / "checkpoint-2"
     state = json.loads((checkpoint / "rollyard.json").read_text())
     return {"first": first, "state": state, "again": spy.run(folder, model, tasks, *save, "--resume", checkpoint)}
+
+
+KILLED = ("--steps", 4, "--save-steps", 1)
+
+
+def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+    """Killed while it writes the weights of its third step. The policy is paused then."""
+    spy, send = Spy(), RollyardWeights.send_weights
+
+    def killing(weights: Any, iterator: Any) -> None:
+        send(weights, iterator)
+        if len(spy.steps) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(RollyardWeights, "send_weights", killing)  # noqa: B010
+    return spy.run(folder, model, tasks, *KILLED)
+
+
+def run_resumed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+    """From the first checkpoint, though the second acknowledged more."""
+    checkpoint = folder / "out" / "checkpoint-1"
+    return Spy().run(folder, model, tasks, *KILLED, "--resume", checkpoint)
 
 
 def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
@@ -200,7 +224,8 @@ def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
 def main() -> None:
     mode, folder, tokenizer, tasks = sys.argv[1], Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     model = Path(tokenizer) if mode == "real" else tiny_model(folder / "model", tokenizer)
-    found = {"async": run_async, "again": run_again, "real": run_real, "sync": run_sync}[mode](folder, model, tasks)
+    modes = {"async": run_async, "again": run_again, "killed": run_killed, "resumed": run_resumed}
+    found = {**modes, "real": run_real, "sync": run_sync}[mode](folder, model, tasks)
     (folder / "seen.json").write_text(json.dumps(found))
 
 

@@ -199,6 +199,7 @@ class TokenConversation:
             cached_tokens=generation.cached_tokens,
             columns=generation.columns,
             untrainable=generation.untrainable,
+            is_tokenizer_verified=generation.is_tokenizer_verified,
         )
         self._turns += 1
         self._sampled_tokens += len(generation.token_ids)

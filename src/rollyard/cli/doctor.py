@@ -21,6 +21,7 @@ import typer
 from rollyard.cli._console import AsJson, note, plain, print_lines, run, show, table
 from rollyard.cli._doctor_check import Check, State
 from rollyard.cli._doctor_data import data_checks, nearest
+from rollyard.cli._doctor_engines import engine_checks
 from rollyard.cli._doctor_machine import machine_checks
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def doctor(
 
     settings = load_settings({}, os.environ, file).settings
     checks = [*run(runtime_checks(settings)), *_held(machine_checks, settings), *_held(data_checks, settings)]
+    checks += run(_engines(settings))
     if as_json:
         print_lines(asdict(check) for check in checks)
     else:
@@ -68,6 +70,13 @@ def _held(look: Callable[[Settings], Iterable[Check]], settings: Settings) -> li
     except Exception as error:
         checks.append(_broken(look.__name__.replace("_", " "), error, "warn"))
     return checks
+
+
+async def _engines(settings: Settings) -> list[Check]:
+    try:
+        return await engine_checks(settings)
+    except Exception as error:
+        return [_broken("engines", error, "warn")]
 
 
 def _broken(name: str, error: BaseException, state: State) -> Check:

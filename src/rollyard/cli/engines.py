@@ -46,7 +46,7 @@ def engines_table(found: list[dict[str, Any]]) -> Any:
     flight; kv is how full its cache is, where one tells."""
     tells_kv = any(engine.get("kv_use") is not None for engine in found)
     numbers = ("sessions", *(["kv"] if tells_kv else []), "calls", "failed", "tokens", "cached")
-    has_trouble = any(engine.get("last_error") for engine in found)
+    has_trouble = any(_trouble(engine) for engine in found)
     made = table("id", "state", "policy", "model", *numbers, *(["trouble"] if has_trouble else []), right=numbers)
     for engine in found:
         state = str(engine.get("state"))
@@ -60,9 +60,17 @@ def engines_table(found: list[dict[str, Any]]) -> Any:
             *([_share(engine.get("kv_use"))] if tells_kv else []),
             f"{number(engine.get('calls'))} ({number(engine.get('in_flight'))})",
             *(number(engine.get(name)) for name in ("failures", "tokens", "cached_tokens")),
-            *([plain(engine.get("last_error") or "")] if has_trouble else []),
+            *([plain(_trouble(engine))] if has_trouble else []),
         )
     return made
+
+
+def _trouble(engine: dict[str, Any]) -> str:
+    if engine.get("last_error"):
+        return str(engine["last_error"])
+    if engine.get("tokenizer_verified") is False:
+        return "its tokenizer is not verified" + (", and trusted" if engine.get("trust_tokenizer") else ": untrainable")
+    return ""
 
 
 def _share(value: float | None) -> str:
@@ -86,6 +94,9 @@ def add(
     api_key: Annotated[
         str | None, typer.Option(envvar="ROLLYARD_ENGINE_API_KEY", help="Sent to the engine as a bearer token.")
     ] = None,
+    trust_tokenizer: Annotated[
+        bool, typer.Option("--trust-tokenizer", help="Train on its tokens even if it cannot show its tokenizer.")
+    ] = False,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
@@ -106,6 +117,7 @@ def add(
                 capacity=capacity,
                 admission=admission,
                 api_key=api_key,
+                trust_tokenizer=trust_tokenizer or None,
             )
 
     engine = run(work())

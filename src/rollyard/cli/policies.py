@@ -24,6 +24,8 @@ from rollyard.cli._console import (
 
 policies = typer.Typer(help="The weights in use: list, pause, resume with a version.", no_args_is_help=True)
 
+HOLDER = "cli"  # a pause and the resume after it are two processes
+
 Name = Annotated[str, typer.Argument(metavar="POLICY", help="Its name, as `rollyard policies list` shows it.")]
 Engines = Annotated[
     list[str] | None, typer.Option("--engine", metavar="ID", help="Only this engine of it; may be repeated.")
@@ -49,7 +51,7 @@ def list_policies(url: Url = None, token: Token = None, as_json: AsJson = False)
 
 def policies_table(found: list[dict[str, Any]]) -> Any:
     """One line for each engine; the policy's own columns are on its first."""
-    made = table("policy", "state", "version", "lease", "engine", "its state", "its version", "trouble")
+    made = table("policy", "state", "version", "held by", "lease", "engine", "its state", "its version", "trouble")
     for policy in found:
         state = str(policy.get("state"))
         style = {"running": "green", "abandoned": "red"}.get(state, "yellow")
@@ -58,6 +60,7 @@ def policies_table(found: list[dict[str, Any]]) -> Any:
             plain(policy.get("name")),
             f"[{style}]{plain(state)}[/]",
             number(policy.get("version")),
+            plain(policy.get("holder") or "–"),
             "–" if left is None else seconds(left),
         ]
         for engine in policy.get("engines") or [{}]:
@@ -69,7 +72,7 @@ def policies_table(found: list[dict[str, Any]]) -> Any:
                 number(engine.get("version")),
                 plain(engine.get("error") or ""),
             )
-            own = ["", "", "", ""]
+            own = ["", "", "", "", ""]
     return made
 
 
@@ -98,7 +101,8 @@ def pause(
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
-            return await client.policy(name).pause(mode=mode, lease_s=lease_s, engines=engine, timeout_s=timeout_s)
+            policy = client.policy(name, holder=HOLDER)
+            return await policy.pause(mode=mode, lease_s=lease_s, engines=engine, timeout_s=timeout_s)
 
     _tell(run(work()), as_json)
 
@@ -110,6 +114,9 @@ def resume(
         int, typer.Argument(min=0, metavar="VERSION", help="The version of the weights that the engines have now.")
     ],
     engine: Engines = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Even if a trainer holds the policy, and its lease still runs.")
+    ] = False,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
@@ -118,7 +125,8 @@ def resume(
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
-            return await client.policy(name).resume(version, engines=engine)
+            policy = client.policy(name, holder=HOLDER)
+            return await policy.resume(version, engines=engine, take_over=take_over)
 
     _tell(run(work()), as_json)
 

@@ -24,7 +24,7 @@ from rollyard.client._bodies import given as _given
 from rollyard.client._bodies import part as _part
 from rollyard.client._events import follow
 from rollyard.client._find import find
-from rollyard.client._policies import AsyncPolicy
+from rollyard.client._policies import AsyncPolicy, Holder
 from rollyard.client._sampling import AsyncSampling
 from rollyard.client._sessions import AsyncSession
 from rollyard.client._waiting import POLL_S, wait_all
@@ -53,6 +53,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retry_s: float = 60.0
     ) -> None:
         self._wire = Wire(find(url, token), timeout_s, retry_s)
+        self._holder = Holder()
 
     @property
     def url(self) -> str:
@@ -300,8 +301,10 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         capacity: int | None = None,
         admission: str | None = None,
         api_key: str | None = None,
+        trust_tokenizer: bool | None = None,
     ) -> JsonObject:
-        """Probed by the service before it is used; the probe's trouble is raised here."""
+        """Probed by the service before it is used; the probe's trouble is raised here. `trust_tokenizer`: train on its
+        tokens even if it cannot show which tokenizer it has."""
         body = _given(
             id=id,
             url=url,
@@ -314,6 +317,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
             capacity=capacity,
             admission=admission,
             api_key=api_key,
+            trust_tokenizer=trust_tokenizer,
         )
         return read_object(await self._wire.json("POST", "/engines", body=body, wait_s=POLL_S))
 
@@ -328,9 +332,10 @@ class AsyncClient(AsyncSampling, AsyncAccess):
 
     # --- weights --------------------------------------------------------------------------------------
 
-    def policy(self, name: str = "default") -> AsyncPolicy:
-        """Named weights: to pause them, to tell their version, and to do both around an update."""
-        return AsyncPolicy(self._wire, name)
+    def policy(self, name: str = "default", *, holder: str | None = None) -> AsyncPolicy:
+        """Named weights: to pause them, to tell their version, and to do both around an update. `holder`: a name for
+        several processes that are one trainer; by default each client has its own."""
+        return AsyncPolicy(self._wire, name, self._holder if holder is None else Holder(holder, self._holder.named))
 
     async def policies(self) -> Objects:
         return _items(await self._wire.json("GET", "/policies"), "policies")

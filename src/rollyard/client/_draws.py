@@ -127,14 +127,16 @@ class AsyncDraw:
         )
         return int(read_object(body).get("deleted") or 0)
 
-    async def rewind(self, batch: Batch | int, version: int) -> JsonObject:
+    async def rewind(self, batch: Batch | int, version: int, *, policy_version: int | None = None) -> JsonObject:
         """Back to your checkpoint: the last batch that it knows, and its version of the weights.
 
         Batches after it are undone: groups with tokens of newer versions are void and their tasks return, the others
-        are delivered again. The next batch is the one after `batch`. Returns the draw.
+        are delivered again; so do the tasks of batches that were acknowledged, whose traces are gone. The next batch is
+        the one after `batch`. `policy_version`: the number under which the policy has the checkpoint's weights now, if
+        it is a new one. Returns the draw.
         """
         number = batch if isinstance(batch, int) else batch.number
-        call = {"batch": number, "version": version}
+        call = given(batch=number, version=version, policy_version=policy_version)
         facts = read_object(
             await self._wire.json("POST", f"{self._path}/rewind", params=self._in, body=call, is_repeatable=True)
         )
@@ -259,8 +261,8 @@ class Draw:
     def ack(self, batch: Batch | int) -> int:
         return self._run(self._draw.ack(batch))
 
-    def rewind(self, batch: Batch | int, version: int) -> JsonObject:
-        return self._run(self._draw.rewind(batch, version))
+    def rewind(self, batch: Batch | int, version: int, *, policy_version: int | None = None) -> JsonObject:
+        return self._run(self._draw.rewind(batch, version, policy_version=policy_version))
 
     def push(self, tasks: Sequence[TaskLike], *, ids: Sequence[str] | None = None, close: bool = False) -> int:
         return self._run(self._draw.push(tasks, ids=ids, close=close))

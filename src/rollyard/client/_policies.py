@@ -5,8 +5,13 @@
 
 Invariants. A block that ends well resumes with its version. One that raises resumes nothing: nobody knows what the
 weights are then, so the engines stay paused, and the error says how to go on. While the block runs, its lease is
-renewed; if this process dies, the service keeps the policy paused until a resume names a version. A body that blocks
-the event loop for longer than `lease_s` belongs in a thread. `Policy` and `Update` are the same without `await`.
+renewed; if this process dies, the service keeps the policy paused until another pauses it or a resume names a version.
+A body that blocks the event loop for longer than `lease_s` belongs in a thread. `Policy` and `Update` are the same
+without `await`.
+
+A client has a name of its own as the holder of a pause. Another client cannot end that pause while its lease runs, even
+with the same token. A client whose policy got a version that it did not name gets `PolicyConflict` at its next pause or
+resume.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -23,21 +29,34 @@ from rollyard.client._bodies import given
 from rollyard.client._waiting import POLL_S
 from rollyard.client._wire import Wire
 from rollyard.client.records import JsonObject, read_object
-from rollyard.core import RollyardError
-from rollyard.core.failure import PolicyPinned, RequestError
+from rollyard.core import RollyardError, new_id
+from rollyard.core.failure import PolicyConflict, PolicyPinned, RequestError
 
 log = logging.getLogger("rollyard.client")
 
-LEASE_S = 600.0
+LEASE_S = 600.0  # of a pause that nobody renews
+UPDATE_LEASE_S = 60.0
+"""Of one that is renewed: as long as this, a trainer that was killed keeps others waiting."""
+OUTLAST_S = 2 * UPDATE_LEASE_S
+LOOK_S = 1.0  # between two looks at whether a lease has run out
 RESUME_S = 300.0  # the steps of all engines, in parallel; the service bounds each of them
+
+
+@dataclass(slots=True)
+class Holder:
+    """A client as the service knows it in a pause, and the versions that it named last, by policy."""
+
+    id: str = field(default_factory=lambda: new_id("client"))
+    named: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class AsyncPolicy:
     """See the module. Nothing is kept here: it is a name."""
 
-    def __init__(self, wire: Wire, name: str) -> None:
+    def __init__(self, wire: Wire, name: str, holder: Holder) -> None:
         self._wire = wire
         self._path = f"/policies/{quote(name, safe=':')}"
+        self._holder = holder
         self.name = name
 
     async def status(self) -> JsonObject:
@@ -51,31 +70,63 @@ class AsyncPolicy:
         lease_s: float = LEASE_S,
         engines: Sequence[str] | None = None,
         timeout_s: float | None = None,
+        outlast_s: float = 0.0,
     ) -> JsonObject:
         """Returns when the engines are paused. `mode`: what becomes of calls in flight: abort, drain or keep.
 
-        PolicyConflict while another holds it. Beyond `timeout_s`: TimeoutError, and the pause goes on all the same; or
-        PolicyPinned, and nothing was paused, while an evaluation needs the weights as they are."""
+        PolicyConflict while another holds it, unless the other's lease runs out within `outlast_s`, as that of a
+        trainer that died does. Beyond `timeout_s`: TimeoutError, and the pause goes on all the same; or PolicyPinned,
+        and nothing was paused, while an evaluation needs the weights as they are."""
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        outlasted_at = time.monotonic() + outlast_s
+        ids = None if engines is None else [*engines]
         while True:
             left_s = POLL_S if give_up is None else min(POLL_S, max(0.0, give_up - time.monotonic()))
-            body = given(mode=mode, lease_s=lease_s, engines=None if engines is None else [*engines], wait_s=left_s)
+            after = self._holder.named.get(self.name)
+            body = given(mode=mode, lease_s=lease_s, engines=ids, wait_s=left_s, after=after)
             try:
                 status = await self._post("pause", body, left_s)
             except PolicyPinned:
                 if give_up is not None and time.monotonic() >= give_up:
                     raise
                 continue
+            except PolicyConflict as conflict:
+                await self._outlast(conflict, outlasted_at)
+                continue
             if status.get("state") != "pausing":
                 return status
             if give_up is not None and time.monotonic() >= give_up:
                 raise TimeoutError(f"policy {self.name} is still pausing after {timeout_s:g} s")
 
-    async def resume(self, version: int, *, engines: Sequence[str] | None = None) -> JsonObject:
-        """The weights are of this version: the engines go on. PolicyStuck if none of them can."""
-        return await self._post(
-            "resume", given(version=version, engines=None if engines is None else [*engines]), RESUME_S
-        )
+    async def _outlast(self, conflict: PolicyConflict, until: float) -> None:
+        """Until the lease of whoever holds it has run out. Raises the conflict if that one is alive: it renews its
+        lease, or resumes."""
+        holder = conflict.data.get("holder")
+        while holder is not None and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+            status = await self.status()
+            if status.get("holder") != holder:
+                break
+            if status.get("state") == "abandoned":
+                return
+        raise conflict
+
+    async def resume(
+        self,
+        version: int,
+        *,
+        engines: Sequence[str] | None = None,
+        after: int | None = None,
+        take_over: bool = False,
+    ) -> JsonObject:
+        """The weights are of this version: the engines go on. PolicyStuck if none of them can; PolicyConflict while the
+        pause is another's, unless you `take_over`, or if the policy has got another version since `after`."""
+        self._holder.named.pop(self.name, None)  # if no answer comes, nobody knows
+        ids = None if engines is None else [*engines]
+        body = given(version=version, engines=ids, after=after, take_over=take_over or None)
+        status = await self._post("resume", body, RESUME_S)
+        self._holder.named[self.name] = version
+        return status
 
     async def renew(self, lease_s: float = LEASE_S) -> JsonObject:
         """The pause lasts so long from now; also after it had run out."""
@@ -86,15 +137,16 @@ class AsyncPolicy:
         version: int,
         *,
         mode: str = "abort",
-        lease_s: float = LEASE_S,
+        lease_s: float = UPDATE_LEASE_S,
         engines: Sequence[str] | None = None,
         timeout_s: float | None = None,
+        outlast_s: float = OUTLAST_S,
     ) -> AsyncUpdate:
         """`async with`: paused in the block, resumed with the version at its end. See the module."""
-        return AsyncUpdate(self, version, mode, lease_s, engines, timeout_s)
+        return AsyncUpdate(self, version, mode, lease_s, engines, timeout_s, outlast_s)
 
     async def _post(self, verb: str, body: dict[str, object], wait_s: float = 0.0) -> JsonObject:
-        path = f"{self._path}/{verb}"
+        path, body = f"{self._path}/{verb}", {**body, "holder": self._holder.id}
         return read_object(await self._wire.json("POST", path, body=body, wait_s=wait_s, is_repeatable=True))
 
 
@@ -109,12 +161,15 @@ class AsyncUpdate:
         lease_s: float,
         engines: Sequence[str] | None,
         timeout_s: float | None,
+        outlast_s: float,
     ) -> None:
         self._policy = policy
         self._mode = mode
         self._lease_s = lease_s
         self._engines = engines
         self._timeout_s = timeout_s
+        self._outlast_s = outlast_s
+        self._before: int | None = None  # the version that it was paused at
         self._renewing: asyncio.Task[None] | None = None
         self.version = version
 
@@ -122,13 +177,18 @@ class AsyncUpdate:
         """The policy as it is paused: its engines are those to write to."""
         try:
             status = await self._policy.pause(
-                mode=self._mode, lease_s=self._lease_s, engines=self._engines, timeout_s=self._timeout_s
+                mode=self._mode,
+                lease_s=self._lease_s,
+                engines=self._engines,
+                timeout_s=self._timeout_s,
+                outlast_s=self._outlast_s,
             )
         except RequestError:
             raise  # refused: nothing was paused
         except BaseException as error:
             self._tell(error)
             raise
+        self._before = int(status["version"])
         self._renewing = asyncio.create_task(self._renew(), name=f"renew {self._policy.name}")
         return status
 
@@ -141,7 +201,7 @@ class AsyncUpdate:
         if error is not None:
             self._tell(error)
             return
-        await self._policy.resume(self.version, engines=self._engines)
+        await self._policy.resume(self.version, engines=self._engines, after=self._before)
 
     async def _renew(self) -> None:
         while True:
@@ -182,11 +242,22 @@ class Policy:
         lease_s: float = LEASE_S,
         engines: Sequence[str] | None = None,
         timeout_s: float | None = None,
+        outlast_s: float = 0.0,
     ) -> JsonObject:
-        return self._run(self._policy.pause(mode=mode, lease_s=lease_s, engines=engines, timeout_s=timeout_s))
+        pausing = self._policy.pause(
+            mode=mode, lease_s=lease_s, engines=engines, timeout_s=timeout_s, outlast_s=outlast_s
+        )
+        return self._run(pausing)
 
-    def resume(self, version: int, *, engines: Sequence[str] | None = None) -> JsonObject:
-        return self._run(self._policy.resume(version, engines=engines))
+    def resume(
+        self,
+        version: int,
+        *,
+        engines: Sequence[str] | None = None,
+        after: int | None = None,
+        take_over: bool = False,
+    ) -> JsonObject:
+        return self._run(self._policy.resume(version, engines=engines, after=after, take_over=take_over))
 
     def renew(self, lease_s: float = LEASE_S) -> JsonObject:
         return self._run(self._policy.renew(lease_s))
@@ -196,11 +267,14 @@ class Policy:
         version: int,
         *,
         mode: str = "abort",
-        lease_s: float = LEASE_S,
+        lease_s: float = UPDATE_LEASE_S,
         engines: Sequence[str] | None = None,
         timeout_s: float | None = None,
+        outlast_s: float = OUTLAST_S,
     ) -> Update:
-        update = self._policy.update(version, mode=mode, lease_s=lease_s, engines=engines, timeout_s=timeout_s)
+        update = self._policy.update(
+            version, mode=mode, lease_s=lease_s, engines=engines, timeout_s=timeout_s, outlast_s=outlast_s
+        )
         return Update(self._run, update)
 
 

@@ -245,6 +245,7 @@ class Client(Sampling):
         capacity: int | None = None,
         admission: str | None = None,
         api_key: str | None = None,
+        trust_tokenizer: bool | None = None,
     ) -> JsonObject:
         return self._run(
             self._yard.add_engine(
@@ -259,6 +260,7 @@ class Client(Sampling):
                 capacity=capacity,
                 admission=admission,
                 api_key=api_key,
+                trust_tokenizer=trust_tokenizer,
             )
         )
 
@@ -273,8 +275,8 @@ class Client(Sampling):
 
     # --- weights --------------------------------------------------------------------------------------
 
-    def policy(self, name: str = "default") -> Policy:
-        return Policy(self._run, self._yard.policy(name))
+    def policy(self, name: str = "default", *, holder: str | None = None) -> Policy:
+        return Policy(self._run, self._yard.policy(name, holder=holder))
 
     def policies(self) -> Objects:
         return self._run(self._yard.policies())

@@ -137,6 +137,7 @@ class Trace:
     attempt: int = 1
     index: int = 0
     siblings: int = 1  # how many traces the rollout has, this one included
+    tokenizer_verified: bool = True  # False: an engine could not show which tokenizer it has
 
     def __len__(self) -> int:
         return len(self.token_ids)

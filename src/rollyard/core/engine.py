@@ -40,3 +40,4 @@ class EngineSpec:
     capacity: int = 256  # sessions it should hold at once
     admission: Admission = Admission.ADAPTIVE
     api_key: str = field(default="", repr=False)
+    trust_tokenizer: bool = False  # its tokens are trainable even if it cannot show which tokenizer it has

@@ -452,10 +452,14 @@ class SessionConflict(RequestError):
 
 
 class PolicyConflict(RequestError):
-    """Somebody else is changing the policy's weights, or nobody is."""
+    """Another is changing the policy's weights, or has changed them, or nobody is."""
 
     status = 409
-    remedy = "GET /v1/policies/{name} says who holds it and for how long; a resume that names a version always goes."
+    remedy = (
+        "GET /v1/policies/{name} says who holds it and for how long. If that trainer is alive, give each a policy of "
+        "its own; if it died, wait until its lease has run out, or resume with take_over (rollyard policies resume "
+        "NAME VERSION --take-over)."
+    )
 
 
 class PolicyPinned(RequestError):

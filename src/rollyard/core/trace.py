@@ -71,6 +71,7 @@ class Trace:
     untrainable_reason: str | None = None
     fork_reason: str | None = None  # why this is not the continuation of an earlier trace
     columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # opaque, from the engine
+    is_tokenizer_verified: bool = True  # False: an engine that sampled in it could not show which tokenizer it has
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -89,6 +89,7 @@ class Generation:
     cached_tokens: int | None = None
     columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     untrainable: str = ""  # why it must not be trained on; empty: it may be
+    is_tokenizer_verified: bool = True
 
 
 OnTokens = Callable[[Sequence[int]], None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollyard.core import Deadline
@@ -21,6 +21,11 @@ from rollyard.engines.pool import Call, Member, Pool
 from rollyard.engines.provenance import with_versions
 
 log = logging.getLogger("rollyard.engines")
+
+UNVERIFIED = (
+    "the tokenizer of engine {engine} could not be verified, as it does not tokenize for us; if it is the model's own, "
+    "say so with trust_tokenizer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class Caller:
                 return ending.why, None
             ending.close()
             member.sampled(part)
-            return ending.why, await with_versions(member, call, part, first_contact)
+            return ending.why, _vetted(member, await with_versions(member, call, part, first_contact))
         except EngineFailure as error:
             if ending.why != "done":  # we ended it: that it then failed is not held against it
                 self._stats.tokens_lost += ending.is_hung_up
@@ -110,6 +115,14 @@ class Caller:
         finally:
             ending.close()
             member.end(call)
+
+
+def _vetted(member: Member, part: Generation) -> Generation:
+    """The part, marked if nothing shows that its ids mean to the engine what they mean to us."""
+    if member.is_tokenizer_verified:
+        return part
+    reason = "" if member.engine.spec.trust_tokenizer else UNVERIFIED.format(engine=member.id)
+    return replace(part, is_tokenizer_verified=False, untrainable=part.untrainable or reason)
 
 
 class _Ending:

@@ -167,8 +167,17 @@ class FollowedPolicies(Policies):
         lease_s: float = LEASE_S,
         engines: Sequence[str] | None = None,
         wait_s: float | None = None,
+        after: int | None = None,
     ) -> PolicyStatus:
         raise RuntimeError("weights change at the head")
 
-    async def resume(self, name: str, version: int, *, engines: Sequence[str] | None = None) -> PolicyStatus:
+    async def resume(
+        self,
+        name: str,
+        version: int,
+        *,
+        holder: str | None = None,
+        engines: Sequence[str] | None = None,
+        after: int | None = None,
+    ) -> PolicyStatus:
         raise RuntimeError("weights change at the head")

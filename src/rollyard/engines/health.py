@@ -20,15 +20,15 @@ from rollyard.engines.router_settings import RouterSettings
 
 log = logging.getLogger("rollyard.engines")
 
-Vet = Callable[[Engine], Awaitable[None]]
+Vet = Callable[[Engine], Awaitable[bool]]
+"""Whether the engine's tokenizer was compared with ours; an EngineFailure if the engine cannot be used."""
 
 
 class HealthWatch:
     """See the module."""
 
     def __init__(self, settings: RouterSettings, vet: Vet | None, welcome: Callable[[Member], Awaitable[None]]) -> None:
-        """`vet` may refuse an engine that answered its probe, with an EngineFailure; `welcome` is told of one that
-        answers, at first or again."""
+        """`welcome` is told of an engine that answers, at first or again."""
         self._settings = settings
         self._vet = vet
         self._welcome = welcome
@@ -40,7 +40,7 @@ class HealthWatch:
             async with asyncio.timeout(seconds):
                 await member.engine.probe()
                 if self._vet is not None:
-                    await self._vet(member.engine)
+                    member.is_tokenizer_verified = await self._vet(member.engine)
         except TimeoutError:
             raise EngineTimeout(f"engine {member.id} did not say within {seconds} s what it is") from None
         member.is_probed = True

@@ -19,11 +19,13 @@ class Kept:
         self._versions: list[VersionSpan] = []
         self._parts: list[Generation] = []
         self._untrainable = ""
+        self._is_tokenizer_verified = True
 
     def add(self, part: Generation) -> None:
         shift = len(self.token_ids)
         self._parts.append(part)
         self._untrainable = self._untrainable or part.untrainable
+        self._is_tokenizer_verified &= part.is_tokenizer_verified
         self.token_ids += part.token_ids
         if self._logprobs is not None and part.logprobs is not None:
             self._logprobs += part.logprobs
@@ -48,4 +50,5 @@ class Kept:
             # an engine's columns run over its own prompt; of several calls they cannot be joined blindly
             columns=first.columns if len(self._parts) == 1 else {},
             untrainable=self._untrainable,
+            is_tokenizer_verified=self._is_tokenizer_verified,
         )

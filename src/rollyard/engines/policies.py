@@ -13,6 +13,7 @@ Invariants.
 - An engine that fails a step is quarantined. Nothing brings it up but a resume that names a version and succeeds: not
   the watch, and not the end of a lease. If all of them fail, the policy stays paused.
 - A lease that runs out resumes nothing. Its engines are quarantined until its holder renews, or somebody resumes.
+- While its lease runs, a pause is ended by its holder alone, or by one who says to take over.
 - What others may rely on (a pause, a version) is saved before the engines are told, or calls go on.
 - An engine that comes back and says other weights than were resumed is quarantined: it was started again.
 
@@ -38,7 +39,10 @@ from rollyard.engines.policy_state import (
     PolicySettings,
     PolicyStatus,
     Update,
+    check_holder,
+    check_version,
     chosen,
+    held_by_another,
     record_of,
     status_of,
     still_paused,
@@ -132,19 +136,20 @@ class Policies:
         lease_s: float = LEASE_S,
         engines: Sequence[str] | None = None,
         wait_s: float | None = None,
+        after: int | None = None,
     ) -> PolicyStatus:
         """Returns when the engines are paused, or after `wait_s`: then the state is still pausing, and the same call
-        again waits on. PolicyConflict while another holds it or if another resumed it meanwhile, PolicyPinned while one
-        needs the weights as they are and an engine may serve them. Its lease does not run while this waits: whoever
-        holds it is here."""
+        again waits on. PolicyConflict while another holds it or if another resumed it meanwhile, or if it is not at the
+        version `after`; PolicyPinned while one needs the weights as they are and an engine may serve them. Its lease
+        does not run while this waits: whoever holds it is here."""
         pool = self._known_pool(name)
         update = await self._settled(name)
         while update is None and self.pins.held(name):
             wait_s = await self.pins.free(name, wait_s)
             update = await self._settled(name)
         members = chosen(pool, engines)
-        if update is not None and not update.is_abandoned and update.holder != holder:
-            raise PolicyConflict(f"policy {name!r} is {update.state}, held by {update.holder or 'a resume'}")
+        check_holder(pool, update, holder)
+        check_version(pool, after)
         if update is None:
             update = self._updates[name] = Update(holder, mode, None if engines is None else set(engines))
         elif update.ids is not None:
@@ -189,7 +194,7 @@ class Policies:
         if update is None:
             raise PolicyConflict(f"policy {name!r} is running: there is no pause to renew")
         if update.holder != holder:
-            raise PolicyConflict(f"policy {name!r} is {update.state}, held by {update.holder or 'a resume'}")
+            raise held_by_another(pool, update)
         if update.resuming is None:
             self._arm(pool, update, lease_s)
             await self._save(self._record(pool, update))
@@ -228,13 +233,26 @@ class Policies:
 
     # --- resume
 
-    async def resume(self, name: str, version: int, *, engines: Sequence[str] | None = None) -> PolicyStatus:
+    async def resume(
+        self,
+        name: str,
+        version: int,
+        *,
+        holder: str | None = None,
+        engines: Sequence[str] | None = None,
+        after: int | None = None,
+    ) -> PolicyStatus:
         """Engines that are paused or quarantined, or those named, go on with weights of that version. PolicyStuck if
-        none of them can.
+        none of them can; PolicyConflict while the pause is that of another `holder` (None: whoever holds it), or if the
+        policy is neither at this version nor at `after`.
 
         Of a policy that is not paused it tells the version: calls in flight are cut for the moment that this takes."""
         pool = self._known_pool(name)
         update = await self._settled(name)
+        if holder is not None:
+            check_holder(pool, update, holder)
+        if pool.version != version:
+            check_version(pool, after)
         members = chosen(pool, engines)
         if engines is None and update is None:
             # before any version was named, an engine is at 0 without having been told so

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollyard.core.failure import NotFound
+from rollyard.core.failure import NotFound, PolicyConflict
 from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
 from rollyard.engines.pool import Health, Member, Pool
 
@@ -88,17 +88,46 @@ class Update:
         return self.ids is None or engine_id in self.ids
 
 
+def check_holder(pool: Pool, update: Update | None, holder: str) -> None:
+    """PolicyConflict while the pause is live and another's."""
+    if update is not None and not update.is_abandoned and update.holder != holder:
+        raise held_by_another(pool, update)
+
+
+def held_by_another(pool: Pool, update: Update) -> PolicyConflict:
+    left_s = _left_s(update)
+    return PolicyConflict(
+        f"policy {pool.name!r} is {update.state}, held by {update.holder or 'a resume'}"
+        + ("" if left_s is None else f" for another {left_s:.0f} s unless it renews"),
+        holder=update.holder or None,
+        state=str(update.state),
+        lease_left_s=left_s,
+    )
+
+
+def check_version(pool: Pool, after: int | None) -> None:
+    """PolicyConflict if another than the caller has named a version meanwhile."""
+    if after is not None and pool.version != after:
+        raise PolicyConflict(
+            f"policy {pool.name!r} is at version {pool.version}, not at {after}: another has changed its weights",
+            version=pool.version,
+        )
+
+
+def _left_s(update: Update | None) -> float | None:
+    if update is None or update.timer is None:
+        return None
+    return max(0.0, update.ends_at - asyncio.get_running_loop().time())
+
+
 def status_of(pool: Pool, update: Update | None) -> PolicyStatus:
-    left_s: float | None = None
-    if update is not None and update.timer is not None:
-        left_s = max(0.0, update.ends_at - asyncio.get_running_loop().time())
     return PolicyStatus(
         name=pool.name,
         version=pool.version,
         state=PolicyState.RUNNING if update is None else update.state,
         mode=update.mode if update else None,
         lease_s=update.lease_s if update else None,
-        lease_left_s=left_s,
+        lease_left_s=_left_s(update),
         holder=(update.holder or None) if update else None,
         engines=tuple(
             EngineWeights(

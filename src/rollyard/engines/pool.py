@@ -77,6 +77,7 @@ class EngineStatus:
     load: Load | None = None  # as it told when it was last asked
     version: int = 0  # of its weights
     is_paused: bool = False
+    is_tokenizer_verified: bool = True  # False: it cannot show which tokenizer it has
 
 
 class Call:
@@ -121,6 +122,7 @@ class Member:
     pool: Pool
     health: Health = Health.DOWN
     is_probed: bool = False
+    is_tokenizer_verified: bool = True
     says_versions: bool = False  # its last generation named the versions of its tokens
     said_version: int = -1  # the highest that it named since its version was set
     failures_in_a_row: int = 0
@@ -188,7 +190,15 @@ class Member:
             in_flight, tokens = stats.in_flight + more.in_flight, stats.tokens + more.tokens
             stats = replace(stats, sessions=self.sessions, in_flight=in_flight, tokens=tokens)
         return EngineStatus(
-            self.engine.spec, info, self.health, stats, self.cap, self.told, self.version, self.is_paused
+            self.engine.spec,
+            info,
+            self.health,
+            stats,
+            self.cap,
+            self.told,
+            self.version,
+            self.is_paused,
+            self.is_tokenizer_verified,
         )
 
     @property

@@ -383,6 +383,7 @@ class GatewaySession:
             cached_tokens=generation.cached_tokens,
             columns=generation.columns,
             untrainable=generation.untrainable,
+            is_tokenizer_verified=generation.is_tokenizer_verified,
             is_abandoned=is_abandoned,
             parsed=told,
         )

@@ -38,12 +38,12 @@ class Renderers:
                 self._loaded[key] = await asyncio.to_thread(self._load, folder, spec.renderer, engine.info.model)
         return self._loaded[key]
 
-    async def check(self, engine: Engine) -> None:
-        """Compares our tokens with the engine's own, where it can say."""
+    async def check(self, engine: Engine) -> bool:
+        """Compares our tokens with the engine's own. False: it cannot say. TokenizerMismatch: they differ."""
         renderer = await self.of(engine)
         theirs = await engine.tokenize(PROBE)
         if theirs is None:
-            return
+            return False
         ours = renderer.encode(PROBE)
         if list(theirs) != ours:
             first = next(
@@ -53,6 +53,7 @@ class Renderers:
                 f"engine {engine.spec.id} and tokenizer {engine.spec.tokenizer or engine.info.tokenizer!r} "
                 f"disagree from token {first} of the probe text on"
             )
+        return True
 
     def _load(self, folder: str, renderer: str, model: str) -> Renderer:
         return load_renderer(self._tokenizers.load(folder), model, renderer)

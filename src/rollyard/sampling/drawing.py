@@ -299,10 +299,11 @@ class Drawing:
         figures.tokens_delivered += group.stats.sampled_tokens if group.stats else 0
         figures.stale += (group.staleness or 0) > self.config.max_staleness
 
-    def rewind(self, to: int, place: int, version: int, groups: Iterable[Group]) -> list[Group]:
+    def rewind(self, to: int, place: int, version: int, groups: Iterable[Group], *, gone: int = 0) -> list[Group]:
         """Undoes the batches after `to`, which ended at that place. `groups` are those that they had, and all that are
-        complete; what has tokens of a version after `version` is void, and its task returns; the rest is complete
-        again. Returns them as they are now; what is open, the caller ends as void then."""
+        complete; what has tokens of a version after `version` is void, and so is what has its place up to `gone`, as
+        it was acknowledged and its traces deleted; their tasks return. The rest is complete again. Returns them as they
+        are now; what is open, the caller ends as void then."""
         progress, changed = self.progress, list[Group]()
         for group in groups:
             if group.place is not None:
@@ -311,7 +312,7 @@ class Drawing:
                 progress.figures.stale -= (group.staleness or 0) > self.config.max_staleness
                 item = Item(group.epoch, group.item, group.tries, group.turn)
                 self.flying[group.id] = Flying(group.id, group.order, item, group.admitted_version, is_complete=True)
-            if group.newest_version > version:
+            if group.newest_version > version or (group.place is not None and group.place <= gone):
                 self.ended(group.id, GroupState.VOID, group.stats or Stats(), returns=True)
                 changed.append(replace(group, state=GroupState.VOID, reason="rewound", batch=None, place=None))
             elif group.place is not None:

@@ -249,33 +249,38 @@ class DrawKeeper:
             await self._write(Changes())
         return await self._store.acknowledge_draw(self.draw.id, number)
 
-    async def rewind(self, number: int, version: int) -> None:
-        """See `Drawing.rewind`. The policy must be at that version already: what is begun now is sampled by it."""
-        await self.wholly(self._rewind(number, version))
+    async def rewind(self, number: int, version: int, policy_version: int | None = None) -> None:
+        """See `Drawing.rewind`. The policy must have the checkpoint's weights already, as what is begun now is sampled
+        by them: under the number `version`, or under `policy_version` if they were given a new one."""
+        await self.wholly(self._rewind(number, version, policy_version))
 
-    async def _rewind(self, number: int, version: int) -> None:
+    async def _rewind(self, number: int, version: int, policy_version: int | None) -> None:
         async with self._lock:
             progress = self.draw.progress
             last = progress.batch - (self.drawing.batch is not None)
-            if not progress.acked <= number <= last:
-                raise InvalidRequest(
-                    f"batch {number} cannot be gone back to: "
-                    f"{progress.acked} is acknowledged, and the last one that is closed is {last}"
-                )
-            if self._version() > version:
+            if not 0 <= number <= last:
+                raise InvalidRequest(f"batch {number} cannot be gone back to: the last one that is closed is {last}")
+            now = self._version()
+            if now > version if policy_version is None else now != policy_version:
                 raise VersionConflict(
-                    f"the policy is at version {self._version()}: "
-                    f"write the weights of version {version} and resume it there first"
+                    f"the policy is at version {now}: write the checkpoint's weights and resume it at version "
+                    f"{version if policy_version is None else policy_version} first"
                 )
-            place = 0
-            if number:
-                batch = await self._store.get_batch(self.draw.id, number)
-                place = batch.after + batch.delivered
+            place = await self._end_of(number)
+            gone = await self._end_of(progress.acked) if number < progress.acked else place
             changes = Changes(undone_after=number)
             taken = await self._store.delivered_groups(self.draw.id, place, 1_000_000)
-            self._flock.rewind(number, place, version, taken, changes)
+            self._flock.rewind(number, place, version, taken, changes, gone=gone)
+            progress.acked = min(progress.acked, number)
             await self._write(changes)
             await self._turn()
+
+    async def _end_of(self, number: int) -> int:
+        """The place of the last group in that batch and those before it."""
+        if not number:
+            return 0
+        batch = await self._store.get_batch(self.draw.id, number)
+        return batch.after + batch.delivered
 
     async def close(self, reason: str = "closed", detail: str | None = None) -> None:
         """Ends it, and what is at work for it."""

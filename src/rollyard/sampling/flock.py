@@ -152,9 +152,11 @@ class Flock:
         for one in list(self.drawing.flying.values()):
             self.end(one, GroupState.CANCELLED, self.drawing.draw.reason or "closed", changes)
 
-    def rewind(self, to: int, place: int, version: int, taken: Iterable[Group], changes: Changes) -> None:
+    def rewind(
+        self, to: int, place: int, version: int, taken: Iterable[Group], changes: Changes, *, gone: int = 0
+    ) -> None:
         """See `Drawing.rewind`; `taken` are the groups of the batches that are undone."""
-        for group in self.drawing.rewind(to, place, version, [*taken, *self._complete.values()]):
+        for group in self.drawing.rewind(to, place, version, [*taken, *self._complete.values()], gone=gone):
             changes.groups[group.id] = replace(group, updated_at=time.time())
             if group.state is GroupState.COMPLETE:
                 self._complete[group.id] = changes.groups[group.id]

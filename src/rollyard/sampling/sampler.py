@@ -125,10 +125,10 @@ class Sampler:
                 return await self._load(draw, [])
         return self._draws[draw_id]
 
-    async def rewind(self, draw_id: str, batch: int, version: int) -> DrawKeeper:
+    async def rewind(self, draw_id: str, batch: int, version: int, policy_version: int | None = None) -> DrawKeeper:
         keeper = await self.keeper(draw_id)
         keep_of(keeper.draw.config.keep)
-        await keeper.rewind(batch, version)
+        await keeper.rewind(batch, version, policy_version)
         self._keep_going(keeper)
         return keeper
 

@@ -55,6 +55,7 @@ SCHEMA = pa.schema(
         pa.field("fork_reason", pa.string()),
         pa.field("sampling", pa.string(), nullable=False),  # JSON
         pa.field("columns", pa.map_(pa.string(), pa.binary()), nullable=False),
+        pa.field("tokenizer_verified", pa.bool_(), nullable=False),
     ]
 )
 
@@ -89,6 +90,7 @@ def row(schema: pa.Schema, trajectory: Trajectory, rollout: Rollout, index: int,
         "policy": trace.policy,
         "model": trace.model,
         "logprobs_kind": trace.logprobs_kind,
+        "tokenizer_verified": trace.is_tokenizer_verified,
         "trainable": is_trainable(trace, rollout),
         "reward": reward(rollout),
         "reason": untrainable_reason(trace, rollout),

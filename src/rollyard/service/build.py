@@ -252,17 +252,21 @@ async def _probe(name: str, runtime: Runtime) -> Mapping[str, str]:
     return found
 
 
-async def vet(engine: Engine, renderers: Renderers) -> None:
-    """No session gets an engine whose tokens we cannot write exactly."""
+async def vet(engine: Engine, renderers: Renderers) -> bool:
+    """No session gets an engine whose tokens we cannot write exactly. False: nothing shows that we can."""
     if engine.spec.role is not Role.POLICY or engine.spec.kind is Kind.OPENAI:
-        return
+        return True
     try:
-        await renderers.check(engine)
+        is_verified = await renderers.check(engine)
     except EngineFailure:
         raise
     except Exception as error:  # whatever a tokenizer's files can do to their reader
         why = error.detail if isinstance(error, RollyardError) else f"{type(error).__name__}: {error}"
         raise TokenizerMismatch(f"engine {engine.spec.id}: its tokenizer cannot be used: {why}") from error
+    if not is_verified:
+        is_trusted = engine.spec.trust_tokenizer
+        log.warning("a tokenizer was not verified", extra={"engine": engine.spec.id, "is_trusted": is_trusted})
+    return is_verified
 
 
 def all_environments(settings: Settings) -> Environments:

@@ -202,10 +202,12 @@ class DrawAckBody(Body):
 
 
 class RewindBody(Body):
-    """Back to the end of that batch, with the weights of that version."""
+    """Back to the end of that batch, with the weights of that version. `policy_version`: the number that these weights
+    have in the policy now, if it is a new one."""
 
     batch: Few
     version: Few
+    policy_version: Few | None = None
 
 
 def parse_place(cursor: str | None) -> int:

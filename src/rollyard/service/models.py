@@ -295,6 +295,7 @@ class EngineBody(Body):
     capacity: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     admission: Literal["adaptive", "fixed"] = "adaptive"
     api_key: Text = ""
+    trust_tokenizer: bool = False
 
     @field_validator("url")
     @classmethod
@@ -322,6 +323,7 @@ class EngineBody(Body):
             capacity=self.capacity,
             admission=Admission(self.admission),
             api_key=self.api_key,
+            trust_tokenizer=self.trust_tokenizer,
         )
 
 

@@ -12,26 +12,36 @@ from rollyard.service.models import Body, Name, Seconds
 from rollyard.service.records import without_password
 
 Version = Annotated[int, Field(ge=0, le=2**31 - 1)]  # as many bits as a trace has for it
+Holder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 EngineIds = Annotated[list[Name], Field(min_length=1, max_length=10_000)]
 
 
 class PauseBody(Body):
     """`engines`: only these, the others go on. `wait_s`: how long the call waits; then the state is still pausing, and
-    sending it again waits on."""
+    sending it again waits on. `holder`: which of those that share a token it is; the pause is renewed and ended under
+    the same name. `after`: the version that the caller knows the policy at; refused if another has named one since."""
 
     mode: Literal["drain", "abort", "keep"] = "abort"
     lease_s: Seconds = LEASE_S
     engines: EngineIds | None = None
     wait_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] | None = None
+    holder: Holder | None = None
+    after: Version | None = None
 
 
 class ResumeBody(Body):
+    """`holder` and `after` as in a pause. `take_over`: whoever holds it."""
+
     version: Version
     engines: EngineIds | None = None
+    holder: Holder | None = None
+    after: Version | None = None
+    take_over: bool = False
 
 
 class RenewBody(Body):
     lease_s: Seconds = LEASE_S
+    holder: Holder | None = None
 
 
 class OwnerBody(Body):

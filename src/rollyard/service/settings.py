@@ -98,6 +98,7 @@ class EngineSettings(BaseModel):
         default="adaptive", description="Sessions it gets: as its KV cache allows, up to its capacity, or just that."
     )
     api_key: SecretStr = Field(default=SecretStr(""), description="Sent to the engine as a bearer token.")
+    trust_tokenizer: bool = Field(default=False, description="Train on it even if it cannot show its tokenizer.")
 
 
 Engines = Annotated[tuple[Annotated[EngineSettings, BeforeValidator(_url_only)], ...], BeforeValidator(_split)]

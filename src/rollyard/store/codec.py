@@ -70,6 +70,7 @@ class _TraceRecord(msgspec.Struct, array_like=True):
     untrainable_reason: str | None
     fork_reason: str | None
     columns: Mapping[str, bytes]
+    is_tokenizer_verified: bool = True
 
 
 class _Text(msgspec.Struct):
@@ -200,6 +201,7 @@ def _to_record(trace: Trace) -> _TraceRecord:
         untrainable_reason=trace.untrainable_reason,
         fork_reason=trace.fork_reason,
         columns=trace.columns,
+        is_tokenizer_verified=trace.is_tokenizer_verified,
     )
 
 
@@ -218,6 +220,7 @@ def _from_record(record: _TraceRecord) -> Trace:
         untrainable_reason=record.untrainable_reason,
         fork_reason=record.fork_reason,
         columns=record.columns,
+        is_tokenizer_verified=record.is_tokenizer_verified,
     )
 
 

@@ -125,6 +125,7 @@ class ScriptedEngine:
     ) -> None:
         self.script: Script = script or Rules()
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
+        self.can_tokenize = True  # off: it has no /tokenize, so nobody can say which tokenizer it has
         self.dialect = dialect
         self.model = model
         self.root = root
@@ -307,6 +308,8 @@ class ScriptedEngine:
         return web.Response(text=text, content_type="text/plain")
 
     async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not self.can_tokenize:
+            return _json({"detail": "Not Found"}, 404)
         tokens = self.tokenizer.encode(str((await _body(request))["prompt"]))
         return _json({"count": len(tokens), "max_model_len": self.max_context, "tokens": tokens})
 

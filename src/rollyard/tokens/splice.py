@@ -179,6 +179,7 @@ class Book:
         cached_tokens: int | None = None,
         columns: Mapping[str, bytes] | None = None,
         untrainable: str = "",
+        is_tokenizer_verified: bool = True,
         is_abandoned: bool = False,
         parsed: Parsed | None = None,
     ) -> Parsed:
@@ -206,6 +207,7 @@ class Book:
             cached_tokens=cached_tokens,
             columns=columns,
             untrainable=untrainable,
+            is_tokenizer_verified=is_tokenizer_verified,
         )
         self._turns += 1
         if not is_abandoned:

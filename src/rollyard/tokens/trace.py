@@ -63,6 +63,7 @@ class TraceBuilder:
         self._spans: list[Span] = []
         self._columns: dict[str, bytes] = {}
         self._untrainable: str | None = None
+        self._is_tokenizer_verified = True
         self._has_logprobs = True
         self._digest = new_digest()
         self._sampled_tokens = 0
@@ -110,6 +111,7 @@ class TraceBuilder:
         cached_tokens: int | None = None,
         columns: Mapping[str, bytes] | None = None,
         untrainable: str = "",
+        is_tokenizer_verified: bool = True,
     ) -> None:
         """What one model call sampled from `prompt()`. `versions` are (version, start, end) over `ids`;
         `untrainable` is a reason not to train on them."""
@@ -136,6 +138,7 @@ class TraceBuilder:
         )
         self._ids += added
         self._mask += b"\x01" * len(added)
+        self._is_tokenizer_verified &= is_tokenizer_verified
         if untrainable:
             self.untrainable(untrainable)
         self._versions += self._version_column(versions, len(added))
@@ -195,6 +198,7 @@ class TraceBuilder:
             untrainable_reason=self._untrainable,
             fork_reason=self._fork_reason,
             columns=dict(self._columns),
+            is_tokenizer_verified=self._is_tokenizer_verified,
         )
 
     def _version_column(self, versions: Sequence[tuple[int, int, int]], length: int) -> array[int]:

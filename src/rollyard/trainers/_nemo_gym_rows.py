@@ -6,9 +6,9 @@ sampling (`responses_create_params`) counts in both.
 
 What a result says. A rollout with a reward is a good row, its true reward in it; if it is not to be trained on
 (`run_s` ran out, an engine without logprobs), its items carry no tokens and `mask_sample` is true. Everything else is
-a failure row: `_ng_failure_class` is our stable code, `reward` is 0.0 beside it and means nothing, and no item carries
-tokens. `_ng_failure_terminal`: another attempt would end in the same way. `_ng_no_persist`: it was cancelled, which
-counts as never having been tried.
+a failure row: `_ng_failure_class` is our stable code, `_ng_failure_message` says what happened, `reward` is 0.0 beside
+them and means nothing, and no item carries tokens. `_ng_failure_terminal`: another attempt would end in the same way.
+`_ng_no_persist`: it was cancelled, which counts as never having been tried.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ Row = Mapping[str, Any]
 PARAMS = "responses_create_params"
 TASK = "rollyard_task"
 SERVER = "rollyard_server"  # of this row; else the agent's own
+
+COHORT = frozenset({"_ng_group_id", "_ng_group_attempt", "_ng_rollout_index"})
+"""What a verifier that compares the rollouts of a group tells them apart by; it refuses a row without (422)."""
 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
 _LATER = (QueueFull, Draining, Unauthorized, Forbidden)
@@ -78,8 +81,12 @@ def task_of(row: Row, server: str) -> dict[str, Any]:
 
 
 def bare(row: Row) -> dict[str, Any]:
-    """The row without Gym's and our bookkeeping: as it stands in the dataset."""
-    return {key: value for key, value in row.items() if not key.startswith(("_ng_", "_rowidx")) and key != SERVER}
+    """The row without Gym's and our bookkeeping, as it stands in the dataset, and its place in its group."""
+    return {
+        key: value
+        for key, value in row.items()
+        if key in COHORT or (not key.startswith(("_ng_", "_rowidx")) and key != SERVER)
+    }
 
 
 def result(row: Row, trajectory: Trajectory) -> dict[str, Any]:
@@ -123,7 +130,7 @@ def failure_row(
         "reward": 0.0,
         "mask_sample": True,
         "_ng_failure_class": code,
-        "_ng_failure_detail": detail,
+        "_ng_failure_message": detail,
         **about,
     }
     if is_terminal:  # these two are there, or they are not: some read no more than that

@@ -23,6 +23,7 @@ from rollyard.trainers._verl_settings import Settings, defaults_of
 T = TypeVar("T")
 
 POLL_S = 60.0  # of one wait for a group
+HOLDER = "verl"  # of its pauses: more than one process of a trainer makes them
 
 
 class VerlYard:
@@ -185,7 +186,7 @@ class VerlYard:
 
     @property
     def _policy(self) -> Any:
-        return self._client.policy(self._settings.policy)
+        return self._client.policy(self._settings.policy, holder=HOLDER)
 
     @property
     def _client(self) -> AsyncClient:

@@ -11,7 +11,9 @@ Invariants. Whoever is not trainable is in neither loss nor baseline; what infra
 group is handed over whole. The buffer is bounded: while it is full, nothing is read, and no further batch is asked for.
 Weights change in one order: Rollyard pauses, the trainer writes, Rollyard resumes with the version's number.
 
-TRL counts versions from 1 in every process; Rollyard's go on where they were. The difference stays in here.
+TRL counts versions from 1 in every process; Rollyard's go on where they were, or where the checkpoint was. The
+difference stays in here. A checkpoint's weights are in the engines before the draw goes back to it: until then the
+policy has those of the process that died, which may be newer.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ log = logging.getLogger("rollyard.trainers")
 
 HEALTH_S = 10.0
 """For one sign of life. TRL asks every five seconds, while it has nothing to train on."""
+
+LEASE_S = 30.0
+"""Of a pause. It is renewed while weights are written; a trainer that is killed meanwhile holds the policy so long."""
 
 METRICS = 1024
 """Reports of batches that wait to be logged; beyond that the oldest goes."""
@@ -117,7 +122,7 @@ class RollyardRolloutWorker:
         """Begins to ask for batches. Weights may have been sent before."""
         if self._driving is None:
             self._open()
-            self._go_back()
+            self._go_back()  # where no weights are sent, the engines have them already
             assert self._loop is not None
             self._driving = asyncio.run_coroutine_threadsafe(self._drive(), self._loop)
 
@@ -149,6 +154,7 @@ class RollyardRolloutWorker:
         update.version = self._first + model_version
         self._call(update.__aexit__(None, None, None))
         self._version = model_version
+        self._go_back(update.version)
 
     def check_health(self, stale_after_s: float) -> None:
         """Raises when nothing more will come: the draw has ended or failed, or the service is silent for that long."""
@@ -178,10 +184,10 @@ class RollyardRolloutWorker:
         self._open()
         assert self._yard is not None
         if self._update is None:
-            update = self._yard.policy(self._policy).update(self._first + self._version + 1)
+            policy = self._yard.policy(self._policy)
+            update = policy.update(self._first + self._version + 1, lease_s=LEASE_S, outlast_s=2 * LEASE_S)
             self._call(update.__aenter__())
             self._update = update
-            self._go_back()
 
     def callback(self) -> Any:
         """A TrainerCallback that ties the draw to checkpoints: each gets a `rollyard.json` that says how far it is, and
@@ -233,6 +239,7 @@ class RollyardRolloutWorker:
                 self._policy = str((await yard.get_run(self._run)).get("policy") or "default")
                 self._first = int((await yard.policy(self._policy).status())["version"])
                 self._draw = await yard.draw(self._run, **self._request)
+                self._begin_at(self._draw.id)
                 self._loop, self._yard, self._end = asyncio.get_running_loop(), yard, asyncio.Event()
                 opened.set_result(None)
                 await self._end.wait()
@@ -241,17 +248,25 @@ class RollyardRolloutWorker:
                 raise
             opened.set_exception(error)
 
-    def _go_back(self) -> None:
-        """To the checkpoint, once. In a pause: what is begun anew is sampled by the checkpoint's weights alone."""
+    def _begin_at(self, draw_id: str) -> None:
+        """Where the checkpoint is, if there is one."""
+        state = self._resume
+        if state is None:
+            return
+        if state["draw"] != draw_id:
+            raise ValueError(f"the checkpoint is one of draw {state['draw']}, not of {draw_id}")
+        self._first = state["version"]  # its own weights may be newer than the last that were sent: they are the next
+        self._taken = self._trained = state["batch"]
+
+    def _go_back(self, policy_version: int | None = None) -> None:
+        """To the checkpoint, once, when its weights are in the engines, under that number if it is a new one. What was
+        begun before is void, so that no token of the weights that are gone is left."""
         if self._resume is None:
             return
         assert self._draw is not None
-        state, self._resume = self._resume, None
-        if state["draw"] != self._draw.id:
-            raise ValueError(f"the checkpoint is one of draw {state['draw']}, not of {self._draw.id}")
-        self._call(self._draw.rewind(state["batch"], state["version"]))
-        self._taken = self._trained = state["batch"]
-        self._first = state["version"]  # its own weights may be newer than the last that were sent: they are the next
+        state = self._resume
+        self._call(self._draw.rewind(state["batch"], state["version"], policy_version=policy_version))
+        self._resume = None
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """On the thread's loop, from the trainer's."""

@@ -20,6 +20,7 @@ from typing import Any
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from rollyard.client import Client
+from rollyard.trainers._verl_yard import HOLDER
 
 
 class RollyardReplayBuffer(ReplayBufferAsync):
@@ -30,5 +31,6 @@ class RollyardReplayBuffer(ReplayBufferAsync):
         if partition_id == "train":  # after validation no weights change
             given = self.sampler_kwargs or {}
             with Client(given.get("url"), given.get("token"), retry_s=given.get("retry_s", 600.0)) as yard:
-                yard.policy(given.get("policy", "default")).pause(mode="abort", lease_s=given.get("lease_s", 7200.0))
+                policy = yard.policy(given.get("policy", "default"), holder=HOLDER)
+                policy.pause(mode="abort", lease_s=given.get("lease_s", 7200.0))
         return batch

@@ -178,7 +178,8 @@ def _score(reply: Reply, data: GymData) -> Score:
     if verdict is None:
         raise VerifierCrashed(f"{who} gave a verdict that is no object of JSON, {reply.excerpt}")
     if failed := verdict.get("_ng_failure_class"):  # its judge did not answer, say: the reward beside it is made up
-        why = verdict.get("_ng_failure_judge_error") or "it does not say why"
+        said = verdict.get("_ng_failure_message") or verdict.get("_ng_failure_judge_error")
+        why = said or "it does not say why"
         raise VerifierCrashed(f"{who} could not verify: {failed}: {why}")
     reward = _finite(verdict.get("reward"))
     if reward is None or isinstance(verdict.get("reward"), bool):

@@ -9,6 +9,10 @@ assistant message; what the policy was told in between, template and all, stands
 no assistant's, and the others there have none. An assistant message that this trace does not own (a copy in a fork, an
 example in the prompt) has no tokens of its own: they are told. The list ends with what was sampled last.
 
+That trainer takes whatever stands before the first assistant message for the prompt, and a list that begins with one
+for a prompt without a response. So the first assistant message is the first that was sampled: what an assistant said
+before it is left out, as text; its tokens are the prompt's.
+
 `input_ids`, the prompt of a call, is every token before it, which the reader has already: only the first assistant
 message has it, for else a result would grow with the square of its turns. Who wants all of them says so.
 """
@@ -76,6 +80,8 @@ def _joined(
     for number, place in enumerate(places):
         span = place.span
         between = [_plain(message) for message in messages[next_message : place.message]]
+        if number == 0:
+            between = [message for message in between if message["role"] != "assistant"]
         told = trace.token_ids[at : span.start]
         if told:
             bearer = next((it for it in reversed(between) if it["role"] != "assistant"), None)

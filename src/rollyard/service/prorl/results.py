@@ -74,12 +74,14 @@ def result_of(
 def _error(ending: Ending, trajectory: Trajectory) -> str | None:
     """Why it is not to be trained on; None: it is."""
     failure, chosen = ending.failure, trained_trace(trajectory)
-    if not ending.is_trainable:
-        return f"{failure.code}: {failure.detail}" if failure else "its run does not train"
+    if not ending.is_trainable and failure is not None:
+        return f"{failure.code}: {failure.detail}"
     if chosen is None:
         return "no tokens were sampled, or the engine gives none"
     trace = trajectory.traces[chosen]
-    return None if trace.is_trainable else trace.untrainable_reason or "its trace is not trainable"
+    if not trace.is_trainable:
+        return trace.untrainable_reason or "its trace is not trainable"
+    return None if ending.is_trainable else "its run does not train"
 
 
 def _critical(ending: Ending) -> str | None:

@@ -70,6 +70,7 @@ class ServerBody(_Body):
 
     address: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
     tokenizer: str = ""
+    trust_tokenizer: bool = False
     renderer: str = ""
     model: str = ""
     kind: str = ""
@@ -171,6 +172,8 @@ async def add_llm_server(request: Request) -> Response:
         "policy": _jobs(request).policy,
         "model": body.model,
         "tokenizer": body.tokenizer or house.settings.prorl_tokenizer,
+        # their protocol cannot show it: whoever names it in the settings answers for it
+        "trust_tokenizer": body.trust_tokenizer or bool(house.settings.prorl_tokenizer and not body.tokenizer),
         "renderer": body.renderer,
     }
     spec = check_body(raw, EngineBody).to_spec()

@@ -163,7 +163,7 @@ async def rewind(request: Request, draw_id: str, run: InRun = None) -> Response:
     """Undoes the batches after that one: for a trainer that has gone back to an earlier checkpoint."""
     key = (await _mine(request, draw_id, run)).draw.id
     body = await read_body(request, RewindBody)
-    keeper = await house_of(request).sampler.rewind(key, body.batch, body.version)
+    keeper = await house_of(request).sampler.rewind(key, body.batch, body.version, body.policy_version)
     return reply(draw_object(keeper.draw, keeper.drawing))
 
 

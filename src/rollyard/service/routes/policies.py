@@ -1,7 +1,8 @@
 """/v1/policies: changing weights under rollouts that are in flight. Trainers may call it: it is their weights.
 
-Only the owner of a policy and admins change its weights (`access.py`). Who paused is known by its token; a pause or a
-renewal of another's is refused, but a resume is not: it must always be possible to name a version and go on."""
+Only the owner of a policy and admins change its weights (`access.py`). Who paused is known by its token, and by the
+name that it gives itself among those that share the token. What another holds is refused, until its lease has run out
+or the caller says to take over: it must always be possible to name a version and go on."""
 
 from __future__ import annotations
 
@@ -44,11 +45,12 @@ async def pause_policy(request: Request, name: str) -> Response:
     await house.own_policy(request, name)
     status = await house.router.policies.pause(
         name,
-        holder=caller_of(request).name,
+        holder=_holder(request, body.holder),
         mode=PauseMode(body.mode),
         lease_s=body.lease_s,
         engines=body.engines,
         wait_s=house.wait_s(house.settings.max_wait_s if body.wait_s is None else body.wait_s),
+        after=body.after,
     )
     return reply(_object(house_of(request), status))
 
@@ -58,7 +60,10 @@ async def resume_policy(request: Request, name: str) -> Response:
     """Its engines have weights of this version: they get it, clear their caches, and go on."""
     body = await read_body(request, ResumeBody)
     await house_of(request).own_policy(request, name)
-    status = await house_of(request).router.policies.resume(name, body.version, engines=body.engines)
+    holder = None if body.take_over else _holder(request, body.holder)
+    status = await house_of(request).router.policies.resume(
+        name, body.version, holder=holder, engines=body.engines, after=body.after
+    )
     return reply(_object(house_of(request), status))
 
 
@@ -67,7 +72,7 @@ async def renew_policy(request: Request, name: str) -> Response:
     """The pause goes on for so long from now. Also takes up one whose lease ran out."""
     body = await read_body(request, RenewBody)
     await house_of(request).own_policy(request, name)
-    house, holder = house_of(request), caller_of(request).name
+    house, holder = house_of(request), _holder(request, body.holder)
     return reply(_object(house, await house.router.policies.renew(name, holder=holder, lease_s=body.lease_s)))
 
 
@@ -84,6 +89,11 @@ async def set_owner(request: Request, name: str) -> Response:
     if body.owner is not None:
         house.owners[name] = body.owner
     return reply(_object(house, status))
+
+
+def _holder(request: Request, given: str | None) -> str:
+    name = caller_of(request).name
+    return name if given is None else f"{name}/{given}"
 
 
 def _object(house: House, status: PolicyStatus) -> dict[str, Json]:

@@ -1,0 +1,74 @@
+"""What `rollyard doctor` says about engines: whether each has the tokenizer that Rollyard writes its prompts with.
+
+The engines are those of the service, if one answers; otherwise those of the settings, which are probed from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollyard.cli._doctor_check import Check
+
+if TYPE_CHECKING:
+    from rollyard.core import EngineSpec
+    from rollyard.service.settings import Settings
+
+ASK_S = 3.0
+"""For a service to answer: most machines that are looked at have none."""
+
+TRUST = "if its tokenizer is the model's own, set trust_tokenizer for it (rollyard engines add --trust-tokenizer)"
+
+
+async def engine_checks(settings: Settings) -> list[Check]:
+    served = await _served()
+    found = served if served is not None else await _probed(settings)
+    return [tokenizer_check(engine) for engine in found if engine.get("role") == "policy"]
+
+
+def tokenizer_check(engine: Mapping[str, Any]) -> Check:
+    """Of an engine as /v1/engines shows it."""
+    name, is_verified = f"engine {engine.get('id')}", engine.get("tokenizer_verified")
+    if engine.get("kind") == "openai":
+        return Check(name, "ok", "gives text only: there is no tokenizer to verify")
+    if is_verified is None:
+        return Check(name, "warn", f"not probed: {engine.get('last_error') or 'it does not answer'}", "start it")
+    if is_verified:
+        return Check(name, "ok", "its tokenizer is the one that prompts are written with")
+    if engine.get("trust_tokenizer"):
+        return Check(name, "warn", "its tokenizer could not be verified, and is trusted (trust_tokenizer)", "")
+    return Check(name, "warn", "its tokenizer could not be verified: its traces are not trainable", TRUST)
+
+
+async def _served() -> list[dict[str, Any]] | None:
+    from rollyard.client import AsyncClient
+    from rollyard.core import RollyardError
+
+    try:
+        async with asyncio.timeout(ASK_S), AsyncClient(timeout_s=ASK_S, retry_s=0.0) as client:
+            return await client.engines()
+    except (RollyardError, TimeoutError, OSError):
+        return None
+
+
+async def _probed(settings: Settings) -> list[dict[str, Any]]:
+    from rollyard.service.build import all_engines
+
+    return list(await asyncio.gather(*[_probe(spec) for spec in all_engines(settings, ())]))
+
+
+async def _probe(spec: EngineSpec) -> dict[str, Any]:
+    from rollyard.core import RollyardError
+    from rollyard.engines import Router
+    from rollyard.pipeline.renderers import Renderers
+    from rollyard.service.build import vet
+    from rollyard.service.records import engine_object
+
+    renderers = Renderers()
+    async with Router(vet=lambda engine: vet(engine, renderers)) as router:
+        try:
+            return engine_object(await router.add(spec))
+        except RollyardError as error:
+            told = {"id": spec.id, "kind": str(spec.kind), "role": str(spec.role), "last_error": error.detail}
+            return {**told, "tokenizer_verified": None}
