@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import orjson
@@ -79,12 +78,12 @@ class GatewayApp:
             if scope["method"] != "POST" or (path not in DIALECTS and path != COUNT):
                 raise Problem("not_found", f"there is no {scope['method']} {scope['path']} here")
             raw = await _body(receive)
-            ask = read(dialect, raw)
+            ask, key, weight = await self._session.read(dialect, raw)
+            del raw  # 16 MiB, for as long as the answer takes
             if path == COUNT:
-                await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(ask, len(raw))}))
+                await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(ask, weight)}))
                 return
-            key, retries = key_of(dialect, raw), _retries(headers)
-            listener = await self._session.open(dialect, ask, key, size=len(raw), retries=retries)
+            listener = await self._session.open(dialect, ask, key, weight=weight, retries=_retries(headers))
         except Problem as problem:
             await refuse(send, dialect, problem, ask)
             return
@@ -217,24 +216,6 @@ def dialect_of(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
     if path == COUNT or (path not in DIALECTS and b"anthropic-version" in headers):
         return MESSAGES
     return DIALECTS.get(path, CHAT)
-
-
-def read(dialect: Dialect, raw: bytes) -> Ask:
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise Problem("invalid", f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Problem("invalid", "the body has to be a JSON object")
-    try:
-        return dialect.read(body)
-    except RecursionError:
-        raise Problem("invalid", "the request is nested too deeply") from None
-
-
-def key_of(dialect: Dialect, raw: bytes) -> bytes:
-    """What two requests have in common that may be one and its retry."""
-    return blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
 
 
 def _retries(headers: Mapping[bytes, bytes]) -> int:

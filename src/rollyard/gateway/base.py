@@ -41,6 +41,10 @@ STATUS: Mapping[ProblemKind, int] = {
 }
 
 
+MOST_MESSAGE_CHARS = 2000
+"""Of what a client is told is wrong: names and values of its own may be in it."""
+
+
 class Problem(Exception):
     """Why a request gets no completion. `code` is ours and stable; `param` names the field that was wrong."""
 
@@ -54,11 +58,11 @@ class Problem(Exception):
         used_tokens: int | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message[:MOST_MESSAGE_CHARS])
         self.kind: ProblemKind = kind
-        self.message = message
+        self.message = message[:MOST_MESSAGE_CHARS]
         self.code = code or kind
-        self.param = param
+        self.param = None if param is None else param[:MOST_MESSAGE_CHARS]
         self.used_tokens = used_tokens  # with "context": what the prompt has …
         self.max_tokens = max_tokens  # … and what there is room for
 
@@ -162,6 +166,13 @@ class Dialect(Protocol):
     def error(self, problem: Problem) -> bytes:
         """The body of an error answer, as JSON."""
         ...
+
+
+def shown(value: Json) -> str:
+    """A value in an error message: a text in short, of anything else the kind. All of it may be megabytes."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    return {dict: "an object", list: "an array", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 
 def tellable(calls: Sequence[ToolCall], *, takes_raw_arguments: bool) -> tuple[tuple[ToolCall, ...], str]:

@@ -26,6 +26,11 @@ class Bounds:
         self.refused = 0
 
     @property
+    def room(self) -> int | None:
+        """How many tokens prompt and reply may have; None: nobody says."""
+        return max_context_of(self._limits, self._session)
+
+    @property
     def failure(self) -> RollyardError | None:
         return self._over.result() if self._over.done() else None
 
@@ -55,7 +60,7 @@ class Bounds:
 
     def fitting(self, prompt_tokens: int, wanted: int, *, is_first: bool) -> int:
         """How many of the wanted tokens fit into the context behind the prompt."""
-        room = max_context_of(self._limits, self._session)
+        room = self.room
         if room is None:
             return wanted
         if prompt_tokens + 1 > room:
@@ -73,7 +78,7 @@ class Bounds:
 
     def completed(self, prompt_tokens: int, generation: Generation) -> None:
         """A turn was: whatever did not fit before is forgiven, unless it is just this one."""
-        room = max_context_of(self._limits, self._session)
+        room = self.room
         is_cut = generation.finish_reason == "length" and room is not None
         self.overflow = None
         if is_cut and prompt_tokens + len(generation.token_ids) >= (room or 0):

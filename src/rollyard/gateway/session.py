@@ -31,19 +31,19 @@ from rollyard.core.failure import (
     EngineFailure,
     EngineRefused,
     InternalError,
-    InvalidRequest,
     RollyardError,
     RunDeadline,
     TaskInvalid,
 )
 from rollyard.engines.base import Engine, Generation, Kind, Session
 from rollyard.engines.watching import CallWatch
-from rollyard.gateway.aside import Aside, text_size
 from rollyard.gateway.base import Ask, Dialect, Problem
 from rollyard.gateway.bounds import Bounds
 from rollyard.gateway.exchange import Exchange, Listener
+from rollyard.gateway.intake import Intake
 from rollyard.gateway.remembered import Remembered
 from rollyard.gateway.telling import Telling, tell_whole, told_of
+from rollyard.gateway.weight import Weight
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer
@@ -53,6 +53,8 @@ log = logging.getLogger("rollyard.gateway")
 
 MOST_OVERRULED = 256
 """Names of parameters that are counted; of some, a client chooses the name."""
+
+LIGHT = Weight()
 
 REASONING: tuple[Reasoning, ...] = ("as_sent", "keep")
 
@@ -121,10 +123,10 @@ class GatewaySession:
             reasoning=reasoning_of(task),
         )
         self._asked = Remembered()
-        self._aside = Aside()
         self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
         self._unheard: list[Exchange] = []  # sampled, and not received by anybody yet
         self._bounds = Bounds(task.limits, session)
+        self._intake = Intake(self._book, renderer, self._bounds)
         self._freed = asyncio.Event()  # one that ran has ended
         self._messages: Sequence[Message] = ()
         self._begun = 0
@@ -196,13 +198,18 @@ class GatewaySession:
 
     # --- a request
 
-    async def count(self, ask: Ask, size: int = 0) -> int:
-        """How many tokens it would be sent with."""
-        return len((await self._begin(ask, size)).prompt)
+    async def read(self, dialect: Dialect, raw: bytes) -> tuple[Ask, bytes, Weight]:
+        """What a request says, its key, and its weight: see `Intake.read`."""
+        return await self._intake.read(dialect, raw)
 
-    async def open(self, dialect: Dialect, ask: Ask, key: bytes, *, size: int = 0, retries: int = 0) -> Listener:
-        """Begins a completion, or joins the one that this request is a retry of. Raises Problem. `size` is that of
-        its body."""
+    async def count(self, ask: Ask, weight: Weight = LIGHT) -> int:
+        """How many tokens it would be sent with."""
+        return len((await self._intake.begin(ask, weight)).prompt)
+
+    async def open(
+        self, dialect: Dialect, ask: Ask, key: bytes, *, weight: Weight = LIGHT, retries: int = 0
+    ) -> Listener:
+        """Begins a completion, or joins the one that this request is a retry of. Raises Problem."""
         self._check_open()
         self._beat()
         self._counts["requests"] += 1
@@ -225,17 +232,19 @@ class GatewaySession:
                 resumed = earlier
                 self._counts["resumed"] += 1
         try:
-            return await self._start(dialect, ask, key, size, resumed)
+            return await self._start(dialect, ask, key, weight, resumed)
         except BaseException:
             if resumed is not None:
                 self._unheard.append(resumed)
             raise
 
-    async def _start(self, dialect: Dialect, ask: Ask, key: bytes, size: int, resumed: Exchange | None) -> Listener:
+    async def _start(
+        self, dialect: Dialect, ask: Ask, key: bytes, weight: Weight, resumed: Exchange | None
+    ) -> Listener:
         turn, resume = None, None
         if resumed is not None:  # from the prompt that its part was sampled from: by now the book may have another
             turn, resume = resumed.turn, resumed.sampled
-        turn = turn or await self._begin(ask, size)
+        turn = turn or await self._intake.begin(ask, weight)
         max_tokens = await self._budget(ask, turn, resume)
         self._check_open()  # that may have taken a while
         number, self._begun = self._begun, self._begun + 1
@@ -246,16 +255,6 @@ class GatewaySession:
         listener = exchange.listen()
         exchange.task = start_now(self._run_one(exchange, number, max_tokens, resume))
         return listener
-
-    async def _begin(self, ask: Ask, size: int) -> Turn:
-        try:
-            place = self._book.find(ask.messages, ask.tools)
-            turn = await self._aside.run(text_size(place.new), self._book.extended, place)
-            return turn or await self._aside.run(size, self._book.rendered, place)
-        except (InvalidRequest, TaskInvalid) as error:  # the renderer has no such part, or no such order of turns
-            raise Problem("invalid", error.detail, param="messages") from error
-        except RecursionError:
-            raise Problem("invalid", "the request is nested too deeply") from None
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollyard.core import Json, Message
-from rollyard.gateway.base import Ask, Problem
+from rollyard.gateway.base import Ask, Problem, shown
 from rollyard.tokens.base import ToolSchema
 
 OVERRULED: Mapping[str, tuple[Json, ...]] = {
@@ -279,8 +279,7 @@ def _unsupported(param: str, why: str) -> Problem:
 
 
 def _unknown(param: str, value: Json, known: Sequence[str]) -> Problem:
-    shown = f"{value}"[:40]
-    return _invalid(param, "invalid_value", f"Invalid value: '{shown}'. Supported values are: {', '.join(known)}.")
+    return _invalid(param, "invalid_value", f"Invalid value: {shown(value)}. Supported values are: {', '.join(known)}.")
 
 
 def _wrong_type(param: str, expected: str, value: Json) -> Problem:

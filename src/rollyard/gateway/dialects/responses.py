@@ -42,6 +42,7 @@ _OVERRULED: Mapping[str, tuple[Json, ...]] = {  # with the values that say nothi
     "truncation": (None, "disabled"),
     "context_management": (None,),
 }
+MOST_ECHO_BYTES = 64 << 10
 _REFUSED: Mapping[str, tuple[Json, ...]] = {
     "previous_response_id": (None, ""),
     "conversation": (None,),
@@ -87,7 +88,7 @@ class Responses:
             options={
                 "offered": toolbox.offered,
                 "tools": _echo(body, "tools"),
-                "instructions": instructions,
+                "instructions": _echo(body, "instructions"),
                 "metadata": _echo(body, "metadata") if isinstance(metadata, Mapping) else None,
                 "seals": isinstance(include, list) and "reasoning.encrypted_content" in include,
             },
@@ -122,10 +123,11 @@ def _overruled(body: Mapping[str, Json]) -> list[str]:
 
 
 def _echo(body: Mapping[str, Json], name: str) -> orjson.Fragment | None:
-    """As it stands in the answer, written once: a stream says it three times."""
+    """As it stands in the answer, written once: a stream says it three times. What is long is left out."""
     value = body.get(name)
     try:
-        return orjson.Fragment(orjson.dumps(value)) if value else None
+        written = orjson.dumps(value) if value else b""
+        return orjson.Fragment(written) if 0 < len(written) <= MOST_ECHO_BYTES else None
     except orjson.JSONEncodeError:  # it reads four times as deep as it writes
         raise Problem("invalid", f"{name} is nested too deeply", param=name) from None
 
