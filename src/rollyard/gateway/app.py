@@ -27,6 +27,7 @@ from rollyard.gateway.dialects.messages import Messages
 from rollyard.gateway.dialects.responses import Responses
 from rollyard.gateway.exchange import Listener
 from rollyard.gateway.session import GatewaySession
+from rollyard.gateway.wishes import header_of
 
 log = logging.getLogger("rollyard.gateway")
 
@@ -129,7 +130,8 @@ async def _whole(dialect: Dialect, ask: Ask, listener: Listener, send: Send) -> 
     except Problem as problem:
         await refuse(send, dialect, problem)
         return
-    await _answer(send, 200, dialect.reply(ask, told), (b"x-request-id", told.id.encode()))
+    headers = [(b"x-request-id", told.id.encode()), *header_of(told.warnings)]
+    await _answer(send, 200, dialect.reply(ask, told), *headers)
     listener.delivered()
 
 
@@ -140,8 +142,8 @@ async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send, se
         await refuse(send, dialect, exchange.problem, ask)
         return
     writer = dialect.writer(ask, exchange.id, exchange.created, exchange.prompt_tokens)
-    request_id = (b"x-request-id", exchange.id.encode())
-    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]})
+    own = [(b"x-request-id", exchange.id.encode()), *header_of(exchange.granted.warnings)]
+    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *own]})
     relay = _Relay(writer, send_now)
     lead = writer.begin()
     while batch is not None:

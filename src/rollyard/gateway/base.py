@@ -72,6 +72,19 @@ class Problem(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """A parameter that is granted where it can be (`wishes.py`), by the name that its dialect has for it.
+
+    stop: a list of texts. seed: a whole number. logprobs, no_calls: true. format: {"type": "json_object"}, or
+    {"type": "json_schema", "schema": …}. same: granted if the task's sampling has that very value.
+    """
+
+    kind: Literal["stop", "seed", "logprobs", "no_calls", "format", "same"]
+    name: str
+    value: Json = True
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A request, in the one shape that is rendered.
 
@@ -86,7 +99,9 @@ class Ask:
     model: str = ""  # as the client names it; echoed, never looked up: the rollout has one policy
     max_tokens: int | None = None  # an upper bound; the task's own is one too
     is_stream: bool = False
+    wishes: tuple[Wish, ...] = ()
     overruled: tuple[str, ...] = ()  # parameters that the client set and that do not count here: the task's win
+    unknown: tuple[str, ...] = ()  # parameters that this dialect does not have
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the dialect's own, for its writer
 
 
@@ -102,6 +117,12 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """A completed turn as the client is told it; the same object however often it is told."""
 
@@ -112,6 +133,9 @@ class Told:
     calls: tuple[ToolCall, ...]  # those that the client is told as calls: named, see `tellable`
     finish: Finish
     usage: Usage
+    stop_sequence: str | None = None  # the client's own, where one ended it
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of all sampled tokens, if they were asked for
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

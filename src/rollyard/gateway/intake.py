@@ -20,8 +20,9 @@ import orjson
 
 from rollyard.core import Json, Message
 from rollyard.core.failure import InvalidRequest, TaskInvalid
+from rollyard.engines.base import Generation
 from rollyard.gateway.aside import Aside, text_size
-from rollyard.gateway.base import Ask, Dialect, Problem
+from rollyard.gateway.base import Ask, Dialect, Problem, TokenLogprob
 from rollyard.gateway.bounds import Bounds
 from rollyard.gateway.weight import Weight, has_more_values, weight_of
 from rollyard.tokens import Renderer
@@ -83,6 +84,16 @@ class Intake:
             raise self._does_not_fit(error) from None
         except RecursionError:
             raise Problem("invalid", "the request is nested too deeply") from None
+
+    async def logprobs(self, generation: Generation) -> tuple[TokenLogprob, ...] | None:
+        """Of each sampled token, with its text; None if the engine gave none."""
+        if generation.logprobs is None:
+            return None
+        return await self._aside.run(8 * len(generation.token_ids), self._logprobs, generation)
+
+    def _logprobs(self, generation: Generation) -> tuple[TokenLogprob, ...]:
+        pairs = zip(generation.token_ids, generation.logprobs or (), strict=True)
+        return tuple(TokenLogprob(self._renderer.decode([token]), value) for token, value in pairs)
 
     def _does_not_fit(self, error: _DoesNotFit) -> Problem:
         is_first = not self._book.turns

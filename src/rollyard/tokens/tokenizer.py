@@ -32,8 +32,8 @@ BREAK = "\udfff"
 """Marks a cut inside escaped text. A lone surrogate: no UTF-8 text holds one, so it cannot be confused."""
 
 SHORT_CHARS = 2048
-"""Up to that, a text is encoded by the call that takes less time. It holds the interpreter; the one for batches gives it
-up while it works, and leaves out the offsets."""
+"""Up to that, a text is encoded by the call that takes less time. It holds the interpreter; the one for batches gives
+it up while it works, and leaves out the offsets."""
 
 STEP_CHARS = 64 << 10
 """Per step of a search: about 1 ms, and between two steps another thread may have the interpreter."""
