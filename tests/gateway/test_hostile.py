@@ -122,8 +122,8 @@ async def test_a_body_of_too_many_values_is_never_parsed(dialect: Any, monkeypat
 async def test_a_body_that_is_far_beyond_the_context_is_not_read(monkeypatch: pytest.MonkeyPatch):
     async with gateway(says("ok"), engine_options={"max_context": 1000}) as site:
         monkeypatch.setattr(intake, "read", lambda *_: pytest.fail("it was read"))
+        raw = b"{" * (SLACK_BYTES + 1000 * MOST_BYTES_PER_TOKEN + 1)
         for path in PATHS.values():
-            raw = b"{" * (SLACK_BYTES + 1000 * MOST_BYTES_PER_TOKEN + 1)
             status, answer = await post(site, raw, path)
             assert status == 400 and "1000" in answer["error"]["message"], answer
         monkeypatch.undo()

@@ -228,6 +228,7 @@ async def test_logprobs_are_those_of_the_trace(is_stream: bool):
             found = answer.parse().choices[0].logprobs.content
         (trace,) = site.verified().traces
         span = trace.spans[0]
+        assert trace.logprobs is not None
         assert [it.logprob for it in found] == pytest.approx(list(trace.logprobs[span.start : span.end]))
         assert "".join(it.token for it in found).startswith("hi there")
         plain = await ours.chat.completions.create(model="m", messages=HELLO)

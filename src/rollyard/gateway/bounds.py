@@ -7,12 +7,25 @@ program may make it shorter and go on, so it is only remembered, until another t
 from __future__ import annotations
 
 import asyncio
+import logging
 
-from rollyard.core import Limits
-from rollyard.core.failure import ContextLimit, PromptTooLong, RollyardError, TokenLimit, TurnLimit
+from rollyard.core import Deadline, DeadlineExpired, Limits
+from rollyard.core.failure import (
+    ContextLimit,
+    EngineFailure,
+    EngineRefused,
+    InternalError,
+    PromptTooLong,
+    RollyardError,
+    RunDeadline,
+    TokenLimit,
+    TurnLimit,
+)
 from rollyard.engines.base import Generation, Session
 from rollyard.engines.watching import max_context_of
 from rollyard.gateway.base import Problem
+
+log = logging.getLogger("rollyard.gateway")
 
 
 class Bounds:
@@ -52,6 +65,24 @@ class Bounds:
         self.overflow = PromptTooLong(detail) if is_first else ContextLimit(detail)
         self.refused += 1
         return Problem("context", detail, code=self.overflow.code, used_tokens=used, max_tokens=room)
+
+    def problem(
+        self, error: BaseException, clock: Deadline, rollout_id: str, prompt_tokens: int, *, is_first: bool
+    ) -> Problem:
+        """What a client is told of a completion that broke. Most of it ends the rollout, too."""
+        if isinstance(error, DeadlineExpired):
+            return self.limit(RunDeadline(f"RUN used up its {clock.budget_s:g} s"))
+        if isinstance(error, EngineRefused) and error.data.get("context"):
+            return self.too_long(prompt_tokens, None, is_first=is_first, detail=error.detail)
+        if isinstance(error, EngineFailure):
+            self.end(error)
+            return Problem("unavailable", error.detail, code=error.code)
+        if isinstance(error, asyncio.CancelledError):
+            return Problem("unavailable", "this rollout has ended", code="ended")
+        log.error("a completion broke", extra={"rollout": rollout_id}, exc_info=error)
+        broken = error if isinstance(error, RollyardError) else InternalError(f"{type(error).__name__}: {error}")
+        self.end(broken)
+        return Problem("internal", broken.detail, code=broken.code)
 
     def turn(self, begun: int) -> None:
         """Another one may begin, beside those; or the limit."""

@@ -24,14 +24,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from rollyard.core import Deadline, DeadlineExpired, Json, Message, Run, Task, Trace
+from rollyard.core import Deadline, Json, Message, Run, Task, Trace
 from rollyard.core.eager import start_now
 from rollyard.core.failure import (
-    EngineFailure,
-    EngineRefused,
-    InternalError,
     RollyardError,
-    RunDeadline,
 )
 from rollyard.engines.base import Generation, Session
 from rollyard.engines.watching import CallWatch
@@ -43,7 +39,7 @@ from rollyard.gateway.options import options_of
 from rollyard.gateway.remembered import Remembered
 from rollyard.gateway.sampler import Sampler
 from rollyard.gateway.telling import Telling, tell_whole, told_of
-from rollyard.gateway.weight import Weight
+from rollyard.gateway.weight import LIGHT, Weight
 from rollyard.gateway.wishes import Wishes
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
@@ -54,8 +50,6 @@ log = logging.getLogger("rollyard.gateway")
 
 MOST_OVERRULED = 256
 """Names of parameters that are counted; of some, a client chooses the name."""
-
-LIGHT = Weight()
 
 
 class GatewaySession:
@@ -374,23 +368,9 @@ class GatewaySession:
             self._bounds.completed(len(turn.prompt), generation)
         exchange.recorded()
 
-    # --- what goes wrong
-
     def _problem(self, error: BaseException, exchange: Exchange) -> Problem:
-        if isinstance(error, DeadlineExpired):
-            return self._bounds.limit(RunDeadline(f"RUN used up its {self._clock.budget_s:g} s"))
-        if isinstance(error, EngineRefused) and error.data.get("context"):
-            is_first = not self._book.turns
-            return self._bounds.too_long(exchange.prompt_tokens, None, is_first=is_first, detail=error.detail)
-        if isinstance(error, EngineFailure):
-            self._bounds.end(error)
-            return Problem("unavailable", error.detail, code=error.code)
-        if isinstance(error, asyncio.CancelledError):
-            return Problem("unavailable", "this rollout has ended", code="ended")
-        log.error("a completion broke", extra={"rollout": self._rollout_id}, exc_info=error)
-        broken = error if isinstance(error, RollyardError) else InternalError(f"{type(error).__name__}: {error}")
-        self._bounds.end(broken)
-        return Problem("internal", broken.detail, code=broken.code)
+        is_first = not self._book.turns
+        return self._bounds.problem(error, self._clock, self._rollout_id, exchange.prompt_tokens, is_first=is_first)
 
     # --- the end
 

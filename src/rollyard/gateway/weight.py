@@ -35,6 +35,9 @@ class Weight:
         return self.bytes <= LIGHT_BYTES and self.values <= LIGHT_VALUES
 
 
+LIGHT = Weight()
+
+
 def weight_of(raw: bytes) -> Weight:
     """Of a body that is no longer than LIGHT_BYTES; a longer one is not looked at: it is not light anyway."""
     return Weight(len(raw), _structure(raw, 0, len(raw)) if len(raw) <= LIGHT_BYTES else 0)
