@@ -226,7 +226,7 @@ def _retries(headers: Mapping[bytes, bytes]) -> int:
     return int(value[:9]) if value.isdigit() else 0
 
 
-async def _body(receive: Receive) -> bytes:
+async def _body(receive: Receive) -> bytes | bytearray:
     message = await receive()
     if not message.get("more_body", False) and message["type"] == "http.request":
         return message.get("body", b"")
@@ -236,7 +236,7 @@ async def _body(receive: Receive) -> bytes:
         chunks += message.get("body", b"")
     if message["type"] != "http.request":
         raise Problem("invalid", "the client went away")
-    return bytes(chunks)
+    return chunks
 
 
 # --- answering

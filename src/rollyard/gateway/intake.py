@@ -59,7 +59,7 @@ class Intake:
         self._bounds = bounds
         self._aside = Aside()
 
-    async def read(self, dialect: Dialect, raw: bytes) -> tuple[Ask, bytes, Weight]:
+    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
         """What it says, its key among requests that may be retries, and how much work it is. Raises Problem."""
         weight = weight_of(raw)
         room = self._bounds.room
@@ -143,7 +143,7 @@ class _DoesNotFit(Exception):
         return cls(max(room + 1, size // MOST_BYTES_PER_TOKEN), room, detail)
 
 
-def read(dialect: Dialect, raw: bytes) -> Ask:
+def read(dialect: Dialect, raw: bytes | bytearray) -> Ask:
     if has_more_values(raw, MOST_VALUES):
         raise Problem("too_large", f"the body has more than {MOST_VALUES} JSON values", code="too_many_values")
     try:
@@ -159,7 +159,7 @@ def read(dialect: Dialect, raw: bytes) -> Ask:
         raise Problem("invalid", "the request is nested too deeply") from None
 
 
-def key_of(dialect: Dialect, raw: bytes) -> bytes:
+def key_of(dialect: Dialect, raw: bytes | bytearray) -> bytes:
     """What two requests have in common that may be one and its retry."""
     return blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
 

@@ -164,7 +164,7 @@ class GatewaySession:
 
     # --- a request
 
-    async def read(self, dialect: Dialect, raw: bytes) -> tuple[Ask, bytes, Weight]:
+    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
         """What a request says, its key, and its weight: see `Intake.read`."""
         return await self._intake.read(dialect, raw)
 

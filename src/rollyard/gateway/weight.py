@@ -38,17 +38,17 @@ class Weight:
 LIGHT = Weight()
 
 
-def weight_of(raw: bytes) -> Weight:
+def weight_of(raw: bytes | bytearray) -> Weight:
     """Of a body that is no longer than LIGHT_BYTES; a longer one is not looked at: it is not light anyway."""
     return Weight(len(raw), _structure(raw, 0, len(raw)) if len(raw) <= LIGHT_BYTES else 0)
 
 
-def has_more_values(raw: bytes, most: int) -> bool:
+def has_more_values(raw: bytes | bytearray, most: int) -> bool:
     """Whether it has more JSON values than that. Stops counting there."""
     return _structure(raw, 0, len(raw)) > most and _values(raw, most) > most
 
 
-def _values(raw: bytes, most: int) -> int:
+def _values(raw: bytes | bytearray, most: int) -> int:
     at, count = 0, 1
     while count <= most:
         quote = raw.find(b'"', at)
@@ -59,7 +59,7 @@ def _values(raw: bytes, most: int) -> int:
     return count
 
 
-def _structure(raw: bytes, start: int, end: int, most: int | None = None) -> int:
+def _structure(raw: bytes | bytearray, start: int, end: int, most: int | None = None) -> int:
     count = 0
     for at in range(start, end, STEP_BYTES):
         piece = raw[at : min(end, at + STEP_BYTES)]
@@ -69,7 +69,7 @@ def _structure(raw: bytes, start: int, end: int, most: int | None = None) -> int
     return count
 
 
-def _behind_string(raw: bytes, at: int) -> int:
+def _behind_string(raw: bytes | bytearray, at: int) -> int:
     """A step may end before an escape that it has only half of: the next one begins there."""
     while True:
         found = _INSIDE.match(raw, at, at + STEP_BYTES)
