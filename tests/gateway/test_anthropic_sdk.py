@@ -339,10 +339,10 @@ async def test_the_tasks_sampling_wins() -> None:
         reply = await sdk.messages.create(
             model="m",
             max_tokens=1000,
-            stop_sequences=["two"],
+            thinking={"type": "adaptive"},
             messages=[{"role": "user", "content": "hi"}],
             extra_body={"temperature": 0.0},  # which this SDK has no parameter for any more
         )
         assert reply.usage.output_tokens == 5
         assert site.engine.requests[-1].body["sampling_params"]["temperature"] == 0.7
-        assert site.session.info()["overruled"] == {"temperature": 1, "stop_sequences": 1}
+        assert site.session.info()["overruled"] == {"temperature": 1, "thinking": 1}

@@ -266,16 +266,14 @@ def test_what_would_change_the_sampling_is_overruled_by_name() -> None:
         response_format={"type": "json_object"},
         reasoning_effort="low",
     )
-    assert set(ask.overruled) == {
-        "temperature",
-        "top_p",
-        "seed",
-        "stop",
-        "logprobs",
-        "tool_choice",
-        "parallel_tool_calls",
-        "response_format",
-        "reasoning_effort",
+    assert set(ask.overruled) == {"tool_choice", "parallel_tool_calls", "reasoning_effort"}
+    assert {wish.name: (wish.kind, wish.value) for wish in ask.wishes} == {
+        "temperature": ("same", 0),
+        "top_p": ("same", 1.0),
+        "seed": ("seed", 7),
+        "stop": ("stop", ["\n"]),
+        "logprobs": ("logprobs", True),
+        "response_format": ("format", {"type": "json_object"}),
     }
 
 
@@ -297,9 +295,9 @@ def test_what_asks_for_nothing_else_is_not_counted() -> None:
         store=True,
         service_tier="flex",
         prompt_cache_key="k",
-        something_new={"x": 1},
     )
     assert ask == read()
+    assert read(something_new={"x": 1}, nothing=None).unknown == ("something_new",)
 
 
 def test_the_lesser_bound_of_two_counts() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told, Usage
+from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told, Usage, Wish
 from rollyard.gateway.dialects.messages import Messages
 from rollyard.tokens.base import ToolCall
 from rollyard.tokens.calls import assistant_message
@@ -158,7 +158,8 @@ def test_what_the_task_decides_is_overruled_by_name() -> None:
         context_management={"edits": []},
         something_new=True,
     )
-    assert set(ask.overruled) == {"temperature", "thinking", "tool_choice", "tools.type", "tools.defer_loading"}
+    assert set(ask.overruled) == {"thinking", "tool_choice", "tools.type", "tools.defer_loading"}
+    assert ask.wishes == (Wish("same", "temperature", 0.5),) and ask.unknown == ("something_new",)
     assert ask.tools == ({"type": "function", "function": {"name": "now", "parameters": {}}},)
     assert read(USER, tool_choice={"type": "auto"}, tools=None).overruled == ()
     assert read(USER, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).overruled == ("tool_choice",)

@@ -222,12 +222,12 @@ async def test_reasoning_that_the_client_drops_is_gone_or_kept_as_the_task_says(
 
 async def test_sampling_is_the_tasks_and_what_was_asked_for_is_counted() -> None:
     async with gateway(says("one")) as site, client_of(site) as client:
-        asked: dict[str, Any] = {"temperature": 0.123, "seed": 7, "stop": ["x"], "tool_choice": "none"}
+        asked: dict[str, Any] = {"temperature": 0.123, "seed": 7, "stop": ["x"], "tool_choice": "required"}
         await client.chat.completions.create(model="m", messages=[HELLO], user="ann", **asked)
-        assert site.session.info()["overruled"] == {"temperature": 1, "seed": 1, "stop": 1, "tool_choice": 1}
+        assert site.session.info()["overruled"] == {"temperature": 1, "tool_choice": 1}
         params = site.engine.calls[0].body["sampling_params"]
         assert params["temperature"] != 0.123
-        assert params.get("stop") is None
+        assert params["stop"] == ["x"]
 
 
 async def test_a_length_stop_says_so() -> None:

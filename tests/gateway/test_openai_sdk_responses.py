@@ -104,7 +104,7 @@ async def test_a_reply_that_was_cut_off_is_incomplete():
 
 async def test_sampling_that_the_client_sets_is_counted_and_does_not_apply():
     async with gateway(lambda _: "ok") as site, client(site) as sdk:
-        await sdk.responses.create(model="policy", input="x", temperature=0.1, tool_choice="none")
+        await sdk.responses.create(model="policy", input="x", temperature=0.1, tool_choice="required")
         assert site.session.info()["overruled"] == {"temperature": 1, "tool_choice": 1}
         assert site.engine.requests[-1].body["sampling_params"]["temperature"] != 0.1
 

@@ -25,7 +25,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollyard.gateway.app import CHAT, read
+from rollyard.gateway.app import CHAT
+from rollyard.gateway.intake import read
 from rollyard.pipeline import Renderers
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens.splice import NOT_EXTENDED

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told, Usage
+from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told, Usage, Wish
 from rollyard.gateway.dialects.responses import Responses
 from rollyard.tokens.base import ToolCall
 from rollyard.tokens.calls import assistant_message
@@ -181,13 +181,12 @@ def test_what_the_task_decides_is_named():
         service_tier="auto",
         prompt_cache_key="k",
     )
+    assert ask.wishes == (Wish("same", "temperature", 0.2), Wish("same", "text.format", {"type": "json_schema"}))
     assert ask.overruled == (
-        "temperature",
         "tool_choice",
         "parallel_tool_calls",
         "truncation",
         "reasoning.effort",
-        "text.format",
         "text.verbosity",
     )
     assert read(tool_choice="auto", reasoning={"summary": "auto"}, text={"format": {"type": "text"}}).overruled == ()

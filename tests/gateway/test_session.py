@@ -20,8 +20,9 @@ from rollyard.core import Json, Sampling
 from rollyard.core.failure import ContextLimit, PromptTooLong, RunDeadline, TokenLimit, TurnLimit
 from rollyard.engines import RouterSettings
 from rollyard.gateway import GatewayApp
-from rollyard.gateway.app import CHAT, key_of, read
+from rollyard.gateway.app import CHAT
 from rollyard.gateway.base import Ask
+from rollyard.gateway.intake import key_of, read
 from rollyard.http import Bounds, HttpServer
 from rollyard.testing.script import Reply, Rules
 from tests.gateway.site import LIMITS, Site, gateway

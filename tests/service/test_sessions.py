@@ -77,6 +77,22 @@ async def test_a_session_becomes_a_trajectory_like_any_other(tmp_path: Path) -> 
         assert after["sampled_tokens"] == looked["sampled_tokens"]
 
 
+async def test_a_strict_session_refuses_what_would_be_overruled(tmp_path: Path) -> None:
+    async with yard(tmp_path) as site:
+        for is_strict, status in ((False, 200), (True, 400)):
+            session = await begin(site, strict=is_strict)
+            said = {**HELLO, "temperature": 0.1}
+            answer = await site.post("/v1/chat/completions", said, token=session["key"])
+            assert answer.status == status
+            if is_strict:
+                assert answer.body["error"]["param"] == "temperature"
+            else:
+                assert answer.body["warnings"] == ["temperature: the task's sampling counts"]
+            await site.delete(f"/v1/sessions/{session['id']}")
+        refused = await site.post("/v1/sessions", {"strict": "perhaps"})
+        assert refused.status == 422
+
+
 async def test_the_real_sdks_work_with_a_session_unchanged(tmp_path: Path) -> None:
     async with yard(tmp_path) as site:
         session = await begin(site)

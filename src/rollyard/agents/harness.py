@@ -36,7 +36,8 @@ from rollyard.core.failure import (
     TaskInvalid,
     TokenLimit,
 )
-from rollyard.gateway.session import GatewaySession, reasoning_of
+from rollyard.gateway.options import NAMES, options_of
+from rollyard.gateway.session import GatewaySession
 from rollyard.sandbox.base import Bind, Sandbox
 
 log = logging.getLogger("rollyard.agents")
@@ -51,7 +52,7 @@ MOST_FILLED_CHARS = 16 << 20
 
 BEATS = 3  # within limits.stall_s
 
-_NOT_THE_PRESETS = frozenset({"reasoning_history", "mcp"})  # the gateway's, and the pipeline's
+_NOT_THE_PRESETS = frozenset({*NAMES, "mcp"})  # the gateway's, and the pipeline's
 
 
 class HarnessAgent:
@@ -68,7 +69,7 @@ class HarnessAgent:
     def check(self, task: Task) -> None:
         """TaskInvalid; AgentMissing if it is to be installed first, which only an operator does."""
         self._with_options(task)
-        reasoning_of(task)
+        options_of(task)
         _check_mcp(task)
         if self.preset.is_installable and self._installed is None:
             raise AgentMissing(f"the agent {self.name} {self.preset.version} is not installed on this machine")

@@ -30,7 +30,8 @@ from rollyard.core.failure import (
     SessionLost,
     TaskInvalid,
 )
-from rollyard.gateway.session import GatewaySession, reasoning_of
+from rollyard.gateway.options import NAMES, options_of
+from rollyard.gateway.session import GatewaySession
 
 log = logging.getLogger("rollyard.agents")
 
@@ -93,10 +94,10 @@ class SessionAgent:
     def check(self, task: Task) -> None:
         if task.environment != NAME:
             raise TaskInvalid(f"agent.name: {NAME!r} goes with the environment {NAME!r} (POST /v1/sessions)")
-        unknown = sorted(set(task.agent.options) - {"reasoning_history"})
+        unknown = sorted(set(task.agent.options) - set(NAMES))
         if unknown:
-            raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there is reasoning_history")
-        reasoning_of(task)
+            raise TaskInvalid(f"agent.options.{unknown[0]}: unknown; there are {', '.join(NAMES)}")
+        options_of(task)
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         if (lost := _begun_before(context.lost)) is not None:

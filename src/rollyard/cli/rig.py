@@ -80,11 +80,15 @@ async def rig(
 
 
 @asynccontextmanager
-async def engine_process(folder: Path, latency_s: float) -> AsyncGenerator[tuple[int, str], None]:
+async def engine_process(
+    folder: Path, latency_s: float, *, max_context: int | None = None
+) -> AsyncGenerator[tuple[int, str], None]:
     """The scripted engine that says what `script.json` of the folder says: its pid and its url."""
     arguments = ["--port", "0", "--script", str(folder / "script.json"), "--tokenizer", str(tokenizer_dir())]
     if latency_s:
         arguments += ["--latency-s", str(latency_s)]
+    if max_context is not None:
+        arguments += ["--max-context", str(max_context)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollyard.testing.scripted_engine", *arguments, stdout=asyncio.subprocess.PIPE
     )

@@ -65,6 +65,7 @@ class GenerateRequest:
     max_tokens: int
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end it; the ids that say them are part of it
     session_id: str = ""
     cache_salt: str = ""
     priority: int = 0
@@ -228,6 +229,7 @@ class Session(Protocol):
         on_tokens: OnTokens | None = None,
         resume: Generation | None = None,
         stop: asyncio.Future[None] | None = None,
+        stop_texts: tuple[str, ...] = (),
     ) -> Generation:
         """One completion, its `versions` covering every token. When `clock` runs out the call is aborted, what
         was sampled goes to `salvage`, and DeadlineExpired is raised. An EngineFailure after something had been

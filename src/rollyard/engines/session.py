@@ -76,6 +76,7 @@ class RoutedSession:
         on_tokens: OnTokens | None = None,
         resume: Generation | None = None,
         stop: asyncio.Future[None] | None = None,
+        stop_texts: tuple[str, ...] = (),
     ) -> Generation:
         kept = Kept()
         if resume is not None and resume.token_ids:
@@ -107,6 +108,7 @@ class RoutedSession:
                     # the same seed again would draw the same numbers for other tokens
                     seed=seed if seed is None or not at else (seed + 1_000_003 * at) % (1 << 31),
                     stop_token_ids=stop_token_ids,
+                    stop=stop_texts,
                     session_id=self._id,
                     cache_salt=f"{self._pool.name}:{member.version}",
                     priority=self._priority,

@@ -135,6 +135,8 @@ class SglangEngine(RemoteEngine):
         }
         if request.stop_token_ids:
             params["stop_token_ids"] = list(request.stop_token_ids)
+        if request.stop:
+            params["stop"] = list(request.stop)
         if request.seed is not None and self._takes_seed:
             params["sampling_seed"] = request.seed
         body: dict[str, Any] = {

@@ -123,6 +123,8 @@ class VllmEngine(RemoteEngine):
             params["seed"] = request.seed
         if request.stop_token_ids:
             params["stop_token_ids"] = list(request.stop_token_ids)
+        if request.stop:
+            params["stop"] = list(request.stop)
         ids = list(request.prompt_ids)
         body: dict[str, Any] = {"model": self._model, "request_id": request.request_id}
         if request.cache_salt:

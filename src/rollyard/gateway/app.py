@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import orjson
@@ -28,6 +27,7 @@ from rollyard.gateway.dialects.messages import Messages
 from rollyard.gateway.dialects.responses import Responses
 from rollyard.gateway.exchange import Listener
 from rollyard.gateway.session import GatewaySession
+from rollyard.gateway.wishes import header_of
 
 log = logging.getLogger("rollyard.gateway")
 
@@ -79,12 +79,12 @@ class GatewayApp:
             if scope["method"] != "POST" or (path not in DIALECTS and path != COUNT):
                 raise Problem("not_found", f"there is no {scope['method']} {scope['path']} here")
             raw = await _body(receive)
-            ask = read(dialect, raw)
+            ask, key, weight = await self._session.read(dialect, raw)
+            del raw  # 16 MiB, for as long as the answer takes
             if path == COUNT:
-                await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(ask, len(raw))}))
+                await _answer(send, 200, orjson.dumps({"input_tokens": await self._session.count(ask, weight)}))
                 return
-            key, retries = key_of(dialect, raw), _retries(headers)
-            listener = await self._session.open(dialect, ask, key, size=len(raw), retries=retries)
+            listener = await self._session.open(dialect, ask, key, weight=weight, retries=_retries(headers))
         except Problem as problem:
             await refuse(send, dialect, problem, ask)
             return
@@ -130,7 +130,8 @@ async def _whole(dialect: Dialect, ask: Ask, listener: Listener, send: Send) -> 
     except Problem as problem:
         await refuse(send, dialect, problem)
         return
-    await _answer(send, 200, dialect.reply(ask, told), (b"x-request-id", told.id.encode()))
+    headers = [(b"x-request-id", told.id.encode()), *header_of(told.warnings)]
+    await _answer(send, 200, dialect.reply(ask, told), *headers)
     listener.delivered()
 
 
@@ -141,8 +142,8 @@ async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send, se
         await refuse(send, dialect, exchange.problem, ask)
         return
     writer = dialect.writer(ask, exchange.id, exchange.created, exchange.prompt_tokens)
-    request_id = (b"x-request-id", exchange.id.encode())
-    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, request_id]})
+    own = [(b"x-request-id", exchange.id.encode()), *header_of(exchange.granted.warnings)]
+    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *own]})
     relay = _Relay(writer, send_now)
     lead = writer.begin()
     while batch is not None:
@@ -219,31 +220,13 @@ def dialect_of(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
     return DIALECTS.get(path, CHAT)
 
 
-def read(dialect: Dialect, raw: bytes) -> Ask:
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise Problem("invalid", f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Problem("invalid", "the body has to be a JSON object")
-    try:
-        return dialect.read(body)
-    except RecursionError:
-        raise Problem("invalid", "the request is nested too deeply") from None
-
-
-def key_of(dialect: Dialect, raw: bytes) -> bytes:
-    """What two requests have in common that may be one and its retry."""
-    return blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
-
-
 def _retries(headers: Mapping[bytes, bytes]) -> int:
     """How often the SDK has sent this before, as OpenAI's and Anthropic's say it."""
     value = headers.get(b"x-stainless-retry-count", b"0")
     return int(value[:9]) if value.isdigit() else 0
 
 
-async def _body(receive: Receive) -> bytes:
+async def _body(receive: Receive) -> bytes | bytearray:
     message = await receive()
     if not message.get("more_body", False) and message["type"] == "http.request":
         return message.get("body", b"")
@@ -253,7 +236,7 @@ async def _body(receive: Receive) -> bytes:
         chunks += message.get("body", b"")
     if message["type"] != "http.request":
         raise Problem("invalid", "the client went away")
-    return bytes(chunks)
+    return chunks
 
 
 # --- answering

@@ -41,6 +41,10 @@ STATUS: Mapping[ProblemKind, int] = {
 }
 
 
+MOST_MESSAGE_CHARS = 2000
+"""Of what a client is told is wrong: names and values of its own may be in it."""
+
+
 class Problem(Exception):
     """Why a request gets no completion. `code` is ours and stable; `param` names the field that was wrong."""
 
@@ -54,17 +58,30 @@ class Problem(Exception):
         used_tokens: int | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message[:MOST_MESSAGE_CHARS])
         self.kind: ProblemKind = kind
-        self.message = message
+        self.message = message[:MOST_MESSAGE_CHARS]
         self.code = code or kind
-        self.param = param
+        self.param = None if param is None else param[:MOST_MESSAGE_CHARS]
         self.used_tokens = used_tokens  # with "context": what the prompt has …
         self.max_tokens = max_tokens  # … and what there is room for
 
     @property
     def status(self) -> int:
         return STATUS[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A parameter that is granted where it can be (`wishes.py`), by the name that its dialect has for it.
+
+    stop: a list of texts. seed: a whole number. logprobs, no_calls: true. format: {"type": "json_object"}, or
+    {"type": "json_schema", "schema": …}. same: granted if the task's sampling has that very value.
+    """
+
+    kind: Literal["stop", "seed", "logprobs", "no_calls", "format", "same"]
+    name: str
+    value: Json = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +99,9 @@ class Ask:
     model: str = ""  # as the client names it; echoed, never looked up: the rollout has one policy
     max_tokens: int | None = None  # an upper bound; the task's own is one too
     is_stream: bool = False
+    wishes: tuple[Wish, ...] = ()
     overruled: tuple[str, ...] = ()  # parameters that the client set and that do not count here: the task's win
+    unknown: tuple[str, ...] = ()  # parameters that this dialect does not have
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the dialect's own, for its writer
 
 
@@ -98,6 +117,12 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """A completed turn as the client is told it; the same object however often it is told."""
 
@@ -108,6 +133,9 @@ class Told:
     calls: tuple[ToolCall, ...]  # those that the client is told as calls: named, see `tellable`
     finish: Finish
     usage: Usage
+    stop_sequence: str | None = None  # the client's own, where one ended it
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of all sampled tokens, if they were asked for
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +190,13 @@ class Dialect(Protocol):
     def error(self, problem: Problem) -> bytes:
         """The body of an error answer, as JSON."""
         ...
+
+
+def shown(value: Json) -> str:
+    """A value in an error message: a text in short, of anything else the kind. All of it may be megabytes."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    return {dict: "an object", list: "an array", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 
 def tellable(calls: Sequence[ToolCall], *, takes_raw_arguments: bool) -> tuple[tuple[ToolCall, ...], str]:

@@ -7,12 +7,25 @@ program may make it shorter and go on, so it is only remembered, until another t
 from __future__ import annotations
 
 import asyncio
+import logging
 
-from rollyard.core import Limits
-from rollyard.core.failure import ContextLimit, PromptTooLong, RollyardError, TokenLimit, TurnLimit
+from rollyard.core import Deadline, DeadlineExpired, Limits
+from rollyard.core.failure import (
+    ContextLimit,
+    EngineFailure,
+    EngineRefused,
+    InternalError,
+    PromptTooLong,
+    RollyardError,
+    RunDeadline,
+    TokenLimit,
+    TurnLimit,
+)
 from rollyard.engines.base import Generation, Session
 from rollyard.engines.watching import max_context_of
 from rollyard.gateway.base import Problem
+
+log = logging.getLogger("rollyard.gateway")
 
 
 class Bounds:
@@ -24,6 +37,11 @@ class Bounds:
         self._over: asyncio.Future[RollyardError] = asyncio.get_running_loop().create_future()
         self.overflow: RollyardError | None = None
         self.refused = 0
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens prompt and reply may have; None: nobody says."""
+        return max_context_of(self._limits, self._session)
 
     @property
     def failure(self) -> RollyardError | None:
@@ -48,6 +66,24 @@ class Bounds:
         self.refused += 1
         return Problem("context", detail, code=self.overflow.code, used_tokens=used, max_tokens=room)
 
+    def problem(
+        self, error: BaseException, clock: Deadline, rollout_id: str, prompt_tokens: int, *, is_first: bool
+    ) -> Problem:
+        """What a client is told of a completion that broke. Most of it ends the rollout, too."""
+        if isinstance(error, DeadlineExpired):
+            return self.limit(RunDeadline(f"RUN used up its {clock.budget_s:g} s"))
+        if isinstance(error, EngineRefused) and error.data.get("context"):
+            return self.too_long(prompt_tokens, None, is_first=is_first, detail=error.detail)
+        if isinstance(error, EngineFailure):
+            self.end(error)
+            return Problem("unavailable", error.detail, code=error.code)
+        if isinstance(error, asyncio.CancelledError):
+            return Problem("unavailable", "this rollout has ended", code="ended")
+        log.error("a completion broke", extra={"rollout": rollout_id}, exc_info=error)
+        broken = error if isinstance(error, RollyardError) else InternalError(f"{type(error).__name__}: {error}")
+        self.end(broken)
+        return Problem("internal", broken.detail, code=broken.code)
+
     def turn(self, begun: int) -> None:
         """Another one may begin, beside those; or the limit."""
         if begun >= self._limits.max_turns:
@@ -55,7 +91,7 @@ class Bounds:
 
     def fitting(self, prompt_tokens: int, wanted: int, *, is_first: bool) -> int:
         """How many of the wanted tokens fit into the context behind the prompt."""
-        room = max_context_of(self._limits, self._session)
+        room = self.room
         if room is None:
             return wanted
         if prompt_tokens + 1 > room:
@@ -73,7 +109,7 @@ class Bounds:
 
     def completed(self, prompt_tokens: int, generation: Generation) -> None:
         """A turn was: whatever did not fit before is forgiven, unless it is just this one."""
-        room = max_context_of(self._limits, self._session)
+        room = self.room
         is_cut = generation.finish_reason == "length" and room is not None
         self.overflow = None
         if is_cut and prompt_tokens + len(generation.token_ids) >= (room or 0):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 
 from rollyard.engines.base import Engine, Generation
 from rollyard.gateway.base import Dialect, Event, Problem, Reasoning, Text, Told
+from rollyard.gateway.telling import Manner
+from rollyard.gateway.wishes import Granted
 from rollyard.tokens.base import Parsed
 from rollyard.tokens.splice import Turn
 
@@ -28,6 +30,7 @@ class Exchange:
         key: bytes,
         dialect: Dialect,
         turn: Turn,
+        granted: Granted,
         *,
         reply_id: str,
         is_stream: bool,
@@ -35,6 +38,7 @@ class Exchange:
     ) -> None:
         self.key = key
         self.dialect = dialect
+        self.granted = granted
         self.is_stream = is_stream
         self.received = received  # called once, when the first listener has all of it
         self.turn: Turn | None = turn  # let go when it has been recorded: it holds the whole prompt
@@ -52,6 +56,10 @@ class Exchange:
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
         self.listeners: set[Listener] = set()
+
+    @property
+    def manner(self) -> Manner:
+        return Manner(self.dialect.takes_raw_arguments, self.granted.tells_calls, self.granted.stop)
 
     @property
     def is_running(self) -> bool:

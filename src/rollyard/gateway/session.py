@@ -22,71 +22,34 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
 
-from rollyard.core import Deadline, DeadlineExpired, Json, Message, Run, Task, Trace, sampling_seed
+from rollyard.core import Deadline, Json, Message, Run, Task, Trace
 from rollyard.core.eager import start_now
 from rollyard.core.failure import (
-    EngineFailure,
-    EngineRefused,
-    InternalError,
-    InvalidRequest,
     RollyardError,
-    RunDeadline,
-    TaskInvalid,
 )
-from rollyard.engines.base import Engine, Generation, Kind, Session
+from rollyard.engines.base import Generation, Session
 from rollyard.engines.watching import CallWatch
-from rollyard.gateway.aside import Aside, text_size
-from rollyard.gateway.base import Ask, Dialect, Problem
+from rollyard.gateway.base import Ask, Dialect, Problem, TokenLogprob
 from rollyard.gateway.bounds import Bounds
 from rollyard.gateway.exchange import Exchange, Listener
+from rollyard.gateway.intake import Intake
+from rollyard.gateway.options import options_of
 from rollyard.gateway.remembered import Remembered
+from rollyard.gateway.sampler import Sampler
 from rollyard.gateway.telling import Telling, tell_whole, told_of
+from rollyard.gateway.weight import LIGHT, Weight
+from rollyard.gateway.wishes import Wishes
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer
-from rollyard.tokens.splice import Book, Reasoning, Turn
+from rollyard.tokens.splice import Book, Turn
 
 log = logging.getLogger("rollyard.gateway")
 
 MOST_OVERRULED = 256
 """Names of parameters that are counted; of some, a client chooses the name."""
-
-REASONING: tuple[Reasoning, ...] = ("as_sent", "keep")
-
-
-def reasoning_of(task: Task) -> Reasoning:
-    """What `agent.options.reasoning_history` says; TaskInvalid for anything else."""
-    wanted = task.agent.options.get("reasoning_history", "as_sent")
-    if wanted not in REASONING:
-        raise TaskInvalid(f"agent.options.reasoning_history: one of {', '.join(REASONING)} was expected")
-    return cast("Reasoning", wanted)
-
-
-async def open_gateway(
-    session: Session,
-    renderer_of: Callable[[Engine], Awaitable[Renderer]],
-    *,
-    task: Task,
-    run: Run,
-    rollout_id: str,
-    clock: Deadline,
-    beat: Callable[[], None] = lambda: None,
-    span: Span = NO_SPAN,
-    metrics: Metrics | None = None,
-) -> GatewaySession:
-    """The gateway of one rollout. EngineRefused for an engine that gives no tokens: nothing could be exact then."""
-    if session.engine.spec.kind is Kind.OPENAI:
-        raise EngineRefused(
-            f"engine {session.engine.spec.id} speaks only text: an agent program behind the gateway needs token ids; "
-            "use a vllm or sglang engine, or the native agent"
-        )
-    renderer = await renderer_of(session.engine)
-    return GatewaySession(
-        session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock, beat=beat, span=span, metrics=metrics
-    )
 
 
 class GatewaySession:
@@ -113,18 +76,23 @@ class GatewaySession:
         self._clock = clock
         self._beat = beat
         self._watch = CallWatch(session, span, metrics)
+        self._sampler = Sampler(session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock)
+        options = options_of(task)
         self._book = Book(
             renderer,
             sampling=task.sampling,
             policy=run.policy,
             model=session.engine.info.model,
-            reasoning=reasoning_of(task),
+            reasoning=options.reasoning,
+        )
+        self._wishes = Wishes(
+            task.sampling, is_strict=options.is_strict, has_structured_output=options.has_structured_output
         )
         self._asked = Remembered()
-        self._aside = Aside()
         self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
         self._unheard: list[Exchange] = []  # sampled, and not received by anybody yet
         self._bounds = Bounds(task.limits, session)
+        self._intake = Intake(self._book, renderer, self._bounds)
         self._freed = asyncio.Event()  # one that ran has ended
         self._messages: Sequence[Message] = ()
         self._begun = 0
@@ -196,17 +164,21 @@ class GatewaySession:
 
     # --- a request
 
-    async def count(self, ask: Ask, size: int = 0) -> int:
-        """How many tokens it would be sent with."""
-        return len((await self._begin(ask, size)).prompt)
+    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
+        """What a request says, its key, and its weight: see `Intake.read`."""
+        return await self._intake.read(dialect, raw)
 
-    async def open(self, dialect: Dialect, ask: Ask, key: bytes, *, size: int = 0, retries: int = 0) -> Listener:
-        """Begins a completion, or joins the one that this request is a retry of. Raises Problem. `size` is that of
-        its body."""
+    async def count(self, ask: Ask, weight: Weight = LIGHT) -> int:
+        """How many tokens it would be sent with."""
+        return len((await self._intake.begin(ask, weight)).prompt)
+
+    async def open(
+        self, dialect: Dialect, ask: Ask, key: bytes, *, weight: Weight = LIGHT, retries: int = 0
+    ) -> Listener:
+        """Begins a completion, or joins the one that this request is a retry of. Raises Problem."""
         self._check_open()
         self._beat()
         self._counts["requests"] += 1
-        self._overruled.update(ask.overruled if len(self._overruled) < MOST_OVERRULED else ())
         earlier = self._asked.earlier(key, is_retry=retries > 0)
         while earlier is not None and earlier.is_running and earlier.stop.done():
             assert earlier.task is not None
@@ -225,37 +197,33 @@ class GatewaySession:
                 resumed = earlier
                 self._counts["resumed"] += 1
         try:
-            return await self._start(dialect, ask, key, size, resumed)
+            return await self._start(dialect, ask, key, weight, resumed)
         except BaseException:
             if resumed is not None:
                 self._unheard.append(resumed)
             raise
 
-    async def _start(self, dialect: Dialect, ask: Ask, key: bytes, size: int, resumed: Exchange | None) -> Listener:
+    async def _start(
+        self, dialect: Dialect, ask: Ask, key: bytes, weight: Weight, resumed: Exchange | None
+    ) -> Listener:
         turn, resume = None, None
         if resumed is not None:  # from the prompt that its part was sampled from: by now the book may have another
             turn, resume = resumed.turn, resumed.sampled
-        turn = turn or await self._begin(ask, size)
+        turn = turn or await self._intake.begin(ask, weight)
+        granted = self._wishes.grant(ask, self._session.engine.spec.kind)
+        self._overruled.update(granted.refused if len(self._overruled) < MOST_OVERRULED else ())
         max_tokens = await self._budget(ask, turn, resume)
         self._check_open()  # that may have taken a while
         number, self._begun = self._begun, self._begun + 1
         reply_id = f"{self._nonce}{number:06x}"
-        exchange = Exchange(key, dialect, turn, reply_id=reply_id, is_stream=ask.is_stream, received=self._received)
+        exchange = Exchange(
+            key, dialect, turn, granted, reply_id=reply_id, is_stream=ask.is_stream, received=self._received
+        )
         self._asked.add(exchange, instead_of=resumed)
         self._running[exchange] = max_tokens
         listener = exchange.listen()
         exchange.task = start_now(self._run_one(exchange, number, max_tokens, resume))
         return listener
-
-    async def _begin(self, ask: Ask, size: int) -> Turn:
-        try:
-            place = self._book.find(ask.messages, ask.tools)
-            turn = await self._aside.run(text_size(place.new), self._book.extended, place)
-            return turn or await self._aside.run(size, self._book.rendered, place)
-        except (InvalidRequest, TaskInvalid) as error:  # the renderer has no such part, or no such order of turns
-            raise Problem("invalid", error.detail, param="messages") from error
-        except RecursionError:
-            raise Problem("invalid", "the request is nested too deeply") from None
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -290,25 +258,23 @@ class GatewaySession:
         assert turn is not None
         telling: Telling | None = None
         if exchange.is_stream:
-            telling = Telling(self._renderer, turn, takes_raw_arguments=exchange.dialect.takes_raw_arguments)
+            telling = Telling(self._renderer, turn, exchange.manner)
         begun = time.monotonic()
         try:
             with self._watch.call(number, len(turn.prompt)) as seen:
-                generation = await self._session.generate(
-                    turn.prompt,
-                    sampling=self._task.sampling,
+                on_tokens = None if telling is None else self._streaming(exchange, telling)
+                generation = await self._sampler.sample(
+                    exchange,
+                    turn,
+                    number,
                     max_tokens=max_tokens,
-                    seed=sampling_seed(self._run.seed, self._rollout_id, number),
-                    stop_token_ids=self._renderer.stop_token_ids,
-                    clock=self._clock,
-                    model_s=self._task.limits.model_s,
-                    salvage=lambda partial: self._keep(exchange, partial),  # the rollout's last turn
-                    on_tokens=None if telling is None else self._streaming(exchange, telling),
                     resume=resume,
-                    stop=exchange.stop,
+                    on_tokens=on_tokens,
+                    salvage=lambda partial: self._keep(exchange, partial),  # the rollout's last turn
                 )
                 seen.sampled(len(generation.token_ids), generation.cached_tokens, generation.finish_reason)
-            self._sampled(exchange, generation, telling)
+            logprobs = await self._intake.logprobs(generation) if exchange.granted.has_logprobs else None
+            self._sampled(exchange, generation, telling, logprobs)
         except BaseException as error:
             exchange.problem = self._problem(error, exchange)
             exchange.turn = None
@@ -328,7 +294,13 @@ class GatewaySession:
 
         return came
 
-    def _sampled(self, exchange: Exchange, generation: Generation, telling: Telling | None) -> None:
+    def _sampled(
+        self,
+        exchange: Exchange,
+        generation: Generation,
+        telling: Telling | None,
+        logprobs: tuple[TokenLogprob, ...] | None,
+    ) -> None:
         """For whoever listens. It is recorded when one of them has received all of it, or in the end."""
         if generation.finish_reason == "abort":  # whoever still listens when the rollout ends gets no half answer
             exchange.problem = Problem("unavailable", "this rollout has ended", code="ended")
@@ -343,6 +315,9 @@ class GatewaySession:
                 reply_id=exchange.id,
                 created=exchange.created,
                 prompt_tokens=exchange.prompt_tokens,
+                stop=exchange.granted.stop,
+                logprobs=logprobs,
+                warnings=exchange.granted.warnings,
             )
         exchange.sampled, exchange.engine, exchange.is_late = generation, self._session.engine, self._clock.is_expired
         if generation.token_ids:
@@ -364,7 +339,7 @@ class GatewaySession:
         turn = exchange.turn
         assert turn is not None
         parsed = self._renderer.parse(generation.token_ids, turn.prompt, turn.tools)
-        return tell_whole(parsed, takes_raw_arguments=exchange.dialect.takes_raw_arguments)
+        return tell_whole(parsed, exchange.manner)
 
     def _keep(self, exchange: Exchange, generation: Generation, *, is_abandoned: bool = False) -> None:
         """Into the book, as what the client was told."""
@@ -382,7 +357,7 @@ class GatewaySession:
             engine=engine.spec.id,
             cached_tokens=generation.cached_tokens,
             columns=generation.columns,
-            untrainable=generation.untrainable,
+            untrainable=generation.untrainable or exchange.granted.untrainable,
             is_tokenizer_verified=generation.is_tokenizer_verified,
             is_abandoned=is_abandoned,
             parsed=told,
@@ -394,23 +369,9 @@ class GatewaySession:
             self._bounds.completed(len(turn.prompt), generation)
         exchange.recorded()
 
-    # --- what goes wrong
-
     def _problem(self, error: BaseException, exchange: Exchange) -> Problem:
-        if isinstance(error, DeadlineExpired):
-            return self._bounds.limit(RunDeadline(f"RUN used up its {self._clock.budget_s:g} s"))
-        if isinstance(error, EngineRefused) and error.data.get("context"):
-            is_first = not self._book.turns
-            return self._bounds.too_long(exchange.prompt_tokens, None, is_first=is_first, detail=error.detail)
-        if isinstance(error, EngineFailure):
-            self._bounds.end(error)
-            return Problem("unavailable", error.detail, code=error.code)
-        if isinstance(error, asyncio.CancelledError):
-            return Problem("unavailable", "this rollout has ended", code="ended")
-        log.error("a completion broke", extra={"rollout": self._rollout_id}, exc_info=error)
-        broken = error if isinstance(error, RollyardError) else InternalError(f"{type(error).__name__}: {error}")
-        self._bounds.end(broken)
-        return Problem("internal", broken.detail, code=broken.code)
+        is_first = not self._book.turns
+        return self._bounds.problem(error, self._clock, self._rollout_id, exchange.prompt_tokens, is_first=is_first)
 
     # --- the end
 

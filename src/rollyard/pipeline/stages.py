@@ -46,7 +46,8 @@ from rollyard.core.failure import (
 from rollyard.engines.base import Session
 from rollyard.envs.base import COLLECT_S, EnvContext, Plan, Solution, Start
 from rollyard.gateway.app import GatewayApp
-from rollyard.gateway.session import GatewaySession, open_gateway
+from rollyard.gateway.opening import open_gateway
+from rollyard.gateway.session import GatewaySession
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.boundary import boundary

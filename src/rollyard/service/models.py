@@ -179,6 +179,8 @@ class SessionBody(Body):
     sampling: Object = Field(default_factory=dict)
     limits: Object = Field(default_factory=dict)
     reasoning_history: Literal["keep", "as_sent"] = "as_sent"
+    strict: bool = False
+    structured_output: bool = False
     metadata: Object = Field(default_factory=dict)
     priority: Priority | None = None
     group: str | None = None
@@ -188,11 +190,15 @@ class SessionBody(Body):
         """As a rollout's; under a name of its own, so that no rollout is taken for a session."""
         return {"session": {name: getattr(self, name) for name in sorted(self.model_fields_set - {"id", "run"})}}
 
+    def _options(self) -> dict[str, Json]:
+        flags: dict[str, Json] = {name: True for name in ("strict", "structured_output") if getattr(self, name)}
+        return {"reasoning_history": self.reasoning_history, **flags}
+
     def to_task(self, defaults: Mapping[str, Json]) -> Task:
         raw: dict[str, Json] = {
             "environment": SESSION,
             "data": {"metadata": self.metadata} if self.metadata else {},
-            "agent": {"name": SESSION, "options": {"reasoning_history": self.reasoning_history}},
+            "agent": {"name": SESSION, "options": self._options()},
             "sampling": self.sampling,
             "limits": self.limits,
         }

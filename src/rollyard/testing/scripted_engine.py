@@ -60,7 +60,7 @@ from rollyard.testing.scripted_dialects import (
     chat_prompt,
     spoil,
 )
-from rollyard.testing.scripted_sampling import Finish, LogprobsMode, Sampled, common_prefix, cut_reply
+from rollyard.testing.scripted_sampling import Finish, LogprobsMode, Sampled, common_prefix, cut_at_text, cut_reply
 from rollyard.testing.scripted_streams import MIDWAY, stream_out
 from rollyard.testing.scripted_work import Piece, Work
 
@@ -401,6 +401,7 @@ class ScriptedEngine:
             reply = Reply(reply) if isinstance(reply, str) else Reply(token_ids=tuple(reply))
         fault = self._faults.popleft() if self._faults else reply.fault
         ids = turn.rest_of(self._encode(reply), self._newline)
+        ids = cut_at_text(ids, params.get("stop") or (), self.tokenizer)
         ids, finish = cut_reply(ids, max_tokens, params.get("stop_token_ids") or ())
         is_stream = bool(body.get("stream"))
         if fault in MIDWAY and not (is_stream and ids):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollyard.testing.script import Fault
+from rollyard.testing.script import Fault, Tokenizer
 
 LogprobsMode = Literal["processed", "raw"]
 Finish = Literal["stop", "length", "abort"]
@@ -102,6 +102,15 @@ class Sampled:
     def _raw(self, index: int) -> float:
         before = self.ids[index - 1] if index else self.prompt[-1]
         return scripted_logprob(before, len(self.prompt) + index, self.ids[index])
+
+
+def cut_at_text(ids: list[int], stops: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """Up to the token with which the first of these texts is complete."""
+    for end in range(1, len(ids) + 1) if stops else ():
+        text = tokenizer.decode(ids[:end])
+        if any(stop in text for stop in stops):
+            return ids[:end]
+    return ids
 
 
 def cut_reply(

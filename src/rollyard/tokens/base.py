@@ -58,6 +58,11 @@ class Renderer(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
     @property
+    def longest_token_chars(self) -> int:
+        """No token stands for more characters of a text than this."""
+        ...
+
+    @property
     def markers(self) -> Markers | None:
         """None: a turn of this format can only be read whole."""
         ...

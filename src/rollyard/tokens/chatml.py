@@ -125,6 +125,10 @@ class ChatML:
         content, reasoning = content.strip(), reasoning.strip()
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
+    @property
+    def longest_token_chars(self) -> int:
+        return self._tokenizer.longest_token_chars
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
 

@@ -122,6 +122,10 @@ class TemplateRenderer:
         content, reasoning = "".join(map(self.decode, cut.said)).strip(), self.decode(cut.thought).strip()
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
+    @property
+    def longest_token_chars(self) -> int:
+        return self._tokenizer.longest_token_chars
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
 

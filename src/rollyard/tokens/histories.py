@@ -152,14 +152,16 @@ def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
         return ""
     if isinstance(content, str):
         return clean(content)
-    said: list[Json] = [""]
+    said: list[Json] = []
+    pieces: list[str] = []
     for part in content if isinstance(content, Sequence) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
         if isinstance(text, str):
-            said[-1] = f"{said[-1]}{clean(text)}"
+            pieces.append(clean(text))
         else:
-            said += [[part], ""]
-    return said if len(said) > 1 else said[0]
+            said += ["".join(pieces), [part]]
+            pieces = []
+    return [*said, "".join(pieces)] if said else "".join(pieces)
 
 
 def _arguments(text: str, defaults: Mapping[str, bytes]) -> str:

@@ -57,6 +57,7 @@ class Turn:
     """One request on its way: what is sent, and what it hangs on. See `Book.begin`."""
 
     prompt: list[int]
+    packed: array[int] = field(repr=False)  # the same, as it is recorded; 30 ms for 200,000 tokens
     messages: Sequence[Message]
     tools: Sequence[ToolSchema]
     base: _Leaf | None = field(repr=False)  # what it extends exactly
@@ -141,13 +142,13 @@ class Book:
         prompt = self._renderer.extend(sent, sampled, place.new, place.tools)
         if prompt is None:
             return None
-        return Turn(prompt, place.messages, place.tools, leaf, None, place.history, place.toolset)
+        return _turn(prompt, place, leaf, None)
 
     def rendered(self, place: Place) -> Turn:
         """All of it, anew: the beginning of a trace of its own."""
         reason = NOT_EXTENDED if place.leaf is not None else self._reason(place.history, place.toolset, place.answered)
         prompt = self._renderer.render(place.messages, place.tools)
-        return Turn(prompt, place.messages, place.tools, None, reason, place.history, place.toolset)
+        return _turn(prompt, place, None, reason)
 
     def _reason(self, history: History, toolset: Toolset, answered: int) -> str | None:
         """Why it extends nothing."""
@@ -228,13 +229,13 @@ class Book:
     def _builder(self, turn: Turn, is_abandoned: bool) -> TraceBuilder:
         base = turn.base
         if base is not None and len(base.builder) == base.end and not is_abandoned:
-            base.builder.context(turn.prompt[base.end :])
+            base.builder.context(turn.packed[base.end :])
             return base.builder
         reason = ABANDONED if is_abandoned else BRANCHED if base is not None else turn.reason
         if reason is None:  # it was the first when it began; it may not be now
             reason = self._reason(turn.history, turn.toolset, _answered(turn.messages))
         builder = TraceBuilder(sampling=self._sampling, policy=self._policy, model=self._model, fork_reason=reason)
-        builder.context(turn.prompt)
+        builder.context(turn.packed)
         if is_abandoned:
             builder.untrainable(ABANDONED)
         if reason is not None:
@@ -246,13 +247,17 @@ class Book:
     def _mark_copies(self, builder: TraceBuilder, turn: Turn) -> None:
         """Of the recorded trace that begins most like this one: the spans that are here too, token for token."""
         best, shared = None, 0
-        prompt = array("i", turn.prompt)
         for other in self._builders:
-            common = other.common_prefix(prompt, beyond=shared)
+            common = other.common_prefix(turn.packed, beyond=shared)
             if common > shared:
                 best, shared = other, common
         if best is not None:
             builder.copies([span for span in best.spans if span.end <= shared])
+
+
+def _turn(prompt: list[int], place: Place, leaf: _Leaf | None, reason: str | None) -> Turn:
+    packed = array("i", prompt)
+    return Turn(prompt, packed, place.messages, place.tools, leaf, reason, place.history, place.toolset)
 
 
 def _answered(messages: Sequence[Message]) -> int:

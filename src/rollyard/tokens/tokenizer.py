@@ -13,9 +13,11 @@ It never downloads: a hub name must be in the local cache already.
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
 BREAK = "\udfff"
 """Marks a cut inside escaped text. A lone surrogate: no UTF-8 text holds one, so it cannot be confused."""
 
+SHORT_CHARS = 2048
+"""Up to that, a text is encoded by the call that takes less time. It holds the interpreter; the one for batches gives
+it up while it works, and leaves out the offsets."""
+
+STEP_CHARS = 64 << 10
+"""Per step of a search: about 1 ms, and between two steps another thread may have the interpreter."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _REMEDY = "give a folder with tokenizer.json and tokenizer_config.json (scripts/get-tokenizer fetches well-known ones)"
@@ -38,6 +47,8 @@ class Tokenizer:
     """One model's vocabulary and chat template. Safe to share between threads."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
+        # a batch of one has nothing to share out, and threads of the library's own do not survive a fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers  # 7 MB: only where tokens are wanted
 
         self.name_or_path = name or str(folder)
@@ -74,6 +85,14 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """No token stands for more characters of a text. A vocabulary is written by bytes or by characters, so a token
+        has at least as many letters as the text that it is for; what normalizes a text makes at most three of it one
+        (two letters of Hangul and the first)."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        return longest if self._backend.normalizer is None else 3 * longest
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._template_source)
@@ -106,10 +125,30 @@ class Tokenizer:
 
     def escape(self, text: str) -> str:
         """The same text as nobody's markup: no part of it becomes a special token."""
+        if len(text) <= STEP_CHARS:
+            return self._escaped(text)
+        return "".join(map(self._escaped, self._steps(text)))
+
+    def _escaped(self, text: str) -> str:
         text = _SURROGATE.sub("�", text)
         if self._literal is None:
             return text
         return self._literal.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
+
+    def _steps(self, text: str) -> Iterator[str]:
+        """The text in pieces, none of which ends within a special token: a search over megabytes would hold up every
+        thread."""
+        at, longest = 0, max((len(token) for token in self._added), default=0)
+        while at < len(text):
+            end = at + STEP_CHARS
+            cut = None if self._literal is None else self._literal.search(text, max(at, end - longest), end + longest)
+            while cut is not None and cut.end() <= end:
+                assert self._literal is not None
+                cut = self._literal.search(text, cut.end(), end + longest)
+            if cut is not None and cut.start() < end:
+                end = cut.end()
+            yield text[at:end]
+            at = end
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. `add_special_tokens` is there for callers of the usual signature; it stays False."""
@@ -117,15 +156,25 @@ class Tokenizer:
             raise ValueError("templates write their own special tokens")
         if BREAK not in text:
             try:
-                return self._backend.encode(text, add_special_tokens=False).ids
+                return self._ids(text)
             except (TypeError, UnicodeEncodeError):
-                text = _SURROGATE.sub("�", text)
-                return self._backend.encode(text, add_special_tokens=False).ids
+                return self._ids(_SURROGATE.sub("�", text))
         ids: list[int] = []
         for part in text.split(BREAK):
             if part:
                 ids += self.encode(part)
         return ids
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            if len(text) <= SHORT_CHARS:
+                return self._backend.encode(text, add_special_tokens=False).ids
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            return encoded.ids
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust: no Exception, and its class cannot be imported
+                raise
+            raise InvalidRequest(f"the tokenizer cannot take this text: {str(error)[:200]}") from None
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False, **_: object) -> str:
         return self._backend.decode(

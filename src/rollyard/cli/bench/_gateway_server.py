@@ -1,7 +1,8 @@
 """The gateway alone, in a process of its own: so many sessions on so many loopback ports, one engine.
 
-It prints one line of JSON with its `urls` when it is ready, and when it is told to end (SIGTERM) a second one: what it
-recorded, after every trace has been proven.
+It prints one line of JSON with its `urls` when it is ready, one with `stall_ms` for each SIGUSR1 (the longest time that
+its loop was held since the last one), and when it is told to end (SIGTERM) what it recorded, after every trace has been
+proven.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import signal
 import socket
 import sys
+import time
 from contextlib import AsyncExitStack
 
 import uvloop
@@ -23,6 +25,8 @@ from rollyard.sandbox.doorway import Doorway
 from rollyard.service.server import settle_memory
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import verify
+
+TICK_S = 0.001
 
 
 async def main(engine_url: str, count: int) -> None:
@@ -47,11 +51,39 @@ async def main(engine_url: str, count: int) -> None:
             urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
             sessions.append(session)
         settle_memory()
+        stalls = _Stalls()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: _say({"stall_ms": stalls.longest_ms()}))
         _say({"urls": urls})
         await ended.wait()
+        stalls.end()
         for session in sessions:
             await session.close()
         _say(_proven(sessions))
+
+
+class _Stalls:
+    """The longest time that the loop was held: how late a tick came that was due after a millisecond."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._longest_s = 0.0
+        self._due = time.monotonic() + TICK_S
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def longest_ms(self) -> float:
+        self._tick()
+        longest, self._longest_s = self._longest_s, 0.0
+        return longest * 1000
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._timer.cancel()
+        now = time.monotonic()
+        self._longest_s = max(self._longest_s, now - self._due)
+        self._due = now + TICK_S
+        self._timer = self._loop.call_later(TICK_S, self._tick)
 
 
 def _proven(sessions: list[GatewaySession]) -> dict[str, object]:

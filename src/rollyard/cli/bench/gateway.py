@@ -9,6 +9,7 @@
   then begins with cold caches. `halting_added_…` are the figures without that, of three rounds.
 - throughput, apart: an engine that answers at once. Every completion is rendered, spliced onto what was sampled before,
   recorded, and in the end proven (`verify` of every trace, in the gateway's process).
+- hostile requests (`_hostile.py`): `hostile_loop_stall_ms` is the longest time that they held the gateway's event loop.
 
 Beside it a proxy that passes bytes on and understands none, in the same run with the same client and engine. Client,
 engine and gateway are processes of their own; all of them share the machine, and the CPU of each is reported.
@@ -23,20 +24,19 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
-from pathlib import Path
 from statistics import median
 
 import orjson
 
 from rollyard.cli._console import note
-from rollyard.cli._deadline import within
+from rollyard.cli.bench._gateway_processes import engine, gateway, proxy
+from rollyard.cli.bench._hostile import CONTEXT, HOSTILE_SESSIONS, hostile
 from rollyard.cli.bench._load import Line
-from rollyard.cli.rig import START_S, Meter, engine_process, stop
+from rollyard.cli.rig import Meter
 from rollyard.core import Json
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import Tokenizers
@@ -153,7 +153,19 @@ async def bench_gateway(*, quick: bool = False, peers: bool = True) -> dict[str,
     versus: dict[str, Json] = {}
     metrics = await _latency(each=2 if quick else 8, versus=versus if peers else None)
     metrics |= await _throughput(window_s=4.0 if quick else 15.0, versus=versus if peers else None)
+    metrics |= await _hostile()
     return {"metrics": metrics, "versus": versus}
+
+
+async def _hostile() -> dict[str, Json]:
+    def honest(text: str) -> bytes:
+        return orjson.dumps({"model": "policy", "messages": [{"role": "user", "content": text}], "tools": TOOLS})
+
+    async with (
+        engine(script(None), max_context=CONTEXT) as (_, engine_url),
+        gateway(engine_url, HOSTILE_SESSIONS + 1) as ours,
+    ):
+        return await hostile(ours, GATEWAY_PATH, honest)
 
 
 # --- latency
@@ -166,11 +178,11 @@ async def _latency(*, each: int, versus: dict[str, Json] | None) -> dict[str, Js
     base: list[tuple[float, float]] = []
     with _apart() as own:
         async with (
-            _engine(script(rate)) as (_, engine_url),
-            _gateway(engine_url, STREAMS) as (gateway, urls, _),
-            _proxy(engine_url) as (proxy, proxy_url),
+            engine(script(rate)) as (_, engine_url),
+            gateway(engine_url, STREAMS) as ours_at,
+            proxy(engine_url) as (proxy_meter, proxy_url),
         ):
-            for middle in (gateway, proxy):
+            for middle in (ours_at.meter, proxy_meter):
                 os.sched_setaffinity(middle.pid, own)
 
             async def through(name: str, rounds: int, *ways: tuple[_Rounds, Sequence[str], str]) -> None:
@@ -184,7 +196,7 @@ async def _latency(*, each: int, versus: dict[str, Json] | None) -> dict[str, Js
                     for (found, _, _), taken in zip(ways, times, strict=True):
                         found.append(_added(taken, direct))
 
-            us = (urls, GATEWAY_PATH)
+            us = (ours_at.urls, GATEWAY_PATH)
             proxied = [(theirs, [proxy_url] * STREAMS, ENGINE_PATH)] if versus is not None else []
             async with _awake(own):
                 await through("core awake", ROUNDS, (ours, *us), *proxied)
@@ -278,11 +290,11 @@ async def _timed(urls: Sequence[str], path: str, each: int) -> list[tuple[float,
 
 
 async def _throughput(*, window_s: float, versus: dict[str, Json] | None) -> dict[str, Json]:
-    async with _engine(script(None)) as (engine, engine_url):
-        async with _gateway(engine_url, STREAMS) as (gateway, urls, proven):
+    async with engine(script(None)) as (meter, engine_url):
+        async with gateway(engine_url, STREAMS) as ours:
             note("throughput: through the gateway")
-            rate, cpu = await _carried(urls, GATEWAY_PATH, window_s, gateway, engine)
-        recorded = proven()
+            rate, cpu = await _carried(ours.urls, GATEWAY_PATH, window_s, ours.meter, meter)
+        recorded = ours.recorded
         metrics: dict[str, Json] = {
             "completions_per_s": round(rate, 1),
             "gateway_cpu_ms": cpu[0],
@@ -293,9 +305,9 @@ async def _throughput(*, window_s: float, versus: dict[str, Json] | None) -> dic
             "turns_per_trace": round(recorded["completions"] / max(1, recorded["traces"]), 2),
         }
         if versus is not None:
-            async with _proxy(engine_url) as (proxy, url):
+            async with proxy(engine_url) as (middle, url):
                 note("throughput: through a pass-through proxy")
-                rate, cpu = await _carried([url] * STREAMS, ENGINE_PATH, window_s, proxy, engine)
+                rate, cpu = await _carried([url] * STREAMS, ENGINE_PATH, window_s, middle, meter)
             theirs: dict[str, Json] = {
                 "completions_per_s": round(rate, 1),
                 "gateway_cpu_ms": cpu[0],
@@ -342,56 +354,3 @@ async def _carried(
 def _check(status: int, answer: bytes) -> None:
     if status != 200 or b'"error"' in answer[:40]:
         raise RuntimeError(f"a completion was refused ({status}): {answer[:300].decode(errors='replace')}")
-
-
-# --- the processes
-
-
-@asynccontextmanager
-async def _engine(said: dict[str, Json]) -> AsyncGenerator[tuple[Meter, str], None]:
-    with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
-        folder = Path(name)
-        (folder / "script.json").write_text(json.dumps(said))
-        async with engine_process(folder, 0.0) as (pid, url):
-            yield Meter(pid), url
-
-
-@asynccontextmanager
-async def _process(module: str, *arguments: str) -> AsyncGenerator[asyncio.subprocess.Process, None]:
-    argv = [sys.executable, "-m", f"rollyard.cli.bench.{module}", *arguments]
-    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            await stop(process)
-
-
-async def _line(process: asyncio.subprocess.Process) -> dict[str, Json]:
-    assert process.stdout is not None
-    async with within(START_S, "starting a process of the bench", "its first line on standard output"):
-        line = await process.stdout.readline()
-    if not line:
-        raise RuntimeError("a process of the bench ended without a word")
-    return json.loads(line)
-
-
-@asynccontextmanager
-async def _gateway(
-    engine_url: str, sessions: int
-) -> AsyncGenerator[tuple[Meter, list[str], Callable[[], dict[str, int]]], None]:
-    """The gateway's process, its sessions' URLs, and what it had recorded and proven in the end."""
-    recorded: dict[str, int] = {}
-    async with _process("_gateway_server", engine_url, str(sessions)) as process:
-        ready = await _line(process)
-        yield Meter(process.pid), list(ready["urls"]), lambda: recorded  # type: ignore[arg-type]
-        with suppress(ProcessLookupError):
-            process.terminate()
-        recorded |= await _line(process)  # type: ignore[arg-type]
-        await process.wait()
-
-
-@asynccontextmanager
-async def _proxy(engine_url: str) -> AsyncGenerator[tuple[Meter, str], None]:
-    async with _process("_proxy", engine_url) as process:
-        yield Meter(process.pid), str((await _line(process))["url"])

@@ -8,16 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollyard.core import Json, Message
-from rollyard.gateway.base import Ask, Problem
+from rollyard.gateway.base import Ask, Problem, Wish, shown
+from rollyard.gateway.dialects import _wished
 from rollyard.tokens.base import ToolSchema
 
 OVERRULED: Mapping[str, tuple[Json, ...]] = {
-    "temperature": (),
-    "top_p": (),
-    "top_k": (),
     "min_p": (),
-    "seed": (),
-    "stop": ([], ""),
     "stop_token_ids": ([],),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
@@ -30,11 +26,8 @@ OVERRULED: Mapping[str, tuple[Json, ...]] = {
     "best_of": (1,),
     "ignore_eos": (False,),
     "use_beam_search": (False,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "reasoning_effort": (),
     "reasoning": (),
     "thinking": (),
@@ -49,6 +42,18 @@ OVERRULED: Mapping[str, tuple[Json, ...]] = {
     "chat_template_kwargs": ({},),
 }
 """What changes the sampling or the prompt, each with the values that ask for nothing. OpenAI's, then vLLM's."""
+
+KNOWN = frozenset(
+    (
+        *("messages", "model", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
+        *("temperature", "top_p", "top_k", "stop", "seed", "logprobs", "tool_choice", "response_format"),
+        *("metadata", "user", "store", "service_tier", "prediction", "prompt_cache_key", "prompt_cache_retention"),
+        *("safety_identifier", "cache_control", "include_reasoning", "skip_special_tokens", "drop_params"),
+        *("spaces_between_special_tokens", "add_generation_prompt", "include_stop_str_in_output", "request_id"),
+        *OVERRULED,
+    )
+)
+"""The others are said to be unknown. Of these, those that nothing is done with change neither prompt nor sampling."""
 
 REFUSED: Mapping[str, tuple[tuple[Json, ...], str]] = {
     "n": ((1,), "there is one completion per request"),
@@ -85,6 +90,7 @@ def read(body: Mapping[str, Json]) -> Ask:
     if model is not None and not isinstance(model, str):
         raise _wrong_type("model", "a string", model)
     is_stream = _flag(body.get("stream"), "stream")
+    wishes = _wishes(body, overruled)
     return Ask(
         messages=tuple([_message(message, at) for at, message in enumerate(messages)]),
         tools=_tools(body.get("tools"), overruled),
@@ -93,7 +99,29 @@ def read(body: Mapping[str, Json]) -> Ask:
         is_stream=is_stream,
         overruled=tuple(overruled),  # after the tools, which may add to it
         options={"include_usage": _include_usage(body.get("stream_options"))} if is_stream else {},
+        wishes=wishes,
+        unknown=_wished.unknown(body, KNOWN | REFUSED.keys()),
     )
+
+
+def _wishes(body: Mapping[str, Json], overruled: list[str]) -> tuple[Wish, ...]:
+    format_ = body.get("response_format")
+    inner = format_.get("json_schema") if isinstance(format_, dict) else None
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    wishes = [
+        *_wished.same(body),
+        *_wished.stop(body.get("stop"), "stop"),
+        *_wished.seed(body.get("seed")),
+        *_wished.json_format(format_, "response_format", schema),
+    ]
+    if _flag(body.get("logprobs"), "logprobs"):
+        wishes.append(Wish("logprobs", "logprobs"))
+    choice = body.get("tool_choice")
+    if choice == "none":
+        wishes.append(Wish("no_calls", "tool_choice"))
+    elif choice not in (None, "auto"):
+        overruled.append("tool_choice")
+    return tuple(wishes)
 
 
 # --- reading messages ---
@@ -279,8 +307,7 @@ def _unsupported(param: str, why: str) -> Problem:
 
 
 def _unknown(param: str, value: Json, known: Sequence[str]) -> Problem:
-    shown = f"{value}"[:40]
-    return _invalid(param, "invalid_value", f"Invalid value: '{shown}'. Supported values are: {', '.join(known)}.")
+    return _invalid(param, "invalid_value", f"Invalid value: {shown(value)}. Supported values are: {', '.join(known)}.")
 
 
 def _wrong_type(param: str, expected: str, value: Json) -> Problem:

@@ -14,10 +14,11 @@ Refused, since the model would not see what was said: documents, search results,
 redacted thinking, blocks of tools that a server runs, images of Anthropic's file store, and an assistant's turn at the
 end (a prefill: the reply would have to begin in the middle of it).
 
-Overruled, by name: temperature, top_p, top_k, stop_sequences, thinking, output_config, output_format, mcp_servers, a
-tool_choice that is not a plain auto; `tools.type`, a tool that has no schema because Anthropic runs or knows it;
-`tools.defer_loading`, a tool that is not to be shown yet. All else is accepted and ignored: metadata, service_tier,
-cache_control, context_management, citations, betas and what is new tomorrow.
+Granted where it can be (`gateway/wishes.py`): stop_sequences, output_config.format, output_format, tool_choice none.
+Overruled, by name: thinking, mcp_servers, output_config.effort, any other tool_choice than auto, a temperature, top_p
+or top_k that is not the task's; `tools.type`, a tool that has no schema because Anthropic runs or knows it;
+`tools.defer_loading`, a tool that is not to be shown yet. Without effect: metadata, service_tier, cache_control,
+context_management, betas. All else is unknown.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rollyard.core import Json, Message
-from rollyard.gateway.base import Ask, Problem
+from rollyard.gateway.base import Ask, Problem, Wish
+from rollyard.gateway.dialects import _wished
 from rollyard.tokens.base import ToolSchema
 
-_OVERRULED: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "stop_sequences",
-    "thinking",
-    "output_config",
-    "output_format",
-    "mcp_servers",
+_OVERRULED: Final = ("thinking", "mcp_servers")
+_KNOWN: Final = frozenset(
+    (
+        *("model", "messages", "system", "max_tokens", "tools", "tool_choice", "stream", "temperature", "top_p"),
+        *("top_k", "stop_sequences", "output_config", "output_format", "metadata", "service_tier", "cache_control"),
+        *("context_management", "container", "betas", "inference_geo", "speed"),
+        *_OVERRULED,
+    )
 )
 _OUR_ID = re.compile(r"toolu_[0-9A-Za-z]+_(.+)", re.DOTALL)
 
@@ -55,8 +56,13 @@ def read(body: Mapping[str, Json]) -> Ask:
     for index, message in enumerate(_list(body.get("messages"), "messages")):
         history.take(_mapping(message, f"messages.{index}"), f"messages.{index}")
     overruled = [name for name in _OVERRULED if body.get(name) not in (None, [], {})]
-    if _is_overruled_choice(body.get("tool_choice")):
+    wishes = [*_wished.same(body), *_wished.stop(body.get("stop_sequences"), "stop_sequences"), *_formats(body)]
+    if _choice(body.get("tool_choice")) == "none":
+        wishes.append(Wish("no_calls", "tool_choice"))
+    elif _choice(body.get("tool_choice")) != "auto":
         overruled.append("tool_choice")
+    if isinstance(config := body.get("output_config"), Mapping) and config.get("effort") is not None:
+        overruled.append("output_config.effort")
     tools: list[ToolSchema] = []
     for index, item in enumerate(_list(body.get("tools") or (), "tools")):
         tool = _tool(_mapping(item, f"tools.{index}"), f"tools.{index}")
@@ -75,8 +81,19 @@ def read(body: Mapping[str, Json]) -> Ask:
         model=model,
         max_tokens=max_tokens,
         is_stream=body.get("stream") is True,
+        wishes=tuple(wishes),
         overruled=tuple(overruled),
+        unknown=_wished.unknown(body, _KNOWN),
     )
+
+
+def _formats(body: Mapping[str, Json]) -> list[Wish]:
+    config = body.get("output_config")
+    newer = config.get("format") if isinstance(config, Mapping) else None
+    for value, name in ((newer, "output_config.format"), (body.get("output_format"), "output_format")):
+        if value is not None:
+            return _wished.json_format(value, name, value.get("schema") if isinstance(value, Mapping) else None)
+    return []
 
 
 class _History:
@@ -231,11 +248,13 @@ def _tool(tool: Mapping[str, Json], at: str) -> ToolSchema | str:
     return {"type": "function", "function": function}
 
 
-def _is_overruled_choice(choice: Json) -> bool:
+def _choice(choice: Json) -> str:
+    """auto, none, or another that is not offered."""
     if choice is None:
-        return False
+        return "auto"
     choice = _mapping(choice, "tool_choice")
-    return choice.get("type") != "auto" or choice.get("disable_parallel_tool_use") is True
+    kind = choice.get("type")
+    return kind if kind in ("auto", "none") and choice.get("disable_parallel_tool_use") is not True else "other"
 
 
 # --- shapes ---

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollyard.core import Json
-from rollyard.gateway.base import Problem
+from rollyard.gateway.base import Problem, shown
 from rollyard.tokens.base import ToolCall, ToolSchema
 
 RAW = "_raw"
@@ -57,6 +57,7 @@ class Toolbox:
     schemas: list[ToolSchema] = field(default_factory=list[ToolSchema])
     offered: dict[str, Offered] = field(default_factory=dict[str, Offered])
     overruled: list[str] = field(default_factory=list[str])
+    _by_name: dict[str, ToolSchema] = field(default_factory=dict[str, ToolSchema])
 
     def read(self, tools: Json, at: str, namespace: str | None = None, about: str = "") -> None:
         """Adds a list of tools as the client sent it. `at` says where, for its errors."""
@@ -115,9 +116,10 @@ class Toolbox:
         schema: ToolSchema = {"type": "function", "function": function}
         if name not in self.offered:
             self.offered[name] = offered
+            self._by_name[name] = schema
             self.schemas.append(schema)
-        elif schema not in self.schemas:  # the same again says nothing new
-            raise Problem("invalid", f"{where}: there is another tool {name!r} already", param=where)
+        elif schema != self._by_name[name]:  # the same again says nothing new
+            raise Problem("invalid", f"{where}: there is another tool {shown(name)} already", param=where)
 
 
 def joined(namespace: str | None, name: str) -> str:

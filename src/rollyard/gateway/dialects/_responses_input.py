@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from rollyard.core import Json, Message
-from rollyard.gateway.base import Problem
+from rollyard.gateway.base import Problem, shown
 from rollyard.gateway.dialects._responses_calls import Toolbox, read_call
 
 _SEALED = "rollyard.1."
@@ -51,6 +51,7 @@ class Transcript:
         self._toolbox = toolbox
         self._messages: list[dict[str, Json]] = []
         self._turn: dict[str, Json] | None = None  # the assistant's message that may still grow
+        self._grown: dict[str, list[str]] = {}  # its fields that are put together of many pieces
         self._reply = ""  # which of our replies it was, if its items say so
         self._is_last = False  # nothing came after it yet; otherwise only outputs of tools did
         self._readers: Mapping[str, Callable[[Mapping[str, Json], str], None]] = {
@@ -68,10 +69,12 @@ class Transcript:
 
     @property
     def messages(self) -> tuple[Message, ...]:
+        self._join()
         return tuple(self._messages)
 
     def say(self, role: str, content: Json) -> None:
         """A message that is not the assistant's."""
+        self._join()
         self._messages.append({"role": role, "content": content})
         self._turn = None
 
@@ -88,7 +91,7 @@ class Transcript:
             kind = item.get("type") or ("message" if "role" in item else None)
             read = self._readers.get(kind) if isinstance(kind, str) else None
             if read is None:
-                raise Problem("invalid", f"{where}: items of type {kind!r} are not supported here", param=where)
+                raise Problem("invalid", f"{where}: items of type {shown(kind)} are not supported here", param=where)
             read(item, where)
 
     # --- one kind each ---
@@ -97,7 +100,7 @@ class Transcript:
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
             raise Problem(
-                "invalid", f"{where}.role {role!r} is none of user, assistant, system, developer", param=where
+                "invalid", f"{where}.role {shown(role)} is none of user, assistant, system, developer", param=where
             )
         content = _content(item.get("content"), f"{where}.content")
         if role != "assistant":
@@ -106,13 +109,13 @@ class Transcript:
         if not isinstance(content, str):
             raise Problem("invalid", f"{where}.content: an assistant's message is text", param=f"{where}.content")
         turn = self._assistant(item, is_new=lambda turn: bool(turn["content"]) and "tool_calls" not in turn)
-        turn["content"] = f"{turn['content']}{content}"
+        self._grow(turn, "content", content)
 
     def _reasoning(self, item: Mapping[str, Json], where: str) -> None:
         turn = self._assistant(item, is_new=lambda turn: bool(turn["content"]) or "tool_calls" in turn)
         text = _thought(item, where)
         if text:
-            turn["reasoning_content"] = f"{turn.get('reasoning_content', '')}{text}"
+            self._grow(turn, "reasoning_content", text)
 
     def _call(self, item: Mapping[str, Json], where: str) -> None:
         turn = self._assistant(item, is_new=lambda _: False)
@@ -138,6 +141,17 @@ class Transcript:
             param=where,
         )
 
+    def _grow(self, turn: dict[str, Json], field: str, text: str) -> None:
+        """The field says something already, and says all of it after `_join`: thousands of pieces are joined once."""
+        turn[field] = turn.get(field) or text
+        self._grown.setdefault(field, []).append(text)
+
+    def _join(self) -> None:
+        for field, pieces in self._grown.items():
+            assert self._turn is not None
+            self._turn[field] = "".join(pieces)
+        self._grown = {}
+
     def _assistant(self, item: Mapping[str, Json], *, is_new: Callable[[Mapping[str, Json]], bool]) -> dict[str, Json]:
         """The message that this item belongs to. `is_new` decides where the ids do not."""
         found = item.get("id")
@@ -148,6 +162,7 @@ class Transcript:
         if turn is not None and self._is_last and not (reply and self._reply) and not is_new(turn):
             self._reply = self._reply or reply
             return turn
+        self._join()
         new: dict[str, Json] = {"role": "assistant", "content": ""}
         self._messages.append(new)
         self._turn, self._reply, self._is_last = new, reply, True
@@ -178,7 +193,7 @@ def _part(part: Json, where: str) -> Json:
         if kind == "input_image" and isinstance(url, str):
             detail = part.get("detail")
             return {"type": "image_url", "image_url": {"url": url} | ({"detail": detail} if detail else {})}
-    raise Problem("invalid", f"{where}: a part of type {kind!r} like this one is not supported here", param=where)
+    raise Problem("invalid", f"{where}: a part of type {shown(kind)} like this one is not supported here", param=where)
 
 
 def _thought(item: Mapping[str, Json], where: str) -> str:

@@ -14,6 +14,7 @@ import orjson
 from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told
 from rollyard.gateway.dialects._responses_calls import tell_call
 from rollyard.gateway.dialects._responses_input import item_id, seal
+from rollyard.gateway.dialects.chat import logprob_of
 from rollyard.tokens.base import ToolCall
 
 
@@ -30,10 +31,16 @@ def response_of(ask: Ask, told: Told) -> dict[str, Any]:
     if told.reasoning:
         output.append(_reasoning(ask, told.id, 0, told.reasoning, "completed"))
     if told.content or not told.calls:
-        output.append(_message(told.id, len(output), told.content, "completed" if told.calls else _status(told)))
+        status = "completed" if told.calls else _status(told)
+        output.append(_message(told.id, len(output), told.content, status, _logprobs(told)))
     for call in told.calls:
         output.append(_call(ask, told.id, len(output), call, "completed"))
     return _ended(ask, told, output)
+
+
+def _logprobs(told: Told) -> list[dict[str, Any]]:
+    """Of all sampled tokens, reasoning and calls among them."""
+    return [logprob_of(it) for it in told.logprobs or ()]
 
 
 def _status(told: Told) -> str:
@@ -53,6 +60,8 @@ def _ended(ask: Ask, told: Told, output: list[dict[str, Any]]) -> dict[str, Any]
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+    if told.warnings:
+        response["warnings"] = told.warnings
     return response
 
 
@@ -94,14 +103,16 @@ def _reasoning(ask: Ask, reply_id: str, index: int, text: str, status: str) -> d
     return item
 
 
-def _message(reply_id: str, index: int, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [_text_part(text)]
+def _message(
+    reply_id: str, index: int, text: str | None, status: str, logprobs: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    content = [] if text is None else [_text_part(text, logprobs)]
     name = f"msg_{item_id(reply_id, index)}"
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
 def _call(ask: Ask, reply_id: str, index: int, call: ToolCall, status: str) -> dict[str, Any]:
@@ -140,6 +151,9 @@ class Stream:
         out = self._close(status) if self._open is Text else self._close()
         if all(item["type"] == "reasoning" for item in self._output):
             out += self._begin(Text) + self._close(status)
+        said = next((item for item in self._output if item["type"] == "message"), None)
+        if said is not None and said["content"]:
+            said["content"][0]["logprobs"] = _logprobs(told)
         response = _ended(self._ask, told, self._output)
         return out + self._event(f"response.{response['status']}", response=response)
 

@@ -8,12 +8,13 @@ What becomes of a parameter:
 
 - honoured: messages, model (echoed), tools, max_tokens and max_completion_tokens (the lesser), stream,
   stream_options.include_usage;
-- overruled, since the task's sampling wins: what `OVERRULED` lists in `_chat_request.py` (temperature, seed, stop,
-  tool_choice, response_format, logprobs, …), wherever it asks for anything but what happens anyway;
+- granted where it can be (`gateway/wishes.py`): stop, seed, logprobs, tool_choice none, response_format;
+- overruled, since the task's sampling wins: what `OVERRULED` lists in `_chat_request.py`, any other tool_choice, and a
+  temperature, top_p or top_k that is not the task's;
 - refused, since no honest reply has the shape that was asked for: n other than 1, functions and function_call (and the
   messages that go with them), custom tools, modalities other than text, audio and files in messages,
   continue_final_message, echo;
-- ignored: everything else (metadata, user, store, service_tier, cache_control, prompt_cache_key, prediction, …).
+- without effect: metadata, user, store, service_tier, prompt_cache_key, prediction, …; unknown: everything else.
 
 Invariant: what `reply` or a stream tells, sent back as a message of the assistant, reads as the turn that was told.
 `error` is worded for those who look at words: litellm knows a context overflow by OpenAI's sentence, and takes any
@@ -29,7 +30,7 @@ from typing import Any
 import orjson
 
 from rollyard.core import Json
-from rollyard.gateway.base import Ask, Event, Problem, ProblemKind, Reasoning, Text, Told, Usage
+from rollyard.gateway.base import Ask, Event, Problem, ProblemKind, Reasoning, Text, TokenLogprob, Told, Usage
 from rollyard.gateway.dialects import _chat_request
 from rollyard.tokens.base import ToolCall
 
@@ -66,9 +67,12 @@ class Chat:
                 "object": "chat.completion",
                 "created": told.created,
                 "model": ask.model,
-                "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": told.finish}],
+                "choices": [
+                    {"index": 0, "message": message, "logprobs": _logprobs(told), "finish_reason": told.finish}
+                ],
                 "usage": _usage(told.usage),
                 "system_fingerprint": None,
+                **({"warnings": told.warnings} if told.warnings else {}),
             }
         )
 
@@ -105,7 +109,7 @@ class ChatWriter:
         return self._chunk({"tool_calls": [named]}) + self._chunk({"tool_calls": [rest]})
 
     def end(self, told: Told) -> bytes:
-        finish = orjson.dumps({"index": 0, "delta": {}, "logprobs": None, "finish_reason": told.finish})
+        finish = orjson.dumps({"index": 0, "delta": {}, "logprobs": _logprobs(told), "finish_reason": told.finish})
         data = self._head + finish + self._tail
         if self._has_usage:
             data += self._head + b'],"usage":' + orjson.dumps(_usage(told.usage)) + b"}\n\n"
@@ -153,6 +157,18 @@ def _arguments(call: ToolCall) -> str:
     if call.arguments is None:
         return call.raw
     return json.dumps(call.arguments, ensure_ascii=False, separators=(", ", ": "))
+
+
+def _logprobs(told: Told) -> dict[str, Any] | None:
+    """Of all sampled tokens, reasoning and calls among them; a stream tells them at its end."""
+    if told.logprobs is None:
+        return None
+    return {"content": [logprob_of(it) for it in told.logprobs], "refusal": None}
+
+
+def logprob_of(it: TokenLogprob) -> dict[str, Any]:
+    written = it.token.encode("utf-8", "replace")
+    return {"token": it.token, "logprob": it.logprob, "bytes": list(written), "top_logprobs": []}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -62,8 +62,9 @@ class Messages:
         for call in told.calls:
             block = {"type": "tool_use", "id": _told_id(told.id, call), "name": call.name}
             content.append({**block, "input": orjson.Fragment(_arguments(call).encode())})
-        stop_reason = _STOP_REASONS[told.finish]
-        return orjson.dumps(_message(ask, told.id, content, stop_reason, _usage(told.usage)))
+        message = _message(ask, told.id, content, _stop_reason(told), _usage(told.usage))
+        message["stop_sequence"] = told.stop_sequence
+        return orjson.dumps(message | ({"warnings": told.warnings} if told.warnings else {}))
 
     def writer(self, ask: Ask, reply_id: str, created: int, prompt_tokens: int) -> MessagesWriter:
         return MessagesWriter(ask, reply_id, prompt_tokens)
@@ -98,7 +99,7 @@ class MessagesWriter:
                 return opened + self._delta({"type": "thinking_delta", "thinking": text})
 
     def end(self, told: Told) -> bytes:
-        delta = {"stop_reason": _STOP_REASONS[told.finish], "stop_sequence": None}
+        delta = {"stop_reason": _stop_reason(told), "stop_sequence": told.stop_sequence}
         return self._closed() + _sse("message_delta", delta=delta, usage=_usage(told.usage)) + _sse("message_stop")
 
     def error(self, problem: Problem) -> bytes:
@@ -134,6 +135,10 @@ class MessagesWriter:
     def _stop(self) -> bytes:
         self._index += 1
         return _sse("content_block_stop", index=self._index - 1)
+
+
+def _stop_reason(told: Told) -> str:
+    return _STOP_REASONS[told.finish] if told.stop_sequence is None else "stop_sequence"
 
 
 def _sse(kind: str, **fields: Json) -> bytes:

@@ -5,14 +5,16 @@ told is written in `_responses_output.py`. Here are the parameters around them:
 
 - honoured: `input`, `instructions` (a leading system message), `tools`, `max_output_tokens` (an upper bound), `model`
   (echoed), `stream`, `metadata` (echoed), `include` (of it `reasoning.encrypted_content`).
-- overruled by the task's own, and named in `Ask.overruled`: `temperature`, `top_p`, `top_logprobs`, `seed`, `stop`,
-  `logit_bias`, the penalties, `tool_choice` other than auto, `parallel_tool_calls: false`, `reasoning.effort`,
-  `text.format` other than text, `text.verbosity`, `truncation: auto` (nothing is ever cut out of a history),
-  `context_management`, and of the tools those that nobody here runs, `strict` and grammars.
+- granted where it can be (`gateway/wishes.py`): `stop`, `seed`, `text.format`, `tool_choice: none`, and of `include`
+  `message.output_text.logprobs`.
+- overruled by the task's own, and named in `Ask.overruled`: `top_logprobs`, `logit_bias`, the penalties, any other
+  `tool_choice` than auto, a `temperature`, `top_p` or `top_k` that is not the task's, `parallel_tool_calls: false`,
+  `reasoning.effort`, `text.verbosity`, `truncation: auto` (nothing is ever cut out of a history), `context_management`,
+  and of the tools those that nobody here runs, `strict` and grammars.
 - refused: `previous_response_id`, `conversation`, `prompt` and references to items (nothing is kept by id; send the
   whole input, as with store=false), `background: true`, `n` above 1.
-- accepted and without effect: all else (`store`, `user`, `service_tier`, `prompt_cache_key`, `reasoning.summary`,
-  `client_metadata`, `stream_options`…).
+- accepted and without effect: `store`, `user`, `service_tier`, `prompt_cache_key`, `reasoning.summary`,
+  `client_metadata`, `stream_options`…; all else is unknown.
 """
 
 from __future__ import annotations
@@ -22,26 +24,32 @@ from collections.abc import Mapping
 import orjson
 
 from rollyard.core import Json
-from rollyard.gateway.base import Ask, Problem, Told, Writer
+from rollyard.gateway.base import Ask, Problem, Told, Wish, Writer
+from rollyard.gateway.dialects import _wished
 from rollyard.gateway.dialects._responses_calls import Toolbox
 from rollyard.gateway.dialects._responses_input import Transcript
 from rollyard.gateway.dialects._responses_output import Stream, error_of, response_of
 
 _OVERRULED: Mapping[str, tuple[Json, ...]] = {  # with the values that say nothing
-    "temperature": (None,),
-    "top_p": (None,),
     "top_logprobs": (None, 0),
-    "top_k": (None,),
-    "seed": (None,),
-    "stop": (None,),
     "logit_bias": (None,),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
-    "tool_choice": (None, "auto"),
+    "tool_choice": (None, "auto", "none"),
     "parallel_tool_calls": (None, True),
     "truncation": (None, "disabled"),
     "context_management": (None,),
 }
+_KNOWN = frozenset(
+    (
+        *("input", "instructions", "tools", "max_output_tokens", "model", "stream", "metadata", "include"),
+        *("temperature", "top_p", "top_k", "seed", "stop", "reasoning", "text", "store", "user", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "client_metadata", "stream_options"),
+        *("max_tool_calls", *_OVERRULED),
+    )
+)
+_LOGPROBS = "message.output_text.logprobs"
+MOST_ECHO_BYTES = 64 << 10
 _REFUSED: Mapping[str, tuple[Json, ...]] = {
     "previous_response_id": (None, ""),
     "conversation": (None,),
@@ -83,11 +91,13 @@ class Responses:
             model=model if isinstance(model, str) else "",
             max_tokens=_count(body, "max_output_tokens"),
             is_stream=body.get("stream") is True,
+            wishes=_wishes(body),
             overruled=(*_overruled(body), *dict.fromkeys(toolbox.overruled)),
+            unknown=_wished.unknown(body, _KNOWN | _REFUSED.keys()),
             options={
                 "offered": toolbox.offered,
                 "tools": _echo(body, "tools"),
-                "instructions": instructions,
+                "instructions": _echo(body, "instructions"),
                 "metadata": _echo(body, "metadata") if isinstance(metadata, Mapping) else None,
                 "seals": isinstance(include, list) and "reasoning.encrypted_content" in include,
             },
@@ -107,25 +117,39 @@ _SEND_ALL = "nothing is kept by id; send the whole input with every request (sto
 _INSTEAD = {"previous_response_id": _SEND_ALL, "conversation": _SEND_ALL, "n": "a request has one answer"}
 
 
+def _wishes(body: Mapping[str, Json]) -> tuple[Wish, ...]:
+    include, text = body.get("include"), body.get("text")
+    format_ = text.get("format") if isinstance(text, Mapping) else None
+    schema = format_.get("schema") if isinstance(format_, Mapping) else None
+    wishes = [
+        *_wished.same(body),
+        *_wished.stop(body.get("stop"), "stop"),
+        *_wished.seed(body.get("seed")),
+        *_wished.json_format(format_, "text.format", schema),
+    ]
+    if isinstance(include, list) and _LOGPROBS in include:
+        wishes.append(Wish("logprobs", "include"))
+    if body.get("tool_choice") == "none":
+        wishes.append(Wish("no_calls", "tool_choice"))
+    return tuple(wishes)
+
+
 def _overruled(body: Mapping[str, Json]) -> list[str]:
     names = [name for name, harmless in _OVERRULED.items() if body.get(name) not in harmless]
     reasoning, text = body.get("reasoning"), body.get("text")
     if isinstance(reasoning, Mapping) and reasoning.get("effort") is not None:
         names.append("reasoning.effort")
-    if isinstance(text, Mapping):
-        format_ = text.get("format")
-        if isinstance(format_, Mapping) and format_.get("type") not in (None, "text"):
-            names.append("text.format")
-        if text.get("verbosity") is not None:
-            names.append("text.verbosity")
+    if isinstance(text, Mapping) and text.get("verbosity") is not None:
+        names.append("text.verbosity")
     return names
 
 
 def _echo(body: Mapping[str, Json], name: str) -> orjson.Fragment | None:
-    """As it stands in the answer, written once: a stream says it three times."""
+    """As it stands in the answer, written once: a stream says it three times. What is long is left out."""
     value = body.get(name)
     try:
-        return orjson.Fragment(orjson.dumps(value)) if value else None
+        written = orjson.dumps(value) if value else b""
+        return orjson.Fragment(written) if 0 < len(written) <= MOST_ECHO_BYTES else None
     except orjson.JSONEncodeError:  # it reads four times as deep as it writes
         raise Problem("invalid", f"{name} is nested too deeply", param=name) from None
 

@@ -1,0 +1,55 @@
+"""Parameters that all three dialects have in some form, read as wishes: see `gateway/wishes.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from rollyard.core import Json
+from rollyard.gateway.base import Problem, Wish
+
+MOST_STOPS, MOST_STOP_CHARS = 16, 256
+"""Each is searched for in all that is told; OpenAI's API takes 4."""
+SAME = ("temperature", "top_p", "top_k")
+
+
+def same(body: Mapping[str, Json]) -> list[Wish]:
+    """What the client may say if it is so anyway."""
+    return [Wish("same", name, body[name]) for name in SAME if body.get(name) is not None]
+
+
+def stop(value: Json, name: str) -> list[Wish]:
+    if value in (None, "", []):
+        return []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise Problem("invalid", f"Invalid type for '{name}': expected a string or an array of strings.", param=name)
+    said = [text for text in texts if text]
+    if len(said) > MOST_STOPS or any(len(text) > MOST_STOP_CHARS for text in said if isinstance(text, str)):
+        message = f"Invalid '{name}': at most {MOST_STOPS} texts of {MOST_STOP_CHARS} characters are taken."
+        raise Problem("invalid", message, code="array_above_max_length", param=name)
+    return [Wish("stop", name, said)] if said else []
+
+
+def seed(value: Json, name: str = "seed") -> list[Wish]:
+    if value is None:
+        return []
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise Problem("invalid", f"Invalid type for '{name}': expected an integer.", param=name)
+    return [Wish("seed", name, value)]
+
+
+def json_format(value: Json, name: str, schema: Json) -> list[Wish]:
+    """Of a `format` object of any dialect; `schema` is where that dialect keeps it."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in (None, "text"):
+        return []
+    if kind == "json_object":
+        return [Wish("format", name, {"type": kind})]
+    if kind == "json_schema" and isinstance(schema, dict):
+        return [Wish("format", name, {"type": kind, "schema": schema})]
+    return [Wish("same", name, value)]  # another that the task does not have
+
+
+def unknown(body: Mapping[str, Json], known: Collection[str]) -> tuple[str, ...]:
+    """The fields that say something and are none of these."""
+    return tuple(name for name, value in body.items() if name not in known and value is not None)

@@ -1,0 +1,352 @@
+"""Whatever is sent, the event loop goes on: bounds are checked before the work, and the work is done in threads."""
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollyard.core.failure import InvalidRequest
+from rollyard.gateway import aside as aside_module
+from rollyard.gateway import intake
+from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES
+from rollyard.gateway.aside import LARGE_BYTES, Aside
+from rollyard.gateway.base import Problem
+from rollyard.gateway.intake import (
+    MOST_BYTES_PER_TOKEN,
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_TOOLS,
+    MOST_VALUES,
+    PIECE_CHARS,
+    SLACK_BYTES,
+)
+from rollyard.gateway.weight import LIGHT_BYTES, LIGHT_VALUES, STEP_BYTES, has_more_values, weight_of
+from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.tokens import Tokenizers
+from rollyard.tokens.chatml import ChatML
+from rollyard.tokens.tokenizer import STEP_CHARS
+from tests.gateway.site import Site, gateway
+from tests.gateway.test_session import body, says
+
+USER = {"role": "user", "content": "go"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+PATHS = {CHAT: "chat/completions", RESPONSES: "responses", MESSAGES: "messages"}
+RENDERER = ChatML(Tokenizers().load(str(tokenizer_dir())))
+
+
+async def post(site: Site, raw: bytes, path: str = "chat/completions") -> tuple[int, dict[str, Any]]:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(
+            f"{site.url}/v1/{path}", data=io.BytesIO(raw), headers={"content-type": "application/json"}
+        ) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+@asynccontextmanager
+async def ticking() -> AsyncGenerator[list[None], None]:
+    """A tick of the loop each time that it comes round."""
+    ticks: list[None] = []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(None)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(tick())
+    try:
+        yield ticks
+    finally:
+        task.cancel()
+
+
+# --- what is refused, and by which bound
+
+
+def messages_of(dialect: Any, items: Any, **fields: Any) -> bytes:
+    name = "input" if dialect is RESPONSES else "messages"
+    return orjson.dumps({"model": "any", name: items, **fields})
+
+
+@pytest.mark.parametrize("dialect", PATHS, ids=lambda dialect: dialect.name)
+async def test_more_messages_parts_or_tools_than_the_bound_are_refused_by_name(dialect: Any):
+    kind = "input_text" if dialect is RESPONSES else "text"
+    part = {"type": kind, "text": ""}
+    parts = [{"role": "user", "content": [part] * (MOST_PARTS // 2)}] * 2
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [part] * MOST_PARTS}
+    hostile = {
+        f"maximum length {MOST_MESSAGES}": messages_of(dialect, [{"role": "user", "content": ""}] * 10_000),
+        f"{MOST_PARTS} is the maximum": messages_of(dialect, [*parts, {"role": "user", "content": [part]}]),
+        f"maximum length {MOST_TOOLS}": messages_of(dialect, [USER], tools=[{}] * (MOST_TOOLS + 1)),
+        "at most 256 characters": messages_of(dialect, [USER], model="m" * 257),
+    }
+    if dialect is MESSAGES:
+        hostile[f"and {MOST_PARTS} is"] = messages_of(dialect, [{"role": "user", "content": [result]}])
+    async with gateway(says("ok")) as site:
+        for bound, raw in hostile.items():
+            status, answer = await post(site, raw, PATHS[dialect])
+            assert status == 400 and bound in answer["error"]["message"], answer
+            assert answer["error"]["type"] == "invalid_request_error"
+        assert site.engine.calls == [] or all(not call.session_id for call in site.engine.calls)
+
+
+@pytest.mark.parametrize("dialect", PATHS, ids=lambda dialect: dialect.name)
+async def test_a_body_of_too_many_values_is_never_parsed(dialect: Any, monkeypatch: pytest.MonkeyPatch):
+    parsed: list[int] = []
+    loads = orjson.loads
+    monkeypatch.setattr(intake.orjson, "loads", lambda raw: (parsed.append(len(raw)), loads(raw))[1])
+    bodies = [
+        b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * 578_000) + b"]}",
+        b'{"messages":[' + b"[]," * 5_000_000 + b"[]]}",
+        b'{"a":' + b'{"a":' * MOST_VALUES + b"1" + b"}" * (MOST_VALUES + 1),
+    ]
+    async with gateway(says("ok"), engine_options={"max_context": 1 << 20}) as site, ticking() as ticks:
+        for raw in bodies:
+            before = len(ticks)
+            status, answer = await post(site, raw, PATHS[dialect])
+            assert status == 413 and f"more than {MOST_VALUES} JSON values" in answer["error"]["message"]
+            assert len(ticks) > before + 3
+    assert not parsed or max(parsed) < min(map(len, bodies))
+
+
+async def test_a_body_that_is_far_beyond_the_context_is_not_read(monkeypatch: pytest.MonkeyPatch):
+    async with gateway(says("ok"), engine_options={"max_context": 1000}) as site:
+        monkeypatch.setattr(intake, "read", lambda *_: pytest.fail("it was read"))
+        raw = b"{" * (SLACK_BYTES + 1000 * MOST_BYTES_PER_TOKEN + 1)
+        for path in PATHS.values():
+            status, answer = await post(site, raw, path)
+            assert status == 400 and "1000" in answer["error"]["message"], answer
+        monkeypatch.undo()
+        assert (await post(site, raw[:-1]))[0] == 413
+
+
+def test_a_long_text_full_of_commas_is_not_taken_for_many_values():
+    said = 'x = {"a": [1, 2, 3]}\n' * 100_000
+    ask = intake.read(CHAT, orjson.dumps(body(said)))
+    assert ask.messages[0]["content"] == said
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content", "arguments", "description"])
+async def test_a_text_that_cannot_fit_is_never_tokenized_whole(field: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[int] = []
+    encode = ChatML.encode
+    monkeypatch.setattr(ChatML, "encode", lambda self, text: (seen.append(len(text)), encode(self, text))[1])
+    text = "word " * (2 << 20)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+    turns: dict[str, Any] = {
+        "content": {"messages": [{"role": "user", "content": text}]},
+        "reasoning_content": {
+            "messages": [USER, {"role": "assistant", "content": "", "reasoning_content": text}, USER]
+        },
+        "arguments": {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER]},
+        "description": {"messages": [USER], "tools": [{**TOOL, "function": {"name": "f", "description": text}}]},
+    }
+    async with gateway(says("ok"), engine_options={"max_context": 4096}) as site, ticking() as ticks:
+        rendered: list[None] = []
+        monkeypatch.setattr(ChatML, "render", lambda *_: rendered.append(None))
+        status, answer = await post(site, orjson.dumps({"model": "any", **turns[field]}))
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded", answer
+        assert "maximum context length is 4096 tokens" in answer["error"]["message"]
+        assert not rendered and max(seen, default=0) <= PIECE_CHARS and len(ticks) > 3
+        assert site.session.overflow is not None
+
+
+async def test_a_text_that_fits_is_not_refused_however_few_tokens_it_has():
+    text = "-" * 400_000
+    tokens = len(RENDERER.encode(text))
+    assert tokens > 0
+    async with gateway(says("ok"), engine_options={"max_context": tokens + 100}) as site:
+        status, _ = await post(site, orjson.dumps(body(f"go {text}")))
+        assert status == 200
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" * 500_000, b'{"messages":' * 100_000, b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}"]
+)
+async def test_deep_nesting_is_refused(raw: bytes):
+    async with gateway(says("ok")) as site:
+        status, _ = await post(site, raw)
+        assert status in (400, 413)
+
+
+async def test_an_error_does_not_repeat_megabytes():
+    huge = ["x" * 100] * 10_000
+    for dialect, item in (
+        (CHAT, {"role": huge, "content": ""}),
+        (CHAT, {"role": "r" * (1 << 20), "content": ""}),
+        (RESPONSES, {"role": huge, "content": ""}),
+        (RESPONSES, {"type": "t" * (1 << 20)}),
+        (RESPONSES, {"role": "user", "content": [{"type": "p" * (1 << 20)}]}),
+        (MESSAGES, {"role": "user", "content": [{"type": "p" * (1 << 20)}]}),
+    ):
+        with pytest.raises(Problem) as found:
+            intake.read(dialect, messages_of(dialect, [item]))
+        assert len(found.value.message) < 400
+
+
+async def test_a_response_does_not_echo_megabytes():
+    raw = orjson.dumps({"model": "any", "instructions": "go " * 100_000, "input": "go", "stream": True})
+    async with (
+        gateway(says("ok"), engine_options={"max_context": 1 << 20}) as site,
+        aiohttp.ClientSession() as http,
+        http.post(f"{site.url}/v1/responses", data=raw) as answer,
+    ):
+        assert answer.status == 200 and len(await answer.read()) < 20_000
+
+
+# --- where the work is done
+
+
+async def test_what_is_light_is_read_here_and_anything_else_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+    threads: list[str] = []
+    read = intake.read
+    monkeypatch.setattr(intake, "read", lambda *it: (threads.append(threading.current_thread().name), read(*it))[1])
+    here = threading.current_thread().name
+    many = [{"role": "user", "content": "go"}, {"role": "assistant", "content": ""}] * 300
+    async with gateway(says("ok"), engine_options={"max_context": 1 << 20}) as site:
+        for raw in (body("go"), body("go" * LIGHT_BYTES), {"model": "any", "messages": [*many, USER]}):
+            assert (await post(site, orjson.dumps(raw)))[0] == 200
+    assert threads[0] == here and all(name.startswith("gateway-small") for name in threads[1:])
+
+
+async def test_all_that_a_heavy_request_costs_is_paid_in_threads(monkeypatch: pytest.MonkeyPatch):
+    here = threading.get_ident()
+    seen: set[tuple[str, bool]] = set()
+
+    def watched(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **named: Any) -> Any:
+            seen.add((name, threading.get_ident() == here))
+            return inner(*args, **named)
+
+        monkeypatch.setattr(owner, name, outer)
+
+    watched(intake, "read")
+    watched(intake, "key_of")
+    for name in ("find", "extended", "rendered"):
+        watched(intake.Book, name)
+    text = "go, [{" * 20_000
+    async with gateway(says("ok", "ok"), engine_options={"max_context": 1 << 20}) as site:
+        assert (await post(site, orjson.dumps(body(text))))[0] == 200
+        assert (await post(site, orjson.dumps(body(text, "ok", text))))[0] == 200
+        (trace,) = site.verified().traces
+        assert len(trace.spans) == 2
+    assert seen == {(name, False) for name in ("read", "key_of", "find", "extended", "rendered")}
+
+
+async def test_large_work_of_many_sessions_does_not_delay_what_is_small():
+    may_end = threading.Event()
+    large = [asyncio.create_task(Aside().thread(LARGE_BYTES + 1, may_end.wait, 30.0)) for _ in range(8)]
+    try:
+        await asyncio.sleep(0)
+        assert await Aside().thread(LARGE_BYTES, len, "abc") == 3
+        assert not any(task.done() for task in large)
+    finally:
+        may_end.set()
+        await asyncio.gather(*large)
+
+
+async def test_sessions_take_turns():
+    """One that has sent ten pieces does not stand before another that has sent one."""
+    began, may_go = threading.Semaphore(0), threading.Event()
+    workers = aside_module._SMALL._max_workers
+    order: list[str] = []
+
+    def hold(_: None) -> None:
+        began.release()
+        may_go.wait(30)
+
+    held = [asyncio.create_task(Aside().thread(1, hold, None)) for _ in range(workers)]
+    for _ in range(workers):
+        await asyncio.to_thread(began.acquire)
+    greedy, modest = Aside(), Aside()
+    pieces = [asyncio.create_task(greedy.thread(1, order.append, "greedy")) for _ in range(10)]
+    await asyncio.sleep(0)
+    pieces.append(asyncio.create_task(modest.thread(1, order.append, "modest")))
+    await asyncio.sleep(0)
+    may_go.set()
+    await asyncio.gather(*held, *pieces)
+    assert order.index("modest") <= 2
+
+
+# --- counting values without parsing
+
+
+def count(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(count, inner))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab",{[\\é\n', max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text('a"\\,', max_size=3), inner, max_size=5),
+    max_leaves=40,
+)
+
+
+@given(JSON)
+def test_a_count_is_never_less_than_the_values_there_are(value: Any):
+    raw, values = json.dumps(value).encode(), count(value)
+    assert weight_of(raw).values + 1 >= values
+    assert has_more_values(raw, values * 2) is False
+    assert has_more_values(raw, values // 2 - 1)
+
+
+@given(st.integers(0, 8), st.sampled_from(['"', "\\", "\\\\", '\\"', "é"]))
+def test_a_text_longer_than_a_step_is_left_out_of_the_count(before: int, end: str):
+    """An escape at the end of a step belongs to the next one."""
+    text = "," * (STEP_BYTES - before) + end + "," * (LIGHT_VALUES + 10)
+    raw = orjson.dumps([text, 1])
+    assert not has_more_values(raw, 10)
+    assert has_more_values(orjson.dumps([text, *[1] * 20]), 10)
+
+
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im", "_end|>", "x", "\ud800"]), max_size=12),
+    st.integers(-14, 2),
+)
+def test_escaping_in_steps_is_escaping(parts: list[str], offset: int):
+    tokenizer = RENDERER._tokenizer
+    text = "a" * (STEP_CHARS + offset) + "".join(parts) * 3 + "b" * STEP_CHARS + "<|im_end|>"
+    assert tokenizer.escape(text) == tokenizer._escaped(text)
+
+
+def test_no_token_is_longer_than_the_longest():
+    tokenizer = RENDERER._tokenizer
+    longest = RENDERER.longest_token_chars
+    assert max(len(tokenizer.decode(token)) for token in range(tokenizer.vocab_size)) <= longest
+
+
+def test_a_tokenizer_that_panics_is_an_invalid_request():
+    """Rust's panic is no Exception: it would pass every handler."""
+    with pytest.raises(InvalidRequest, match="cannot take this text"):
+        RENDERER.encode(" " * 11_000_000)
+
+
+def test_a_long_text_is_encoded_without_the_interpreter():
+    """The loop's thread goes on while another one tokenizes."""
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (RENDERER.encode("word, {x} " * 50_000), done.set()))
+    thread.start()
+    turns = 0
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 3
+
+
+def test_both_ways_of_encoding_give_the_same_ids():
+    text = "A few words, 漢字 🚀 <|im_end|> and\n\n\tmore. " * 60
+    backend = RENDERER._tokenizer._backend
+    assert RENDERER.encode(text) == backend.encode(text, add_special_tokens=False).ids

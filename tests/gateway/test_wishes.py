@@ -1,0 +1,322 @@
+"""Parameters that are granted, overruled or unknown: by the SDKs themselves, in all three dialects."""
+
+import re
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import openai
+import orjson
+import pytest
+
+from rollyard.core import AgentSpec, Sampling, Task
+from rollyard.core.failure import TaskInvalid
+from rollyard.engines.base import Kind
+from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES
+from rollyard.gateway.base import Ask, Problem, Wish
+from rollyard.gateway.intake import read
+from rollyard.gateway.options import options_of
+from rollyard.gateway.telling import cut_at
+from rollyard.gateway.wishes import MOST_SCHEMA_BYTES, MOST_WARNINGS, Wishes
+from rollyard.testing import scripted_engine
+from tests.gateway.site import Site, gateway
+from tests.gateway.test_openai_sdk import LS, TWO_CALLS, says
+
+pytestmark = pytest.mark.slow
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+WARNINGS = "x-rollyard-warnings"
+
+
+@asynccontextmanager
+async def clients(*replies: str, **options: Any) -> AsyncGenerator[tuple[Site, Any, Any], None]:
+    async with (
+        gateway(says(*replies), **options) as site,
+        openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as ours,
+        anthropic.AsyncAnthropic(base_url=site.url, api_key="any", max_retries=0) as theirs,
+    ):
+        yield site, ours, theirs
+
+
+def params(site: Site) -> Any:
+    return site.engine.requests[-1].body["sampling_params"]
+
+
+# --- warnings
+
+
+async def test_a_client_learns_what_was_overruled_and_what_is_unknown():
+    async with clients("hi") as (site, ours, theirs):
+        chat = await ours.chat.completions.with_raw_response.create(
+            model="m", messages=HELLO, temperature=0.2, tool_choice="required", extra_body={"frobnicate": 1}
+        )
+        said = "temperature: the task's sampling counts"
+        for word in (said, "tool_choice: the task's", "frobnicate: unknown here"):
+            assert word in chat.headers[WARNINGS]
+        assert said in chat.parse().warnings
+        responses = await ours.responses.with_raw_response.create(
+            model="m", input="hello", top_p=0.3, extra_body={"frobnicate": 1}
+        )
+        assert "top_p: the task's" in responses.headers[WARNINGS]
+        assert any("frobnicate: unknown" in warning for warning in responses.parse().warnings)
+        messages = await theirs.messages.with_raw_response.create(
+            model="m",
+            max_tokens=9,
+            messages=HELLO,
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            extra_body={"frobnicate": 1},
+        )
+        assert "thinking: the task's" in messages.headers[WARNINGS]
+        assert any("frobnicate" in warning for warning in (await messages.parse()).warnings)
+        assert site.session.info()["overruled"]["frobnicate"] == 3  # type: ignore[index]
+
+
+async def test_a_stream_says_it_in_its_header():
+    async with clients("hi") as (_, ours, theirs):
+        async with ours.chat.completions.with_streaming_response.create(
+            model="m", messages=HELLO, temperature=0.2, stream=True
+        ) as answer:
+            assert "temperature" in answer.headers[WARNINGS]
+            await answer.read()
+        async with theirs.messages.stream(model="m", max_tokens=9, messages=HELLO, extra_body={"top_k": 3}) as stream:
+            assert "top_k" in stream.response.headers[WARNINGS]
+            assert (await stream.get_final_message()).content[0].text == "hi"
+
+
+async def test_what_happens_anyway_is_no_warning():
+    sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=64)
+    async with clients("hi", sampling=sampling) as (_, ours, _theirs):
+        plain: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "tool_choice": "auto", "n": 1, "user": "me"}
+        answer = await ours.chat.completions.with_raw_response.create(
+            model="m", messages=HELLO, response_format={"type": "text"}, max_tokens=1000, **plain
+        )
+        assert WARNINGS not in answer.headers
+        assert "warnings" not in orjson.loads(answer.content)
+
+
+async def test_a_strict_session_refuses_and_names_the_field():
+    async with clients("hi", options={"strict": True}) as (site, ours, theirs):
+        with pytest.raises(openai.BadRequestError, match=r"'temperature'.*strict") as refused:
+            await ours.chat.completions.create(model="m", messages=HELLO, temperature=0.2)
+        assert refused.value.param == "temperature" and refused.value.code == "unsupported_parameter"
+        with pytest.raises(openai.BadRequestError, match="'frobnicate'"):
+            await ours.responses.create(model="m", input="hello", extra_body={"frobnicate": 1})
+        with pytest.raises(anthropic.BadRequestError, match="'tool_choice'"):
+            await theirs.messages.create(model="m", max_tokens=9, messages=HELLO, tool_choice={"type": "any"}, tools=[])
+        with pytest.raises(openai.BadRequestError, match="'response_format'"):
+            await ours.chat.completions.create(model="m", messages=HELLO, response_format={"type": "json_object"})
+        assert site.session.turns == 0
+        await ours.chat.completions.create(model="m", messages=HELLO, stop="x", seed=1, logprobs=True)
+        assert site.session.turns == 1
+
+
+def test_options_are_checked_at_submit():
+    for name in ("strict", "structured_output"):
+        with pytest.raises(TaskInvalid, match=f"agent.options.{name}"):
+            options_of(Task("session", agent=AgentSpec(options={name: "yes"})))
+
+
+def test_a_header_holds_any_name_and_not_too_many():
+    wishes = Wishes(Sampling(), is_strict=False, has_structured_output=False)
+    names = tuple(f"näme\r\n{number}" + "x" * 1000 for number in range(100))
+    warnings = wishes.grant(Ask((), unknown=names), Kind.VLLM).warnings
+    assert len(warnings) == MOST_WARNINGS + 1 and warnings[-1] == "and 84 more"
+    assert all(re.fullmatch(r"[ -~]{1,120}", warning) for warning in warnings)
+
+
+# --- stop
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_stop_text_ends_the_completion_and_is_not_told(is_stream: bool, refuses: bool):
+    async with clients("one STOP two", "next") as (site, ours, theirs):
+        if refuses:
+            refuse(site, "stop")
+        messages = [*HELLO]
+        text, finish = await chatted(ours, messages, is_stream, stop=["STOP", "never"])
+        assert (text.strip(), finish) == ("one", "stop")
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+        assert (await chatted(ours, messages, is_stream))[0] == "next"
+        (trace,) = site.verified().traces
+        assert len(trace.spans) == 2 and trace.is_trainable and not site.forks
+        answer: Any = {"model": "m", "max_tokens": 99, "messages": HELLO, "stop_sequences": ["STOP"]}
+        if is_stream:
+            async with theirs.messages.stream(**answer) as stream:
+                reply = await stream.get_final_message()
+        else:
+            reply = await theirs.messages.create(**answer)
+        assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "STOP")
+        assert reply.content[0].text.strip() == "one"
+
+
+def refuse(site: Site, name: str) -> None:
+    """As an engine does that does not have it."""
+    known = site.engine._check
+
+    def check(body: Any, prompt: Any) -> None:
+        known(body, prompt)
+        if name in body["sampling_params"]:
+            raise scripted_engine._Refusal(f"{name} is not supported", 400)
+
+    site.engine._check = check  # type: ignore[method-assign]
+
+
+async def chatted(client: Any, messages: list[Any], is_stream: bool, **fields: Any) -> tuple[str, str]:
+    if not is_stream:
+        choice = (await client.chat.completions.create(model="m", messages=messages, **fields)).choices[0]
+        return choice.message.content, choice.finish_reason
+    text, finish = "", ""
+    async for chunk in await client.chat.completions.create(model="m", messages=messages, stream=True, **fields):
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+    return text, finish
+
+
+async def test_the_engine_is_given_the_stop_texts_and_the_tokens_end_there():
+    async with clients("one STOP two") as (site, ours, _):
+        await ours.chat.completions.create(model="m", messages=HELLO, stop="STOP")
+        assert params(site)["stop"] == ["STOP"]
+        (trace,) = site.verified().traces
+        text = (await site.renderers.of(site.router.engine("e0"))).decode(trace.token_ids[trace.spans[0].start :])
+        assert text.endswith("STOP")
+
+
+@pytest.mark.parametrize("stop", [["x"] * 17, ["x" * 257], [1], {"a": 1}, 7])
+async def test_stop_texts_are_bounded(stop: Any):
+    for dialect, name in ((CHAT, "stop"), (MESSAGES, "stop_sequences"), (RESPONSES, "stop")):
+        body = {"model": "m", "messages": HELLO, "input": "hello", name: stop}
+        with pytest.raises(Problem, match=name):
+            read(dialect, orjson.dumps(body))
+
+
+def test_the_first_stop_text_counts():
+    assert cut_at("a b c", ["c", "b"]) == ("a ", "b")
+    assert cut_at("a", ["b"]) == ("a", None)
+
+
+# --- seed
+
+
+async def test_a_seed_is_the_same_in_one_rollout_and_another_in_the_next():
+    async with clients("hi") as (site, ours, _):
+        seeds: list[int] = []
+        for seed in (42, 42, 7, None):
+            await ours.chat.completions.create(model="m", messages=HELLO, **({} if seed is None else {"seed": seed}))
+            seeds.append(params(site)["seed"])
+        assert seeds[0] == seeds[1] and len(set(seeds)) == 3
+        assert 42 not in seeds and all(0 <= seed < 2**31 for seed in seeds)
+
+
+# --- logprobs
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_logprobs_are_those_of_the_trace(is_stream: bool):
+    async with clients("hi there") as (site, ours, _):
+        asked: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+        found: list[Any] = []
+        if is_stream:
+            async for chunk in await ours.chat.completions.create(**asked, stream=True):
+                found += [it for choice in chunk.choices if choice.logprobs for it in choice.logprobs.content]
+        else:
+            answer = await ours.chat.completions.with_raw_response.create(**asked)
+            assert "top_logprobs: the task's" in answer.headers[WARNINGS]
+            found = answer.parse().choices[0].logprobs.content
+        (trace,) = site.verified().traces
+        span = trace.spans[0]
+        assert trace.logprobs is not None
+        assert [it.logprob for it in found] == pytest.approx(list(trace.logprobs[span.start : span.end]))
+        assert "".join(it.token for it in found).startswith("hi there")
+        plain = await ours.chat.completions.create(model="m", messages=HELLO)
+        assert plain.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_logprobs_of_a_response(is_stream: bool):
+    async with clients("hi there") as (_, ours, _theirs):
+        asked: dict[str, Any] = {"model": "m", "input": "hello", "include": ["message.output_text.logprobs"]}
+        if is_stream:
+            async with ours.responses.stream(**asked) as stream:
+                response = await stream.get_final_response()
+        else:
+            response = await ours.responses.create(**asked)
+        assert "".join(it.token for it in response.output[0].content[0].logprobs).startswith("hi there")
+
+
+# --- tools
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_without_tool_choice_a_call_is_told_as_text(is_stream: bool):
+    async with clients(TWO_CALLS, "fine") as (site, ours, _):
+        text, finish = await chatted(ours, HELLO, is_stream, tools=[LS], tool_choice="none")
+        assert finish == "stop" and text.startswith("I look.") and text.count('"name": "ls"') == 2
+        answered = [*HELLO, {"role": "assistant", "content": text, "reasoning_content": "both at once"}]
+        again = [*answered, {"role": "user", "content": "and?"}]
+        await chatted(ours, again, is_stream, tools=[LS], tool_choice="none")
+        (trace,) = site.verified().traces
+        assert len(trace.spans) == 2
+
+
+# --- formats
+
+
+FORMATS: Any = {
+    "chat": lambda ours, _: ours.chat.completions.with_raw_response.create(
+        model="m",
+        messages=HELLO,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    ),
+    "responses": lambda ours, _: ours.responses.with_raw_response.create(
+        model="m", input="hello", text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    ),
+    "messages": lambda _, theirs: theirs.messages.with_raw_response.create(
+        model="m",
+        max_tokens=9,
+        messages=HELLO,
+        extra_body={"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", FORMATS)
+async def test_a_format_is_the_engines_structured_output_where_the_task_allows_it(dialect: str):
+    async with clients('{"a": 1}', options={"structured_output": True}) as (site, ours, theirs):
+        answer = await FORMATS[dialect](ours, theirs)
+        assert WARNINGS not in answer.headers
+        assert params(site)["structured_outputs"] == {"json": SCHEMA}
+        (trace,) = site.verified().traces
+        assert not trace.is_trainable and "constrained by the client" in str(trace.untrainable_reason)
+    async with clients('{"a": 1}') as (site, ours, theirs):
+        answer = await FORMATS[dialect](ours, theirs)
+        assert "structured_output" in answer.headers[WARNINGS]
+        assert "structured_outputs" not in params(site)
+        assert site.verified().traces[0].is_trainable
+
+
+def grant(value: Any, kind: Kind = Kind.VLLM, **extra: Any) -> Any:
+    wishes = Wishes(Sampling(extra=extra), is_strict=False, has_structured_output=True)
+    return wishes.grant(Ask((), wishes=(Wish("format", "response_format", value),)), kind)
+
+
+def test_what_the_task_constrains_stays_and_a_schema_is_bounded():
+    json_object = {"type": "json_object"}
+    assert grant(json_object).sampling.extra == {"structured_outputs": {"json_object": True}}
+    assert grant(json_object, Kind.SGLANG).sampling.extra == {"json_schema": '{"type": "object"}'}
+    assert "no structured output" in grant(json_object, Kind.PRORL).warnings[0]
+    fixed = grant(json_object, guided_regex="a+")
+    assert fixed.sampling.extra == {"guided_regex": "a+"} and fixed.warnings and not fixed.untrainable
+    huge = grant({"type": "json_schema", "schema": {"const": "x" * MOST_SCHEMA_BYTES}})
+    assert f"{MOST_SCHEMA_BYTES} bytes" in huge.warnings[0] and not huge.sampling.extra
+
+
+async def test_a_schema_that_the_engine_refuses_does_not_end_the_rollout():
+    async with clients("hi", options={"structured_output": True}) as (site, ours, _):
+        refuse(site, "structured_outputs")
+        answer = await FORMATS["chat"](ours, None)
+        assert "this engine refuses it" in answer.headers[WARNINGS]
+        assert site.session.failure is None and site.verified().traces[0].is_trainable
