@@ -357,6 +357,11 @@ class RuntimeNotAllowed(RequestError):
     remedy = "The operator names what is allowed in the settings `runtimes` and `images`."
 
 
+class EgressNotAllowed(RequestError):
+    status = 403
+    remedy = "The operator names the hosts that tasks may reach in the setting `egress_hosts`."
+
+
 class ImageMissing(RequestError):
     status = 422
     remedy = "Fetch it first: rollyard images pull REFERENCE; `rollyard images list` shows what is here."

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rollyard.core.egress import EgressOptions
 from rollyard.core.json import Json
 
 
@@ -52,6 +53,7 @@ class SandboxOptions:
     disk_bytes: int | None = None
     open_files: int | None = None
     cpus: float | None = None
+    egress: EgressOptions | None = None  # None: offline
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,40 @@
+"""Which addresses a sandbox may be connected to, whatever the name was."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+
+METADATA = frozenset(
+    map(ip_address, ("169.254.169.254", "100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254"))
+)
+"""Of the clouds (AWS, Alibaba, Azure, Oracle, AWS): they hand out credentials. One of them looks like a public one."""
+
+_WRAPPERS = tuple(
+    map(ip_network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
+)
+"""IPv6 that stands for IPv4: mapped, compatible, NAT64, 6to4, Teredo. Never needed; each could hide a private one."""
+
+
+def why_not(text: str, *, may_be_private: bool) -> str:
+    """Why nobody is connected to it; empty if that is fine. `may_be_private`: the operator named host and port."""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return "it is no address"
+    if address in METADATA:
+        return "it is a cloud's metadata address"
+    if isinstance(address, IPv6Address):
+        if address.scope_id is not None:
+            return "it is an address of one interface"
+        if address not in (IPv6Address("::"), IPv6Address("::1")) and any(address in each for each in _WRAPPERS):
+            return "it is an IPv4 address in the form of an IPv6 one"
+    if address.is_multicast:
+        return "it is a multicast address"
+    if address.is_unspecified or (isinstance(address, IPv4Address) and int(address) >> 24 == 0):
+        return "it is the unspecified address"
+    if address.is_link_local:
+        return "it is a link-local address"
+    if may_be_private:
+        return ""
+    is_site_local = isinstance(address, IPv6Address) and address.is_site_local
+    return "" if address.is_global and not is_site_local and not address.is_reserved else "it is a private address"
