@@ -167,7 +167,7 @@ class EgressCeiling:
 
 
 def _covers(allowed: Iterable[HostRule], rule: HostRule) -> bool:
-    """Port by port: `pypi.org` is covered by `pypi.org:80` and `pypi.org:443` together."""
+    """Port by port: `packages.example` is covered by `packages.example:80` and `packages.example:443` together."""
     known = tuple(allowed)
     return all(any(each.covers(HostRule(rule.name, (port,))) for each in known) for port in rule.ports)
 

@@ -23,7 +23,7 @@
     └── RequestError                   an HTTP answer only; never in a record
         ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool
         ├── SamplingInvalid
-        ├── RuntimeNotAllowed  ImageMissing  AgentMissing
+        ├── RuntimeNotAllowed  EgressNotAllowed  ImageMissing  AgentMissing
         ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  AmbiguousId  EngineExists
         ├── SessionConflict  BatchConflict  SourceClosed  VersionConflict
         ├── NodeUnknown  NodeReplaced

@@ -20,6 +20,7 @@ from rollyard.pipeline.layering import eval_spec
 from rollyard.pipeline.starting import check_whole, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import Sandbox, SandboxSpec
+from rollyard.sandbox.egress import Ledger
 
 
 class CheckKilled(SandboxLost):
@@ -42,6 +43,7 @@ async def evaluate(
     metrics: Metrics | None = None,
     layers: Sequence[Path] = (),
     ran_on: SandboxSpec | None = None,
+    ledger: Ledger | None = None,
 ) -> Score:
     """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
     that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
@@ -62,7 +64,8 @@ async def evaluate(
                     else:
                         stack.enter_context(shop.holding_image(task))
                         spec = shop.spec_of(task, plan, rollout.id)
-                    spec = eval_spec(spec, plan, layers)
+                    egress = shop.egress_of(task, ledger or Ledger(), is_eval=True)
+                    spec = replace(eval_spec(spec, plan, layers), egress=egress)
                     sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
                     stack.push_async_callback(to_its_end, sandbox.kill)
                     watch(sandbox)

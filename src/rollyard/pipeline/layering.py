@@ -35,6 +35,7 @@ from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.starting import check_whole, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import Sandbox, SandboxSpec
+from rollyard.sandbox.egress import Egress
 from rollyard.sandbox.layers import Lease
 
 INIT_GRACE_S = 60.0
@@ -56,7 +57,8 @@ async def prepared(
     async def make(target: Path) -> None:
         await _make(shop, rollout, spec, environment, clock, target, metrics)
 
-    parts = [own, task.environment, __version__, runtime.name, image_identity(spec.image)]
+    # What a set-up writes depends on what it could fetch.
+    parts = [own, task.environment, __version__, runtime.name, image_identity(spec.image), *_reachable(spec.egress)]
     key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
     terms = json.dumps([task.limits.init_s, asdict(spec.limits)])
     try:
@@ -68,6 +70,14 @@ async def prepared(
     if metrics is not None:
         metrics.layer_used(runtime.name, "found" if lease.is_found else "made")
     return lease
+
+
+def _reachable(egress: Egress | None) -> list[str]:
+    """The part of a key that says what could be reached; none for a set-up that was offline."""
+    if egress is None:
+        return []
+    mirrors = (f"{name}={url}" for name, url in sorted(egress.mirrors.items()))
+    return ["egress", *sorted(map(str, egress.rules)), *egress.methods, *mirrors]
 
 
 async def _make(
