@@ -92,7 +92,12 @@ REFUSED: list[tuple[EgressOptions, EgressCeiling, type[RollyardError], str]] = [
     (EgressOptions((), ("*.org",)), EgressCeiling((HostRule("*.packages.example"),)), EgressNotAllowed, "eval_hosts"),
     (EgressOptions(("packages.example:22",)), EgressCeiling((HostRule("*"),)), EgressNotAllowed, "packages.example:22"),
     (EgressOptions(("10.0.0.1",)), EgressCeiling((HostRule("*"),)), EgressNotAllowed, "10.0.0.1"),
-    (EgressOptions(("packages.example",), methods=("POST",)), EgressCeiling((HostRule("*"),)), EgressNotAllowed, "methods"),
+    (
+        EgressOptions(("packages.example",), methods=("POST",)),
+        EgressCeiling((HostRule("*"),)),
+        EgressNotAllowed,
+        "methods",
+    ),
     (EgressOptions(("http://packages.example",)), EgressCeiling((HostRule("*"),)), TaskInvalid, "sandbox.egress.hosts"),
 ]
 
