@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import zipfile
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +15,7 @@ from rollyard.core.failure import EgressNotAllowed, RollyardError, TaskInvalid
 from rollyard.sandbox.egress import mirror_rule
 from tests import worker
 from tests.pipeline.site import finish, says, shell, shell_task, site
-from tests.sandbox.egress.site import Names, Server
-
-
-@asynccontextmanager
-async def served() -> AsyncGenerator[tuple[Server, Names, EgressCeiling], None]:
-    """A server on loopback as allowed.test, and a ceiling that lets tasks ask for it."""
-    server, names = Server(worker.free_port()), Names()
-    names.answers["allowed.test"] = [["127.0.0.1"]]
-    rule = HostRule("allowed.test", (server.port,))
-    async with await asyncio.start_server(server.answer, "127.0.0.1", server.port):
-        yield server, names, EgressCeiling(hosts=(rule,), private=(rule,))
+from tests.sandbox.egress.site import Names, Server, served
 
 
 def asking(task: Task, *hosts: str, eval_hosts: tuple[str, ...] = ()) -> Task:

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollyard.core.egress import HostRule
+from rollyard.core.egress import EgressCeiling, HostRule
 from rollyard.sandbox import CONTROL_DIR, ExecResult, Sandbox, SandboxSpec
 from rollyard.sandbox._runtime import LaunchedRuntime
 from rollyard.sandbox.egress import Bounds, Egress, Ledger, egress_env
@@ -107,7 +107,7 @@ class Site:
     ledger: Ledger
 
     async def python(self, script: str, timeout_s: float = 60.0) -> str:
-        """Runs a script inside, with `inside.py` before it; what it printed."""
+        """Runs a script inside, with `preamble.py` before it; what it printed."""
         done = await self.run(["python3", "-c", PREAMBLE + script, *self.arguments], timeout_s)
         assert done.status == 0, done.stderr.decode("utf-8", "replace")
         return done.stdout.decode("utf-8", "replace")
@@ -132,7 +132,7 @@ class Site:
         assert set(self.names.asked) == wanted
 
 
-PREAMBLE = (Path(__file__).parent / "inside.py").read_text()
+PREAMBLE = (Path(__file__).parent / "preamble.py").read_text()
 
 
 @asynccontextmanager
@@ -187,6 +187,16 @@ async def open_site(
         stack.push_async_callback(sandbox.kill)
         await sandbox.write("/workspace/ca.pem", certificate.read_bytes())
         yield Site(allowed, allowed_tls, forbidden, forbidden_tls, names, certificate, sandbox, ledger)
+
+
+@asynccontextmanager
+async def served() -> AsyncGenerator[tuple[Server, Names, EgressCeiling], None]:
+    """A server on loopback as allowed.test, and a ceiling that lets tasks ask for it."""
+    server, names = Server(worker.free_port()), Names()
+    names.answers["allowed.test"] = [["127.0.0.1"]]
+    rule = HostRule("allowed.test", (server.port,))
+    async with await asyncio.start_server(server.answer, "127.0.0.1", server.port):
+        yield server, names, EgressCeiling(hosts=(rule,), private=(rule,))
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Ways around the list, each tried from inside a real sandbox against real servers. None may reach a server, or a
 resolver, that is not on the list.
 
-Each case: a script for `inside.py`'s functions, what it must print, and the verdicts that the ledger must have.
+Each case: a script for `preamble.py`'s functions, what it must print, and the verdicts that the ledger must have.
 """
 
 from __future__ import annotations

@@ -32,9 +32,11 @@ def why_not(text: str, *, may_be_private: bool) -> str:
         return "it is a multicast address"
     if address.is_unspecified or (isinstance(address, IPv4Address) and int(address) >> 24 == 0):
         return "it is the unspecified address"
+    if isinstance(address, IPv4Address) and address.is_reserved:
+        return "it is a reserved address"
     if address.is_link_local:
         return "it is a link-local address"
     if may_be_private:
         return ""
-    is_site_local = isinstance(address, IPv6Address) and address.is_site_local
-    return "" if address.is_global and not is_site_local and not address.is_reserved else "it is a private address"
+    is_odd = isinstance(address, IPv6Address) and (address.is_site_local or address.is_reserved)
+    return "" if address.is_global and not is_odd else "it is a private address"
