@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 METADATA = frozenset(
@@ -13,6 +14,17 @@ _WRAPPERS = tuple(
     map(ip_network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
 )
 """IPv6 that stands for IPv4: mapped, compatible, NAT64, 6to4, Teredo. Never needed; each could hide a private one."""
+
+
+def is_this_machine(address: str) -> bool:
+    """Whether it is an address of this machine's own, public or not: what listens here is not for sandboxes."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+            probe.connect((address, 9))  # sends nothing: it only has the kernel choose our address towards it
+            return probe.getsockname()[0] == address
+    except OSError:  # no route
+        return False
 
 
 def why_not(text: str, *, may_be_private: bool) -> str:

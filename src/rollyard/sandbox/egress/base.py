@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollyard.core.egress import READING, HostRule
+from rollyard.sandbox.egress.addresses import is_this_machine
 from rollyard.sandbox.egress.ledger import Ledger
 
 EGRESS_PORT = 8130
@@ -46,6 +47,7 @@ class Egress:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     mirrors: Mapping[str, str] = field(default_factory=dict[str, str])
     ledger: Ledger = field(default_factory=Ledger, compare=False)
+    is_own: Callable[[str], bool] = is_this_machine  # an address that is ours, and for nobody in a sandbox
 
 
 class Refused(Exception):

@@ -15,6 +15,9 @@ from rollyard.sandbox.egress.base import Egress, Refused
 
 MOST_ADDRESSES = 64
 
+LOOKUPS = 2
+"""At a time, of one proxy: they share threads with those of others."""
+
 
 class Gate:
     """The decisions of one proxy."""
@@ -22,6 +25,7 @@ class Gate:
     def __init__(self, egress: Egress) -> None:
         self._egress = egress
         self._names: set[str] = set()
+        self._looking = asyncio.Semaphore(LOOKUPS)
 
     def check(self, host: str, port: int) -> None:
         """Refused if no rule allows it. `host` as `host_of` returns it."""
@@ -43,7 +47,7 @@ class Gate:
             if len(self._names) > self._egress.bounds.names:
                 raise Refused("names", f"more than {self._egress.bounds.names} different hosts", 429)
             try:
-                async with asyncio.timeout(self._egress.bounds.connect_s):
+                async with asyncio.timeout(self._egress.bounds.connect_s), self._looking:
                     found = list(await self._egress.resolve(host, port))
             except TimeoutError:
                 raise Refused("dns", f"{host} was not looked up in time", 504) from None
@@ -53,7 +57,10 @@ class Gate:
             raise Refused("dns", f"{host} has {len(found)} addresses", 502)
         is_named = any(rule.name == host and port in rule.ports for rule in self._egress.private)
         for address in found:
-            if why := why_not(address, may_be_private=is_named):
+            why = why_not(address, may_be_private=is_named)
+            if not why and not is_named and self._egress.is_own(address):
+                why = "it is this machine's own"
+            if why:
                 raise Refused("address", f"{host} has the address {address}, and {why}")
         return found
 

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-THREADS = 8
+THREADS = 32
+"""A proxy looks up two names at a time: many sandboxes have to ask for names that never come to use up all of them."""
 
 
 class SystemResolver:

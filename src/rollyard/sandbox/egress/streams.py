@@ -14,7 +14,9 @@ from rollyard.sandbox.egress.ledger import ALLOWED, Entry, Ledger
 
 log = logging.getLogger("rollyard.egress")
 
-CHUNK = 64 << 10
+CHUNK = 32 << 10
+"""That is read at once. A connection holds at most eight of them, both ways together."""
+
 MOST_TRIES = 4  # addresses of one host
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from rollyard.core.egress import HostRule
 from rollyard.sandbox import CONTROL_DIR, BubblewrapRuntime, SandboxSpec
 from rollyard.sandbox.egress import Bounds, Egress, Ledger, egress_env
+from rollyard.sandbox.egress.addresses import is_this_machine
 from tests.sandbox.egress.site import Names, Server
 
 PUBLIC, PUBLIC6, PRIVATE = "93.184.216.34", "2606:2800:220:1::1", "10.1.2.3"
@@ -39,13 +40,17 @@ async def open_place() -> AsyncGenerator[Place, None]:
         yield Place(public, private, Names())
 
 
-async def asked(place: Place, folder: Path, *urls: str, rules: tuple[str, ...] = ("*:8080",)) -> str:
+async def asked(
+    place: Place, folder: Path, *urls: str, rules: tuple[str, ...] = ("*:8080",), is_own: bool = False
+) -> str:
+    """What curl says from inside. `is_own`: that the public addresses are on this machine counts."""
     egress = Egress(
         rules=tuple(map(HostRule.parse, rules)),
         resolve=place.names,
         bounds=Bounds(connect_s=5.0),
         env=egress_env({}, CONTROL_DIR),
         ledger=place.ledger,
+        is_own=is_this_machine if is_own else lambda _: False,
     )
     async with BubblewrapRuntime(root=folder / "root") as runtime:
         sandbox = await runtime.start(SandboxSpec(egress=egress), lease_s=60)
@@ -78,3 +83,10 @@ async def test_a_literal_is_reached_only_if_it_is_listed(tmp_path: Path):
         said = await asked(place, tmp_path / "listed", *urls, rules=rules)
         assert said.count("welcome") == 2 and "private address" in said
         assert place.private.connections == 0 and place.names.asked == []
+
+
+async def test_a_public_address_of_this_machine_is_not_reached(tmp_path: Path):
+    async with open_place() as place:
+        place.names.answers = {"a.test": [[PUBLIC]], "six.test": [[PUBLIC6]]}
+        said = await asked(place, tmp_path, "http://a.test:8080/", "http://six.test:8080/", is_own=True)
+        assert said.count("this machine's own") == 2 and place.public.connections == 0
