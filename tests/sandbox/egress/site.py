@@ -44,7 +44,7 @@ class Server:
             head = await reader.readuntil(b"\r\n\r\n")
             self.requests.append(head)
             await self.respond(head, reader, writer)
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
         finally:
             self.open -= 1

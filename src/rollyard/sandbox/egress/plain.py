@@ -1,6 +1,6 @@
 """Plain HTTP: one request in absolute form, to the host that both its target and its Host header name.
 
-Both sides are parsed and written anew by h11, so a server sees exactly what was checked: one request, with a body of
+Both heads are parsed by h11 and written anew, so a server sees exactly what was checked: one request, with a body of
 one length. Headers that could change who is meant are left out, and the connection ends with the answer.
 """
 
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 import h11
+import httptools
 
 from rollyard.sandbox.egress.base import Bounds, Refused
 from rollyard.sandbox.egress.gate import Gate, split_authority
@@ -18,8 +19,6 @@ from rollyard.sandbox.egress.streams import CHUNK, Link
 
 _TARGET = re.compile(r"http://([^/?#\\@\s]+)(/[\x21\x22\x24-\x5b\x5d-\x7e]*)?", re.ASCII | re.IGNORECASE)
 _WEB_PORT = 80
-_EVENTS_A_TURN = 64
-"""Parts of a body that are handled before others get their turn on the loop: chunks may be one byte each."""
 
 _DROPPED = frozenset(
     b"connection keep-alive te trailer transfer-encoding upgrade http2-settings expect host forwarded via x-host"
@@ -58,76 +57,147 @@ def check_request(request: h11.Request, gate: Gate, host: str, port: int) -> Non
 async def exchange(link: Link, client: h11.Connection, request: h11.Request, host: str, port: int, path: bytes) -> None:
     """Passes on one request and its answer. The link is connected."""
     assert link.outside is not None
-    server = h11.Connection(h11.CLIENT, max_incomplete_event_size=link.bounds.answer_head_bytes)
     shown = f"[{host}]" if ":" in host else host
     authority = shown if port == _WEB_PORT else f"{shown}:{port}"
     headers: Headers = [(b"Host", authority.encode()), *_passed(request.headers), (b"Connection", b"close")]
-    if any(name == b"transfer-encoding" for name, _ in request.headers):
+    framing = Framing.of(request.headers, default_bytes=0)
+    if framing.is_chunked:
         headers.append((b"Transfer-Encoding", b"chunked"))
-    _write_outside(link, server, h11.Request(method=request.method, target=path, headers=headers))
+    server = h11.Connection(h11.CLIENT, max_incomplete_event_size=link.bounds.answer_head_bytes)
+    head = server.send(h11.Request(method=request.method, target=path, headers=headers)) or b""
+    link.spend(sent=len(head))
+    link.outside[1].write(head)
+    if client.they_are_waiting_for_100_continue:
+        link.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     async with asyncio.TaskGroup() as group:
         idle = group.create_task(link.watch_idle())
-        body = group.create_task(_send_body(link, client, server))
-        answer = group.create_task(_answer(link, client, server))
+        body = group.create_task(_send_body(link, framing, client.trailing_data[0]))
+        answer = group.create_task(_answer(link, server, request))
         await asyncio.wait([answer])
         idle.cancel()
         body.cancel()
 
 
-async def _send_body(link: Link, client: h11.Connection, server: h11.Connection) -> None:
+async def _send_body(link: Link, framing: Framing, data: bytes) -> None:
+    """Exactly the body: what a client sends beyond it goes nowhere. Chunks are written anew."""
     assert link.outside is not None
-    count = 0
-    while True:
-        event = client.next_event()
-        if event is h11.NEED_DATA:
-            if client.they_are_waiting_for_100_continue:
-                link.writer.write(_bytes(client, h11.InformationalResponse(status_code=100, headers=[])))
-            client.receive_data(await link.reader.read(CHUNK))
-        elif isinstance(event, h11.Data):
-            _write_outside(link, server, h11.Data(data=bytes(event.data)))
-            await link.outside[1].drain()
-        elif isinstance(event, h11.EndOfMessage):
-            _write_outside(link, server, h11.EndOfMessage())
-            return
-        else:
-            raise Refused("request", "the client went away in its request", 400)
-        count += 1
-        if count % _EVENTS_A_TURN == 0:
-            await asyncio.sleep(0)
-
-
-async def _answer(link: Link, client: h11.Connection, server: h11.Connection) -> None:
-    assert link.outside is not None
-    lines = Lines(link.bounds)
-    count = 0
+    writer = link.outside[1]
     while True:
         try:
-            event = server.next_event()
-        except h11.RemoteProtocolError as error:
-            raise Refused("connect", f"the host's answer is not HTTP/1.1: {error}", 502) from None
-        if event is h11.NEED_DATA:
-            data = await link.outside[0].read(CHUNK)
-            link.spend(received=len(data))
-            if not link.is_answered:
-                lines.count(data)
-            server.receive_data(data)
-        elif isinstance(event, h11.Response):
-            link.is_answered = True
-            headers: Headers = [*_passed(event.headers), (b"Connection", b"close")]
-            answer = h11.Response(status_code=event.status_code, reason=event.reason, headers=headers)
-            link.writer.write(_bytes(client, answer))
-        elif isinstance(event, h11.Data):
-            link.writer.write(_bytes(client, h11.Data(data=bytes(event.data))))
-            await link.writer.drain()
-        elif isinstance(event, h11.EndOfMessage):
-            link.writer.write(_bytes(client, h11.EndOfMessage()))
-            await link.writer.drain()
+            part = framing.take(data)
+        except BrokenChunk as error:
+            raise Refused("request", str(error), 400) from None
+        if part:
+            part = b"%x\r\n%s\r\n" % (len(part), part) if framing.is_chunked else part
+            link.spend(sent=len(part))
+            writer.write(part)
+            await writer.drain()
+        if framing.is_done:
+            break
+        data = await link.reader.read(CHUNK)
+        if not data:
+            raise Refused("request", "the client went away in its request", 400)
+    if framing.is_chunked:
+        writer.write(b"0\r\n\r\n")
+
+
+async def _answer(link: Link, server: h11.Connection, request: h11.Request) -> None:
+    """Its head is written anew; its body passes as it is, to its end."""
+    response = await _answer_head(link, server)
+    headers = _passed(response.headers)
+    has_body = request.method != b"HEAD" and response.status_code not in (204, 304)
+    framing = Framing.of(response.headers, default_bytes=None if has_body else 0)
+    if framing.is_chunked:
+        if request.http_version == b"1.0":
+            raise Refused("connect", "the host answers in chunks, which HTTP/1.0 does not have", 502)
+        headers.append((b"Transfer-Encoding", b"chunked"))
+    if not has_body:
+        framing = Framing(0)
+    link.is_answered = True
+    lines = [b"HTTP/1.1 %d %s" % (response.status_code, response.reason)]
+    lines += [b"%s: %s" % header for header in (*headers, (b"Connection", b"close"))]
+    link.writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
+    assert link.outside is not None
+    data, _ = server.trailing_data
+    while True:
+        try:
+            taken = framing.take(data)
+        except BrokenChunk as error:
+            raise Refused("connect", f"the host's answer: {error}", 502) from None
+        link.writer.write(data if framing.is_chunked else taken)
+        await link.writer.drain()
+        if framing.is_done:
             return
-        elif not isinstance(event, h11.InformationalResponse):
-            raise Refused("connect", "the host ended before its answer did", 502)
-        count += 1
-        if count % _EVENTS_A_TURN == 0:
-            await asyncio.sleep(0)
+        data = await link.outside[0].read(CHUNK)
+        if not data:
+            return
+        link.spend(received=len(data))
+
+
+async def _answer_head(link: Link, server: h11.Connection) -> h11.Response:
+    assert link.outside is not None
+    lines = Lines(link.bounds)
+    try:
+        while not isinstance(event := server.next_event(), h11.Response):
+            if event is h11.NEED_DATA:
+                data = await link.outside[0].read(CHUNK)
+                link.spend(received=len(data))
+                lines.count(data)
+                server.receive_data(data)
+            elif not isinstance(event, h11.InformationalResponse):
+                raise Refused("connect", "the host ended before its answer did", 502)
+    except h11.RemoteProtocolError as error:
+        raise Refused("connect", f"the host's answer is not HTTP/1.1: {error}", 502) from None
+    return event
+
+
+class BrokenChunk(ValueError):
+    """A chunked body that is not one."""
+
+
+class Framing:
+    """Where a body ends: after so many bytes, with its last chunk, or (None) with the connection."""
+
+    def __init__(self, left_bytes: int | None, *, is_chunked: bool = False) -> None:
+        self._left = left_bytes
+        self.is_chunked = is_chunked
+        self.is_done = left_bytes == 0 and not is_chunked
+        self._found = bytearray()
+        if is_chunked:  # by llhttp: chunks of one byte each cost h11 a thousand times as much
+            self._parser = httptools.HttpRequestParser(self)
+            self._parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    @classmethod
+    def of(cls, headers: Iterable[tuple[bytes, bytes]], *, default_bytes: int | None) -> Framing:
+        """As headers say that h11 has checked."""
+        found = dict(headers)
+        if b"transfer-encoding" in found:
+            return cls(None, is_chunked=True)
+        return cls(int(found[b"content-length"]) if b"content-length" in found else default_bytes)
+
+    def take(self, data: bytes) -> bytes:
+        """What of these bytes is the body's, without the frame of its chunks. BrokenChunk."""
+        if self.is_chunked:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserError as error:
+                if not self.is_done:
+                    raise BrokenChunk(f"a chunk is broken: {error}") from None
+            part, self._found = bytes(self._found), bytearray()
+            return part
+        if self._left is None:
+            return data
+        part = data[: self._left]
+        self._left -= len(part)
+        self.is_done = self._left == 0
+        return part
+
+    def on_body(self, body: bytes) -> None:
+        if not self.is_done:
+            self._found += body
+
+    def on_message_complete(self) -> None:
+        self.is_done = True
 
 
 class Lines:
@@ -152,14 +222,3 @@ def _passed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
         for name, value in headers
         if name not in _DROPPED and name not in named and not name.startswith(_DROPPED_PREFIX)
     ]
-
-
-def _write_outside(link: Link, server: h11.Connection, event: h11.Request | h11.Data | h11.EndOfMessage) -> None:
-    assert link.outside is not None
-    data = _bytes(server, event)
-    link.spend(sent=len(data))
-    link.outside[1].write(data)
-
-
-def _bytes(connection: h11.Connection, event: h11.Event) -> bytes:
-    return connection.send(event) or b""
