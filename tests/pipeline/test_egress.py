@@ -22,6 +22,10 @@ def asking(task: Task, *hosts: str, eval_hosts: tuple[str, ...] = ()) -> Task:
     return replace(task, sandbox=replace(task.sandbox, egress=EgressOptions(hosts, eval_hosts)))
 
 
+def ceiling_texts(ceiling: EgressCeiling) -> tuple[str, ...]:
+    return tuple(map(str, ceiling.hosts))
+
+
 def fetch(port: int) -> str:
     return f"curl -sSf http://allowed.test:{port}/"
 
@@ -72,6 +76,36 @@ async def test_a_set_up_that_fetched_is_not_found_by_a_task_that_may_not(tmp_pat
             offline = await yard.rolled(task)
             assert offline.ending is not None and offline.ending.failure is not None
             assert offline.ending.failure.code == "setup_failed" and server.connections == 1
+
+
+async def test_a_set_up_whose_host_is_down_is_tried_again(tmp_path: Path):
+    """Not the task's failure, and remembered for no other: the third attempt finds the host."""
+    async with served() as (server, names, ceiling):
+        up = names.answers["allowed.test"]
+        names.answers["allowed.test"] = []
+        task = asking(
+            shell_task(checks=["grep welcome got"], setup=[f"{fetch(server.port)} > got"]), *ceiling_texts(ceiling)
+        )
+        async with site(tmp_path, says(finish()), egress=ceiling, resolve=names) as yard:
+            rollout_id = await yard.submit(task)
+            async with asyncio.timeout(30):
+                while not names.asked:
+                    await asyncio.sleep(0.01)
+            names.answers["allowed.test"] = up
+            rollout = await yard.ended(rollout_id)
+            assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
+            assert {lost.code for lost in rollout.lost} == {"tool_unreachable"}
+
+
+async def test_an_eval_whose_host_is_down_is_tried_once_more_and_then_counts(tmp_path: Path):
+    async with served() as (server, names, ceiling):
+        names.answers["allowed.test"] = []
+        task = asking(shell_task(checks=[fetch(server.port)]), eval_hosts=ceiling_texts(ceiling))
+        async with site(tmp_path, says(finish()), egress=ceiling, resolve=names) as yard:
+            rollout = await yard.rolled(task)
+            assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
+            assert rollout.ending.score.reward == 0.0 and names.asked == ["allowed.test"] * 2
+            assert any("could not be found or connected to" in note for note in rollout.ending.summary.notes)
 
 
 REFUSED: list[tuple[EgressOptions, EgressCeiling, type[RollyardError], str]] = [

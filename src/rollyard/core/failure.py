@@ -228,7 +228,9 @@ class JudgeUnreachable(InfraFailure):
 
 
 class ToolUnreachable(InfraFailure):
-    remedy = "A server that the setting `mcp_servers` or `gym_servers` names does not answer; look at it and its URL."
+    remedy = (
+        "A server that `mcp_servers` or `gym_servers` names, or a host of sandbox.egress, does not answer; look at it."
+    )
 
 
 class ArtifactLost(InfraFailure):

@@ -22,13 +22,16 @@ from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import Sandbox, SandboxSpec
 from rollyard.sandbox.egress import Ledger
 
+KILLED = "a command that judges was killed (SIGKILL), not by Rollyard and not at its memory limit"
+UNREACHED = "a host that EVAL may reach could not be found or connected to"
+
 
 class CheckKilled(SandboxLost):
-    """A command of the judging was killed, by what is judged or by something on the host. `score` is what came of it:
-    it counts only if that happens again in a fresh sandbox."""
+    """A command of the judging was killed, or a host that it may reach was not there: what is judged did that, or
+    something outside. `score` is what came of it: it counts only if that happens again in a fresh sandbox."""
 
-    def __init__(self, score: Score) -> None:
-        super().__init__("a command that judges was killed (SIGKILL), not by Rollyard and not at its memory limit")
+    def __init__(self, score: Score, detail: str = KILLED) -> None:
+        super().__init__(detail)
         self.score = score
 
 
@@ -48,6 +51,8 @@ async def evaluate(
     """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
     that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
     and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. CheckKilled: see there."""
+    ledger = ledger or Ledger()
+    troubles = ledger.troubles
     task = rollout.task
     environment = shop.environment_of(task)
     plan = environment.plan(task)
@@ -64,7 +69,7 @@ async def evaluate(
                     else:
                         stack.enter_context(shop.holding_image(task))
                         spec = shop.spec_of(task, plan, rollout.id)
-                    egress = shop.egress_of(task, ledger or Ledger(), is_eval=True)
+                    egress = shop.egress_of(task, ledger, is_eval=True)
                     spec = replace(eval_spec(spec, plan, layers), egress=egress)
                     sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
                     stack.push_async_callback(to_its_end, sandbox.kill)
@@ -83,6 +88,8 @@ async def evaluate(
                 check_whole(sandbox)
                 if sandbox.odd_kills:
                     raise CheckKilled(score)
+                if ledger.troubles > troubles:
+                    raise CheckKilled(score, UNREACHED)
     return score
 
 

@@ -27,6 +27,7 @@ from rollyard.core.failure import (
     SetupDeadline,
     SetupFailed,
     TaskFailure,
+    ToolUnreachable,
 )
 from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
@@ -118,7 +119,8 @@ def late(clock: Deadline, phase: str) -> SetupDeadline | SandboxStartFailed:
 @contextmanager
 def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None]:
     """Attributes what escapes from a set-up. No model was asked: a limit that it hits is the task's doing. A command
-    that was killed is not: it is tried again, and its failure is remembered for no other task."""
+    that was killed is not, nor is a network that did not work: it is tried again, and its failure is remembered for no
+    other task."""
     with boundary(EnvironmentBroken, what):
         try:
             yield
@@ -129,6 +131,8 @@ def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None
                 check_whole(sandbox)
                 if sandbox.odd_kills:
                     raise SandboxLost(f"{what}: a command was killed from outside: {error.detail}") from error
+                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.troubles:
+                    raise ToolUnreachable(f"{what}: a host that it may reach did not answer: {error.detail}") from error
             raise
         if sandbox is not None:
             check_whole(sandbox)

@@ -366,6 +366,51 @@ async def test_a_host_that_never_answers_ends(runtime: LaunchedRuntime):
         assert done.stdout == b"504" and site.verdicts == {"allowed": 1, "idle": 1}
 
 
+SHORT = Bounds(connect_s=0.5, idle_s=5.0)
+
+
+async def test_names_and_hosts_that_do_not_answer_are_told(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=SHORT) as site:
+        site.names.answers["gone.sub.test"] = [["127.0.0.1"]]
+        site.names.answers["many.sub.test"] = [["1.1.1.1"] * 65]
+        site.names.silent.add("slow.sub.test")
+        said = await site.python(
+            "show(get(f'http://unknown.sub.test:{AP}/')); show(get(f'http://slow.sub.test:{AP}/'));"
+            "show(get(f'http://many.sub.test:{AP}/'))"
+        )
+        assert "unknown.sub.test has no address" in said and "was not looked up in time" in said
+        assert "has 65 addresses" in said
+        assert site.verdicts == {"dns": 3} and site.ledger.troubles == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (b"SSH-2.0-server\r\n\r\n", "is not HTTP/1.1"),
+        (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 500 + b"\r\n", "too many header lines"),
+        (b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200_000, "is not HTTP/1.1"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\n\r\n", "is not HTTP/1.1"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello", "is not HTTP/1.1"),
+        (b"", "is not HTTP/1.1"),
+    ],
+)
+async def test_an_answer_that_is_none_is_not_passed_on(answer: bytes, text: str, runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=SHORT) as site:
+        site.allowed.raw = answer
+        said = await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
+        assert said.startswith(("HTTP/1.1 502", "HTTP/1.1 431")) and text in said, said
+
+
+async def test_an_answer_in_broken_chunks_ends_there(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=SHORT) as site:
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        site.allowed.raw = head + b"5\r\nhello\r\nzz\r\n"
+        await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
+        assert site.verdicts == {"allowed": 1, "connect": 1}
+        site.allowed.raw = head + b"5\r\nhello\r\n0\r\n\r\nHTTP/1.1 200 OK\r\n\r\nmore"
+        assert " 502 " in await site.python("show(get(f'http://{ALLOWED}:{AP}/', version='1.0'))")
+
+
 async def test_a_half_open_tunnel_still_brings_the_answer(runtime: LaunchedRuntime):
     """The client's end of sending is passed on; then the tunnel ends with the other side, or idle."""
     async with open_site(runtime, bounds=QUICK) as site:

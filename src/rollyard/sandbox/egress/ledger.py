@@ -34,6 +34,11 @@ class Ledger:
         self.verdicts: dict[str, int] = {}
 
     @property
+    def troubles(self) -> int:
+        """Connections to allowed hosts that could not be found or reached: a network's doing, or a host's."""
+        return self.verdicts.get("dns", 0) + self.verdicts.get("connect", 0)
+
+    @property
     def total_bytes(self) -> int:
         return self.sent_bytes + self.received_bytes
 

@@ -41,18 +41,17 @@ class Link:
 
     async def connect(self, addresses: Sequence[str], port: int) -> None:
         """To exactly one of these addresses. Refused if none of them answers."""
-        last: Exception | None = None
-        try:
-            async with asyncio.timeout(self.bounds.connect_s):
-                for address in addresses[:MOST_TRIES]:
-                    try:
-                        self.outside = await _connected(address, port)
-                        self.entry = self.record(ALLOWED, address)
-                        return
-                    except OSError as error:
-                        last = error
-        except TimeoutError:
-            raise Refused("connect", "the host did not answer in time", 504) from None
+        tried, last = addresses[:MOST_TRIES], "it has no address"
+        for address in tried:
+            try:
+                async with asyncio.timeout(self.bounds.connect_s / len(tried)):
+                    self.outside = await _connected(address, port)
+                self.entry = self.record(ALLOWED, address)
+                return
+            except TimeoutError:
+                last = "it did not answer in time"
+            except OSError as error:
+                last = str(error)
         raise Refused("connect", f"the host could not be connected to: {last}", 502)
 
     def record(self, verdict: str, detail: str) -> Entry:
