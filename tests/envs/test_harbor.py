@@ -2,13 +2,16 @@
 
 import errno
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from rollyard.core.failure import EgressNotAllowed
 from rollyard.pipeline import Workshop
+from tests.sandbox.egress.site import served
 
 from .harbor_folders import SOLVE, TEST, TOML, imported, local, ready, write
 from .yard import RUNTIMES, played, rewards, workshop
@@ -311,3 +314,27 @@ async def test_what_the_oracle_said_is_in_its_messages(shop: Workshop, tmp_path:
     user, said = result.trajectory.messages
     assert user["content"] == "Write 'Hello, world!' to hello.txt.\n"
     assert said["content"] == "solve.sh ended with status 7\nnot quite"
+
+
+FETCH = "python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read())' http://{rule}/"
+FETCHING = """\
+#!/bin/bash
+{fetch} > /tmp/got && cmp -s /tmp/got /app/hello.txt && code=1 || code=0
+echo $code > /logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_a_task_that_needs_a_network_runs_where_the_operator_allows_it(tmp_path: Path, runtime: str):
+    async with served() as (server, names, ceiling):
+        rule = f"allowed.test:{server.port}"
+        toml = TOML.replace("allow_internet = false", f'network_mode = "allowlist"\nallowed_hosts = ["{rule}"]')
+        fetch = FETCH.format(rule=rule)
+        solve = f"#!/bin/bash\n{fetch} > hello.txt\n"
+        files = {"task.toml": toml, "tests/test.sh": FETCHING.format(fetch=fetch), "solution/solve.sh": solve}
+        body = local(imported(write(tmp_path / "net", files)), is_sif=runtime == "apptainer")
+        async with workshop(runtime) as shop:
+            with pytest.raises(EgressNotAllowed, match="setting egress_hosts"):
+                await rewards(shop, body)
+            assert await rewards(replace(shop, egress=ceiling, resolve=names), body) == (1.0, 0.0)
+        assert server.connections == 3, "the oracle, and each of the two verifiers"

@@ -51,7 +51,8 @@ def test_what_task_toml_does_not_say_is_as_harbor_has_it(tmp_path: Path):
         "memory_bytes": 2048 << 20,
         "disk_bytes": 10240 << 20,
     }
-    assert "task.toml says nothing of a network; Harbor would give one, sandboxes have none" in body["data"]["notes"]
+    note = "task.toml says nothing of a network; Harbor would give one, here the sandbox is offline"
+    assert note in body["data"]["notes"]
 
 
 def test_sizes_of_older_tasks_are_read(tmp_path: Path):
@@ -145,14 +146,38 @@ NETWORK = TOML.replace("allow_internet = false\n", "")
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["allow_internet = true", 'network_mode = "public"', 'network_mode = "allowlist"', 'allowed_hosts = ["a.b"]'],
+    ("line", "hosts"),
+    [
+        ("allow_internet = true", ["*"]),
+        ('network_mode = "public"', ["*"]),
+        ('network_mode = "allowlist"\nallowed_hosts = ["a.b", "*.c.d"]', ["a.b", "*.c.d"]),
+        ('allowed_hosts = ["a.b"]', ["a.b"]),
+    ],
 )
-def test_a_task_that_asks_for_a_network_is_refused_unless_it_can_do_without(tmp_path: Path, line: str):
+def test_a_task_that_asks_for_a_network_asks_for_hosts(tmp_path: Path, line: str, hosts: list[str]):
     write(tmp_path, {"task.toml": f"{NETWORK}{line}\n"})
-    with pytest.raises(TaskInvalid, match=r"environment\..*: sandboxes have no network; .* --set offline=yes"):
+    assert imported(tmp_path)["sandbox"]["egress"] == {"hosts": hosts, "eval_hosts": hosts}
+    to_play(imported(tmp_path), "bubblewrap")
+    assert "egress" not in imported(tmp_path, offline="yes")["sandbox"]
+    narrowed = imported(tmp_path, network="x.y, z.y:8080")["sandbox"]["egress"]
+    assert narrowed == {"hosts": ["x.y", "z.y:8080"], "eval_hosts": ["x.y", "z.y:8080"]}
+
+
+def test_the_agent_and_the_verifier_can_have_other_hosts_than_the_environment(tmp_path: Path):
+    toml = NETWORK.replace("[verifier]", '[verifier]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.b"]')
+    toml = toml.replace("[agent]", '[agent]\nnetwork_mode = "no-network"') + 'network_mode = "public"\n'
+    write(tmp_path, {"task.toml": toml})
+    assert imported(tmp_path)["sandbox"]["egress"] == {"hosts": [], "eval_hosts": ["a.b"]}
+    assert imported(tmp_path, network="x.y")["sandbox"]["egress"] == {"hosts": [], "eval_hosts": ["x.y"]}
+
+
+@pytest.mark.parametrize("host", ["http://a.b/", "a b", "10.0.0.300"])
+def test_hosts_that_are_none_are_told(tmp_path: Path, host: str):
+    write(tmp_path, {"task.toml": f'{NETWORK}allowed_hosts = ["{host}"]\n'})
+    with pytest.raises(TaskInvalid, match=r"task\.toml: allowed_hosts"):
         imported(tmp_path)
-    assert imported(tmp_path, offline="yes")["environment"] == "harbor"
+    with pytest.raises(TaskInvalid, match="--set network"):
+        imported(tmp_path, network=host)
 
 
 def test_no_network_wins_over_the_older_key(tmp_path: Path):
@@ -163,7 +188,7 @@ def test_no_network_wins_over_the_older_key(tmp_path: Path):
 FETCH = "#!/bin/bash\n# apt-get install comment\napt-get update\n"
 
 
-def test_tests_that_fetch_something_are_refused_unless_the_image_has_it(tmp_path: Path):
+def test_tests_that_fetch_something_are_refused_where_task_toml_gives_no_network(tmp_path: Path):
     write(tmp_path, {"tests/test.sh": FETCH, "solution/solve.sh": "pip install x"})
     with pytest.raises(
         TaskInvalid, match=r"tests/test.sh: 'apt-get update' needs a network.* every rollout would fail"
@@ -171,6 +196,16 @@ def test_tests_that_fetch_something_are_refused_unless_the_image_has_it(tmp_path
         imported(tmp_path)
     notes = imported(tmp_path, offline="yes")["data"]["notes"]
     assert "solution/solve.sh: 'pip install x' needs a network: the oracle may fail" in notes
+
+
+def test_tests_that_fetch_something_ask_for_a_network_where_nobody_says(tmp_path: Path):
+    write(tmp_path, {"task.toml": NETWORK, "tests/test.sh": FETCH})
+    body = imported(tmp_path)
+    assert body["sandbox"]["egress"] == {"hosts": [], "eval_hosts": ["*"]}
+    assert any("here its tests ask for one" in note for note in body["data"]["notes"])
+    assert any("'apt-get update' needs root" in note for note in body["data"]["notes"])
+    assert imported(tmp_path, network="a.b")["sandbox"]["egress"] == {"hosts": ["a.b"], "eval_hosts": ["a.b"]}
+    assert "egress" not in imported(write(tmp_path / "quiet", {"task.toml": NETWORK}))["sandbox"]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +293,7 @@ def test_variables_of_the_host_are_given_or_have_a_default(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        ({"image": "x"}, "unknown option 'image' of its importer; there are images, keep, offline"),
+        ({"image": "x"}, "unknown option 'image' of its importer; there are images, keep, network, offline"),
         ({"offline": "ja"}, "option offline: 'yes' or 'no' was expected, not 'ja'"),
         ({"run": "now"}, "option run: 'prepare' or 'refuse' was expected"),
         ({"safe_path": ""}, "option safe_path: 'no' or 'yes' was expected"),
@@ -369,8 +404,14 @@ def test_commands_of_a_dockerfile_run_at_set_up_if_that_is_wanted(tmp_path: Path
         {"run": "echo 'a b'", "cwd": "/w", "env": {"N": "1"}},
     ]
     fetches = "FROM x\nRUN apt-get update && apt-get install -y vim\n"
-    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: RUN apt-get .* needs a network, and sandboxes have none"):
+    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: RUN apt-get .* needs a network, and the task has none"):
         dockered(tmp_path, fetches, run="prepare")
+    toml = NO_IMAGE.replace("allow_internet = false", "allow_internet = true")
+    networked = {"task.toml": toml, "environment/Dockerfile": fetches}
+    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: RUN apt-get .* needs root, which sandboxes have not"):
+        imported(write(tmp_path / "root", networked), run="prepare")
+    networked["environment/Dockerfile"] = "FROM x\nRUN pip install y\n"
+    assert imported(write(tmp_path / "pip", networked), run="prepare")["data"]["setup"]
     assert dockered(tmp_path, fetches, run="prepare", offline="yes")["data"]["setup"]
     for line in ("RUN --mount=type=cache x", "RUN cat <<E\nE"):
         with pytest.raises(TaskInvalid, match="options and heredocs of RUN need a build"):

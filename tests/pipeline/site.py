@@ -10,6 +10,7 @@ from typing import Any
 
 from rollyard.agents.registry import Agents
 from rollyard.core import Json, Limits, Rollout, Run, State, Task, new_id
+from rollyard.core.egress import EgressCeiling
 from rollyard.engines import EngineSpec, Kind, Router, RouterSettings
 from rollyard.envs.registry import Environments
 from rollyard.observe.metrics import Metrics
@@ -17,6 +18,7 @@ from rollyard.observe.spans import NoTracer, Tracer
 from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
 from rollyard.sandbox.apptainer import ApptainerRuntime
 from rollyard.sandbox.bubblewrap import BubblewrapRuntime
+from rollyard.sandbox.egress import Resolve, SystemResolver
 from rollyard.sandbox.layers import Layers
 from rollyard.sandbox.python import PythonShelf
 from rollyard.store import SqliteStore, Submission
@@ -128,6 +130,8 @@ async def site(
     kind: type[BubblewrapRuntime] | type[ApptainerRuntime] = BubblewrapRuntime,
     pythons: PythonShelf | None = None,
     agents: Agents | None = None,
+    egress: EgressCeiling | None = None,
+    resolve: Resolve | None = None,
 ) -> AsyncGenerator[Site, None]:
     """Opens everything below `folder`; opening it again is a restart."""
     async with AsyncExitStack() as stack:
@@ -154,6 +158,8 @@ async def site(
             mcp_servers=mcp_servers or {},
             layers={kind.name: layers},
             pythons=pythons,
+            egress=egress or EgressCeiling(),
+            resolve=resolve or SystemResolver(),
         )
         run = run or Run("run")
         await store.put_run(run, {"id": run.id})

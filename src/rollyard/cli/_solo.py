@@ -52,6 +52,7 @@ async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, 
             images=_image_store(),
             pythons=PythonShelf(settings.data_dir / "python"),
             mcp_servers=mcp_servers(settings),
+            egress=settings.egress,
         )
 
 

@@ -23,7 +23,7 @@
     └── RequestError                   an HTTP answer only; never in a record
         ├── InvalidRequest  MalformedId  UnknownEnvironment  UnknownAgent  UnknownTool
         ├── SamplingInvalid
-        ├── RuntimeNotAllowed  ImageMissing  AgentMissing
+        ├── RuntimeNotAllowed  EgressNotAllowed  ImageMissing  AgentMissing
         ├── Unauthorized  Forbidden  ForeignHost  NotFound  Gone  IdConflict  AmbiguousId  EngineExists
         ├── SessionConflict  BatchConflict  SourceClosed  VersionConflict
         ├── NodeUnknown  NodeReplaced
@@ -232,7 +232,9 @@ class JudgeUnreachable(InfraFailure):
 
 
 class ToolUnreachable(InfraFailure):
-    remedy = "A server that the setting `mcp_servers` or `gym_servers` names does not answer; look at it and its URL."
+    remedy = (
+        "A server that `mcp_servers` or `gym_servers` names, or a host of sandbox.egress, does not answer; look at it."
+    )
 
 
 class ArtifactLost(InfraFailure):
@@ -359,6 +361,11 @@ class SamplingInvalid(RequestError):
 class RuntimeNotAllowed(RequestError):
     status = 403
     remedy = "The operator names what is allowed in the settings `runtimes` and `images`."
+
+
+class EgressNotAllowed(RequestError):
+    status = 403
+    remedy = "The operator names the hosts that tasks may reach in the setting `egress_hosts`."
 
 
 class ImageMissing(RequestError):

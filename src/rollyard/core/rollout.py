@@ -54,6 +54,7 @@ class Summary:
     limits_in_force: Mapping[str, str] = field(default_factory=dict[str, str])
     oldest_version: int = -1  # of the weights that sampled its tokens; −1: none was sampled
     newest_version: int = -1
+    egress: Mapping[str, Json] = field(default_factory=dict[str, Json])  # what it reached; empty: it was offline
     notes: tuple[str, ...] = ()  # forks, retried stages, limits that could not be enforced
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rollyard.core.egress import EgressOptions
 from rollyard.core.json import Json
 from rollyard.core.overlong import OverlongPenalty
 
@@ -54,6 +55,7 @@ class SandboxOptions:
     open_files: int | None = None
     cpus: float | None = None
     files: int | None = None
+    egress: EgressOptions | None = None  # None: offline
 
 
 @dataclass(frozen=True, slots=True)

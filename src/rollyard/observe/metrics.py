@@ -122,6 +122,8 @@ class Metrics:
         self._start_seconds = histogram("sandbox_start_seconds", "Time to start one.", SHORT_SECONDS, "runtime")
         self._layers = counter("layers", "Set-ups that were made, found as kept, or failed.", "runtime", "result")
         self._tool_seconds = histogram("tool_call_seconds", "Time of a tool call.", SHORT_SECONDS, "tool")
+        self._egress = counter("egress_connections", "Connections that sandboxes asked for, by verdict.", "verdict")
+        self._egress_bytes = counter("egress_bytes", "Bytes that sandboxes sent and received outside.", "direction")
         self._forks = counter("forks", "Traces that do not continue an earlier one, by reason.", "reason")
         self._gateway = counter("gateway_requests", "Requests of agent programs, by what became of them.", "result")
         self._abandoned = counter("gateway_abandoned", "Completions that no agent program received.")
@@ -225,6 +227,14 @@ class Metrics:
         """Fits `SqliteStore.open(on_commit=…)`."""
         self._commit.observe(seconds)
         self._batch.observe(operations)
+
+    def egress_used(self, verdicts: Mapping[str, int], sent_bytes: int, received_bytes: int) -> None:
+        """What the sandboxes of an attempt reached; verdicts are a fixed few."""
+        for verdict, count in verdicts.items():
+            self._egress.labels(verdict).inc(count)
+        if verdicts:
+            self._egress_bytes.labels("sent").inc(sent_bytes)
+            self._egress_bytes.labels("received").inc(received_bytes)
 
     def http_request(self, method: str, route: str, status: int, seconds: float) -> None:
         self._http.labels(method, route, str(status)).inc()

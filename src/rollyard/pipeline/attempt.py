@@ -148,6 +148,9 @@ class Attempt:
         self._is_settling = True
         await self._dispose()
         self._forget()
+        self.yard.metrics.egress_used(
+            self._progress.ledger.verdicts, self._progress.ledger.sent_bytes, self._progress.ledger.received_bytes
+        )
         await Settling(self.yard, self._progress).settle(verdict)
 
     def _stopped(self, reason: RollyardError | Shutdown | Stale) -> Failure | Shutdown | Stale:
@@ -175,7 +178,12 @@ class Attempt:
             self.clock = Deadline(self.rollout.task.limits.init_s)
             with stage_span(progress.span, "init"):
                 self._kit = await stages.init(
-                    yard.shop, self.rollout, self.clock, lease_s=yard.settings.lease_s, metrics=yard.metrics
+                    yard.shop,
+                    self.rollout,
+                    self.clock,
+                    lease_s=yard.settings.lease_s,
+                    metrics=yard.metrics,
+                    ledger=progress.ledger,
                 )
             progress.mark("ready")
             self._move(State.READY)
@@ -271,7 +279,7 @@ class Attempt:
             "eval_mode": kit.plan.eval_mode,
             "is_sandbox_gone": ran.is_sandbox_gone,
             "failure": msgspec.to_builtins(ran.failure),
-            "summary": msgspec.to_builtins(progress.summary),
+            "summary": msgspec.to_builtins(progress.told(progress.summary)),
             "timings": msgspec.to_builtins(progress.timings()),
         }
         at = rollout.position
@@ -348,6 +356,7 @@ class Attempt:
                     layers=self._kit.eval_layers if self._kit is not None else (),
                     ran_on=self._kit.sandbox.spec if self._kit is not None and self._kit.sandbox is not None else None,
                     is_last=is_last,
+                    ledger=progress.ledger,
                 )
 
     def _hold(self, sandbox: Sandbox) -> None:

@@ -22,10 +22,15 @@ from rollyard.pipeline.layering import eval_spec
 from rollyard.pipeline.starting import check_whole, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import Sandbox, SandboxSpec
+from rollyard.sandbox.egress import Ledger
+
+KILLED = "a command that judges was killed (SIGKILL), not by Rollyard and not at its memory limit"
+UNREACHED = "a host that EVAL may reach could not be found or connected to"
 
 
 class CheckKilled(Exception):
-    """A check was killed by SIGKILL, either by the code that it runs or by a process of the host."""
+    """A check was killed by SIGKILL, or a host that it may reach did not answer: the cause is the code that is judged,
+    or something outside the sandbox."""
 
 
 async def evaluate(
@@ -39,12 +44,15 @@ async def evaluate(
     metrics: Metrics | None = None,
     layers: Sequence[Path] = (),
     ran_on: SandboxSpec | None = None,
+    ledger: Ledger | None = None,
     is_last: bool = True,
 ) -> Score:
     """The score of saved artifacts, in a fresh sandbox; or with `same`, of RUN's files, the `layers`, over the image
     that RUN `ran_on`, whose kit still holds it: its name may mean another by now. The policy's failures pass through,
-    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. If a command was
-    killed by an unknown sender, raises CheckKilled, except in the `is_last` try, whose score counts."""
+    and DeadlineExpired of the judging itself: a sandbox that was not there in time is ours. Raises CheckKilled, except
+    in the `is_last` try, whose score counts."""
+    ledger = ledger or Ledger()
+    troubles = ledger.troubles
     task = rollout.task
     environment = shop.environment_of(task)
     plan = environment.plan(task)
@@ -61,7 +69,8 @@ async def evaluate(
                     else:
                         stack.enter_context(shop.holding_image(task))
                         spec = shop.spec_of(task, plan, rollout.id)
-                    spec = eval_spec(spec, plan, layers)
+                    egress = shop.egress_of(task, ledger, is_eval=True)
+                    spec = replace(eval_spec(spec, plan, layers), egress=egress)
                     sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
                     stack.push_async_callback(to_its_end, sandbox.kill)
                     watch(sandbox)
@@ -78,7 +87,9 @@ async def evaluate(
             if sandbox is not None:
                 check_whole(sandbox)
                 if sandbox.odd_kills and not is_last:
-                    raise CheckKilled("a command that judges was killed, not by Rollyard and not at its memory limit")
+                    raise CheckKilled(KILLED)
+                if ledger.troubles > troubles and not is_last:
+                    raise CheckKilled(UNREACHED)
     return score
 
 

@@ -27,6 +27,7 @@ from rollyard.core.failure import (
     SetupDeadline,
     SetupFailed,
     TaskFailure,
+    ToolUnreachable,
 )
 from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
@@ -35,6 +36,7 @@ from rollyard.pipeline.boundary import boundary
 from rollyard.pipeline.starting import check_whole, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import Sandbox, SandboxSpec
+from rollyard.sandbox.egress import Egress
 from rollyard.sandbox.layers import Lease
 
 INIT_GRACE_S = 60.0
@@ -56,7 +58,8 @@ async def prepared(
     async def make(target: Path) -> None:
         await _make(shop, rollout, spec, environment, clock, target, metrics)
 
-    parts = [own, task.environment, __version__, runtime.name, image_identity(spec.image)]
+    # What a set-up writes depends on what it could fetch.
+    parts = [own, task.environment, __version__, runtime.name, image_identity(spec.image), *_reachable(spec.egress)]
     key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
     terms = json.dumps([task.limits.init_s, asdict(spec.limits)])
     try:
@@ -68,6 +71,14 @@ async def prepared(
     if metrics is not None:
         metrics.layer_used(runtime.name, "found" if lease.is_found else "made")
     return lease
+
+
+def _reachable(egress: Egress | None) -> list[str]:
+    """The part of a key that says what could be reached; none for a set-up that was offline."""
+    if egress is None:
+        return []
+    mirrors = (f"{name}={url}" for name, url in sorted(egress.mirrors.items()))
+    return ["egress", *sorted(map(str, egress.rules)), *egress.methods, *mirrors]
 
 
 async def _make(
@@ -108,7 +119,8 @@ def late(clock: Deadline, phase: str) -> SetupDeadline | SandboxStartFailed:
 @contextmanager
 def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None]:
     """Attributes what escapes from a set-up. No model was asked: a limit that it hits is the task's doing. A command
-    that was killed is not: it is tried again, and its failure is remembered for no other task."""
+    that was killed is not, nor is a network that did not work: it is tried again, and its failure is remembered for no
+    other task."""
     with boundary(EnvironmentBroken, what):
         try:
             yield
@@ -119,6 +131,8 @@ def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None
                 check_whole(sandbox)
                 if sandbox.odd_kills:
                     raise SandboxLost(f"{what}: a command was killed from outside: {error.detail}") from error
+                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.troubles:
+                    raise ToolUnreachable(f"{what}: a host that it may reach did not answer: {error.detail}") from error
             raise
         if sandbox is not None:
             check_whole(sandbox)

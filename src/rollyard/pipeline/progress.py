@@ -28,6 +28,7 @@ from rollyard.core.failure import RunDeadline
 from rollyard.core.overlong import TRUNCATIONS
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.stages import Ran, Running
+from rollyard.sandbox.egress import Ledger
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class Progress:
     marks: dict[str, float] = field(default_factory=dict[str, float])  # when it entered a state
     queued_s: float = 0.0
     prepare_s: float = 0.0
+    ledger: Ledger = field(default_factory=Ledger)  # of what its sandboxes reached
     is_reevaluable: bool = True  # what EVAL needs outlives this process
 
     def __post_init__(self) -> None:
@@ -121,7 +123,12 @@ class Progress:
             failure = replace(failure, trainable=is_trainable)
         if self.run.overlong_penalty is not None:
             score = self.run.overlong_penalty.applied(score, self.summary.sampled_tokens)
-        return Ending(outcome, score, failure, is_trainable, self.summary, self.timings(), masked)
+        return Ending(outcome, score, failure, is_trainable, self.told(self.summary), self.timings(), masked)
+
+    def told(self, summary: Summary) -> Summary:
+        """With what its sandboxes reached; `before`: in the process that brought it as far as EVAL."""
+        found, before = self.ledger.summary(), summary.egress
+        return replace(summary, egress={**found, "before": before} if found and before else found or before)
 
     def may_train(self, failure: Failure) -> bool:
         if self.run.mask_truncated and failure.code in TRUNCATIONS:
@@ -143,7 +150,7 @@ class Progress:
         summary = self.summary
         if self.trajectory is None:  # cut off in RUN: what it cost stands in the record all the same
             summary = replace(summary, sampled_tokens=self.running.sampled_tokens)
-        return Ending(outcome, None, failure, False, summary, self.timings())
+        return Ending(outcome, None, failure, False, self.told(summary), self.timings())
 
     def lost(self, code: str, detail: str) -> LostAttempt:
         sampled = self.trajectory.sampled_tokens if self.trajectory else self.running.sampled_tokens

@@ -56,6 +56,7 @@ from rollyard.pipeline.layering import INIT_GRACE_S, late, left_out, prepared, s
 from rollyard.pipeline.starting import check_whole, ended_by_policy, start, to_its_end
 from rollyard.pipeline.workshop import Workshop
 from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
+from rollyard.sandbox.egress import Ledger
 from rollyard.sandbox.layers import Layers, Lease, Scratch
 from rollyard.sandbox.python import INSIDE, PortablePython
 from rollyard.tools.base import Tool, ToolContext, ToolKind, ToolSource
@@ -135,9 +136,15 @@ class Kit:
 
 
 async def init(
-    shop: Workshop, rollout: Rollout, clock: Deadline, *, lease_s: float, metrics: Metrics | None = None
+    shop: Workshop,
+    rollout: Rollout,
+    clock: Deadline,
+    *,
+    lease_s: float,
+    metrics: Metrics | None = None,
+    ledger: Ledger | None = None,
 ) -> Kit:
-    """Sandbox, prepared files, started services, opened tools."""
+    """Sandbox, prepared files, started services, opened tools. `ledger` gets what its sandboxes reach."""
     task = rollout.task
     environment = shop.environment_of(task)
     with boundary(EnvironmentBroken, f"{task.environment}.plan"):
@@ -150,6 +157,7 @@ async def init(
         if kit.plan.needs_sandbox or outfit.needs_doorway or any(kind.needs_sandbox for kind in kinds):
             kit.holding.enter_context(shop.holding_image(task))
             spec = shop.spec_of(task, kit.plan, rollout.id)
+            spec = replace(spec, egress=shop.egress_of(task, ledger or Ledger()))
             kit.python = await shop.python_of(task, kinds)
             if kit.python is not None and shop.runtime_of(task).is_isolated:
                 spec = replace(spec, binds=(*spec.binds, Bind(kit.python.folder, INSIDE)))

@@ -14,7 +14,8 @@ from rollyard.agents.base import Agent, is_head_only, needs_gateway, needs_model
 from rollyard.agents.registry import Agents
 from rollyard.core import Run, Task
 from rollyard.core.ceilings import Ceilings
-from rollyard.core.failure import ImageMissing, RuntimeNotAllowed, SandboxStartFailed, TaskInvalid
+from rollyard.core.egress import EgressCeiling, rules_of
+from rollyard.core.failure import EgressNotAllowed, ImageMissing, RuntimeNotAllowed, SandboxStartFailed, TaskInvalid
 from rollyard.engines.extra import check_extra
 from rollyard.engines.router import Router
 from rollyard.envs.base import Environment, Plan
@@ -23,8 +24,9 @@ from rollyard.pipeline.artifacts import ArtifactFolder
 from rollyard.pipeline.handler import Handler
 from rollyard.pipeline.imaging import Resolved, resolve_image
 from rollyard.pipeline.renderers import Renderers
-from rollyard.sandbox.base import Runtime, SandboxLimits, SandboxSpec
+from rollyard.sandbox.base import CONTROL_DIR, Runtime, SandboxLimits, SandboxSpec
 from rollyard.sandbox.breaker import Breakers
+from rollyard.sandbox.egress import Bounds, Egress, Ledger, Resolve, SystemResolver, egress_env
 from rollyard.sandbox.images import ImageStore
 from rollyard.sandbox.layers import Layers
 from rollyard.sandbox.python import PortablePython, PythonShelf
@@ -54,6 +56,8 @@ class Workshop:
     pythons: PythonShelf | None = None  # our own Python; without: tools have only the image's
     mcp_servers: Mapping[str, OutsideServer] = field(default_factory=dict[str, OutsideServer])  # the operator's
     ceilings: Ceilings = field(default_factory=Ceilings)
+    egress: EgressCeiling = field(default_factory=EgressCeiling)
+    resolve: Resolve = field(default_factory=SystemResolver)  # of the names that sandboxes may reach
 
     def check(self, task: Task, run: Run) -> None:
         """Raises the named error for a task that can never run here. No I/O: it is asked at every submit."""
@@ -73,7 +77,40 @@ class Workshop:
                 f"the agent {agent.name} is a program that reaches its model from inside a sandbox, and the runtime"
                 f" {runtime.name} makes none: choose another"
             )
+        self._check_egress(task, runtime)
         self.image_of(task)
+
+    def _check_egress(self, task: Task, runtime: Runtime) -> None:
+        wanted = task.sandbox.egress
+        if wanted is None or not (wanted.hosts or wanted.eval_hosts):
+            return
+        if not runtime.can_reach_out:
+            raise TaskInvalid(
+                f"sandbox.egress: the runtime {runtime.name} cannot hold a task to a list of hosts: choose another"
+            )
+        self.egress.check(wanted)
+
+    def egress_of(self, task: Task, ledger: Ledger, *, is_eval: bool = False) -> Egress | None:
+        """What a sandbox of this task may reach; None: it is offline."""
+        wanted = task.sandbox.egress
+        hosts = () if wanted is None else wanted.eval_hosts if is_eval else wanted.hosts
+        if wanted is None or not hosts:
+            return None
+        ceiling = self.egress
+        try:
+            ceiling.check(wanted)
+        except EgressNotAllowed as error:  # the operator has changed that
+            raise TaskInvalid(f"since the submit: {error.detail}") from error
+        return Egress(
+            rules=(*rules_of(hosts, "sandbox.egress"), *ceiling.mirror_hosts),
+            resolve=self.resolve,
+            methods=wanted.methods,
+            private=(*ceiling.private, *ceiling.mirror_hosts),
+            bounds=Bounds(connections=ceiling.connections, most_bytes=ceiling.most_bytes),
+            env=egress_env(ceiling.mirrors, CONTROL_DIR),
+            mirrors=ceiling.mirrors,
+            ledger=ledger,
+        )
 
     def image_of(self, task: Task) -> Resolved | None:
         """What its sandbox starts from; None: the runtime's own root. ImageMissing, RuntimeNotAllowed."""

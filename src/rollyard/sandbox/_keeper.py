@@ -72,6 +72,7 @@ class Keeper:
         self._pidfd = -1
         self.pid = 0
         self.doorway: socket.socket | None = None  # the runtime's, once it stands
+        self.egress: socket.socket | None = None  # the same
         self.env: Mapping[str, str] = {}  # what the image sets, where its runtime says
         self._end: SandboxEnd | None = None  # as we know it before the proof
         self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
@@ -143,8 +144,12 @@ class Keeper:
                 self._loop.add_reader(self._pidfd, self._on_gone)
                 if self._end is not None:
                     self.finish(self._end, by_signal=bool(message["pid"]))
-            case "doorway" if fds:
+            case "doorway" | "egress" if not fds:
+                self._fail_start(SandboxStartFailed(NO_ROOM))
+            case "doorway":
                 self.doorway = socket.socket(fileno=fds.pop())
+            case "egress":
+                self.egress = socket.socket(fileno=fds.pop())
             case "env":
                 self.env = image_env(message["env"])
             case "ready":

@@ -348,9 +348,8 @@ def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
             kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
             step = "loopback"
             kernel.bring_lo_up()
-            if config["doorway"]:
-                step = "doorway"
-                open_doorway(ctl, config["doorway"])
+            step = "doorway"
+            open_listeners(ctl, config)
             step = "stage"
             set_stage(config["stage"], trees)
             step = "proc"
@@ -381,12 +380,15 @@ def announce(ctl: socket.socket, pid: int) -> None:
     os.close(pidfd)
 
 
-def open_doorway(ctl: socket.socket, port: int) -> None:
-    """Before any code of the sandbox can run: nobody inside can have the port first."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
-        listener.bind(("127.0.0.1", port))
-        listener.listen(16)
-        kernel.send(ctl, {"event": "doorway"}, [listener.fileno()])
+def open_listeners(ctl: socket.socket, config: Message) -> None:
+    """The doorway and the way out, where they are wanted (a port each). Before any code of the sandbox can run: nobody
+    inside can have the port first."""
+    for name in ("doorway", "egress"):
+        if config[name]:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+                listener.bind(("127.0.0.1", config[name]))
+                listener.listen(16)
+                kernel.send(ctl, {"event": name}, [listener.fileno()])
 
 
 def set_stage(stage: Message, trees: list[int]) -> None:
@@ -779,9 +781,8 @@ def keep_container(path: str) -> NoReturn:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         announce(ctl, 0)
         wake = kernel.watch_children()
-        if config["doorway"]:
-            step = "doorway"
-            open_doorway(ctl, config["doorway"])
+        step = "doorway"
+        open_listeners(ctl, config)
         step = "folders"
         with contextlib.suppress(PermissionError):
             os.chmod("/", 0o755)  # podman's is 0555, and without capabilities that binds root too

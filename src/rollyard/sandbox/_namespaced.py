@@ -29,6 +29,7 @@ from rollyard.sandbox._sif import squashfs_offset
 from rollyard.sandbox._wire import Message
 from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, Bind, ImageKind, SandboxEnd, SandboxSpec
 from rollyard.sandbox.doorway import DOORWAY_PORT
+from rollyard.sandbox.egress.base import EGRESS_PORT
 from rollyard.sandbox.limits import Limiter
 
 HOME = "/home/agent"
@@ -180,6 +181,7 @@ class NamespacedRuntime(LaunchedRuntime):
             "user": uid,
             "folders": [(str(path), mode) for path, mode in folders],
             "doorway": DOORWAY_PORT if spec.has_doorway else 0,
+            "egress": EGRESS_PORT if spec.egress is not None else 0,
             "stage": {"at": at, "trees": [(name, str(path), mode) for name, path, mode in trees]},
             "root": root if lowers else None,
             "namespaces": self.namespaces,

@@ -46,6 +46,7 @@ class LaunchedRuntime(ABC):
     is_isolated: ClassVar[bool]
     image_kinds: ClassVar[tuple[ImageKind, ...]] = ()
     is_killed_by_signal: ClassVar[bool] = True  # its namespace dies with the keeper, which we may signal
+    can_reach_out: ClassVar[bool] = True  # it can hold a sandbox to the hosts of `SandboxSpec.egress`
     outside_statuses: ClassVar[frozenset[int]] = frozenset()  # see `Keeper`
 
     def __init__(
@@ -215,6 +216,7 @@ class LaunchedRuntime(ABC):
                 raise SandboxStartFailed("it ended as soon as it stood")
             self._on_started(sandbox, place)
             sandbox.open_doorway()
+            await sandbox.open_egress()
         except BaseException as error:
             ending = self._end(sandbox, SandboxEnd("killed", "its start did not succeed"))
             await asyncio.wait([ending])

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollyard.core.failure import MemoryLimit, SandboxLost
+from rollyard.core.failure import MemoryLimit, SandboxLost, SandboxStartFailed
 from rollyard.sandbox._keeper import Job, Keeper, pid_of
 from rollyard.sandbox._wire import Collector, Feeder, Message
 from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ExecResult, SandboxEnd, SandboxSpec
 from rollyard.sandbox.doorway import Doorway
+from rollyard.sandbox.egress.mirrors import OS_RELEASE, OS_RELEASE_BYTES, write_apt_files
+from rollyard.sandbox.egress.proxy import EgressProxy
 
 END_S = 10.0
 """How long a timed-out command may take to die. It is SIGKILLed: only one stuck in the kernel takes longer."""
@@ -99,6 +101,7 @@ class LaunchedSandbox:
         self.expires_at = float("inf")
         self.ending: asyncio.Task[None] | None = None  # the runtime's
         self._doorway: Doorway | None = None
+        self._egress: EgressProxy | None = None
         self._oom_seen = 0
         self.odd_kills = 0
         self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
@@ -131,10 +134,29 @@ class LaunchedSandbox:
     def doorway(self) -> Doorway | None:
         return self._doorway
 
+    @property
+    def _egress_env(self) -> Mapping[str, str]:
+        return {} if self._spec.egress is None else self._spec.egress.env
+
     def open_doorway(self) -> None:
         if self._keeper.doorway is not None:
             port = self._keeper.doorway.getsockname()[1]
             self._doorway = Doorway(self._keeper.doorway, port=port, owner=self._spec.owner)
+
+    async def open_egress(self) -> None:
+        """Serves the way out, if its spec asks for one."""
+        egress, sock = self._spec.egress, self._keeper.egress
+        if egress is None:
+            return
+        if sock is None:
+            raise SandboxStartFailed("this runtime has no way out for a sandbox; use bubblewrap or apptainer")
+        os_release = b""
+        if "apt" in egress.mirrors:
+            with contextlib.suppress(OSError, ValueError):  # an image without one, or with a strange one
+                os_release = await self.read(OS_RELEASE, limit_bytes=OS_RELEASE_BYTES)
+        write_apt_files(self.control_dir, self.control_path, egress.mirrors, os_release.decode("utf-8", "replace"))
+        self._egress = EgressProxy(sock, egress, owner=self._spec.owner)
+        await self._egress.serve()
 
     def close_doorway(self) -> None:
         """Before all else when it ends: an open connection would keep its network namespace."""
@@ -142,6 +164,10 @@ class LaunchedSandbox:
             self._doorway.close()
         elif self._keeper.doorway is not None:
             self._keeper.doorway.close()
+        if self._egress is not None:
+            self._egress.close()
+        elif self._keeper.egress is not None:
+            self._keeper.egress.close()
 
     @property
     def pid(self) -> int:
@@ -189,7 +215,7 @@ class LaunchedSandbox:
             "op": "run",
             "argv": list(argv),
             "cwd": self._place.path(cwd),
-            "env": {**self._keeper.env, **self._place.env, **(env or {})},
+            "env": {**self._keeper.env, **self._place.env, **self._egress_env, **(env or {})},
             "limits": self._place.limits,
             "slots": list(fds),
             "tty": tty is not None,

@@ -8,7 +8,8 @@ Invariants, proven for every runtime by `rollyard.testing.sandbox_conformance`:
 - Server gone, sandbox gone: PID 1 holds a lifeline pipe whose only write end is ours.
 - A sandbox lives while its lease is renewed. Nothing in it ends it by a timer.
 - A limit is enforced by the means that `limits_in_force` names. One that ends the sandbox is its `SandboxEnd`.
-- The doorway, where one was asked for, listens before anything inside runs.
+- The doorway, where one was asked for, listens before anything inside runs. So does the way out (`egress`); without
+  one, an isolated sandbox reaches nothing.
 - `freeze` ends a sandbox as `kill` does and keeps what it wrote; that is a layer below any number of others.
 - Paths are the sandbox's own. File calls never follow a link out of it.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from rollyard.sandbox.doorway import Doorway
+from rollyard.sandbox.egress.base import Egress
 
 WORKDIR = "/workspace"
 """Where an agent's files are, in every sandbox."""
@@ -65,6 +67,7 @@ class SandboxSpec:
     binds: tuple[Bind, ...] = ()
     layers: tuple[Path, ...] = ()  # what `freeze` kept, the topmost first: below this sandbox's own, read-only
     has_doorway: bool = False
+    egress: Egress | None = None  # what it may reach; None: it is offline
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     owner: str = ""  # rollout id, for logs and for the sweep
 
@@ -229,6 +232,7 @@ class Runtime(Protocol):
 
     name: ClassVar[str]
     is_isolated: ClassVar[bool]
+    can_reach_out: ClassVar[bool]  # it holds a sandbox to `SandboxSpec.egress`; else such a one does not start
     image_kinds: ClassVar[tuple[ImageKind, ...]]  # those that it reads, the best first; empty: it has no images
 
     @property

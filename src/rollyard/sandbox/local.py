@@ -32,10 +32,13 @@ class LocalRuntime(LaunchedRuntime):
     name: ClassVar[str] = "local"
     is_isolated: ClassVar[bool] = False
     is_killed_by_signal: ClassVar[bool] = False
+    can_reach_out: ClassVar[bool] = False  # what runs here has the host's own network
 
     def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[Place, Message]:
         if spec.image is not None:
             raise SandboxStartFailed("the local runtime has no images; use bubblewrap")
+        if spec.egress is not None:
+            raise SandboxStartFailed("the local runtime cannot hold a command to a list of hosts; use bubblewrap")
         if spec.binds:
             raise SandboxStartFailed("the local runtime cannot bind host paths; use bubblewrap")
         folder, control = self._root / sandbox_id, self._control / sandbox_id

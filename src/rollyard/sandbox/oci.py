@@ -35,6 +35,7 @@ from rollyard.sandbox._sandbox import Frozen, LaunchedSandbox, Place
 from rollyard.sandbox._wire import Message
 from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ImageKind, SandboxEnd, SandboxLimits, SandboxSpec
 from rollyard.sandbox.doorway import DOORWAY_PORT
+from rollyard.sandbox.egress.base import EGRESS_PORT
 from rollyard.sandbox.limits import DEFAULTS, Limiter, mark_of
 from rollyard.sandbox.python import INSIDE, PortablePython, PythonShelf
 
@@ -177,6 +178,7 @@ class OciRuntime(LaunchedRuntime):
             "folders": [folder, control],
             "message": {
                 "doorway": DOORWAY_PORT if spec.has_doorway else 0,
+                "egress": EGRESS_PORT if spec.egress is not None else 0,
                 "make": [(WORKDIR, 0o755), ("/tmp", 0o1777), (HOME, 0o700)],
                 "seccomp": base64.b64encode(_seccomp.program(refuse_memfd=False)).decode(),
             },

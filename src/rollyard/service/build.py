@@ -33,6 +33,7 @@ from rollyard.observe.spans import NoTracer, Tracer, open_tracer
 from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
 from rollyard.sampling.sampler import Sampler
 from rollyard.sandbox import Runtime
+from rollyard.sandbox.egress import SystemResolver
 from rollyard.sandbox.images import ImageStore
 from rollyard.sandbox.layers import Layers
 from rollyard.sandbox.python import PythonShelf
@@ -172,6 +173,8 @@ async def open_shop(
             for name, runtime in runtimes.items()
         }
         probes = {name: await _probe(name, runtime) for name, runtime in runtimes.items()}
+        resolver = SystemResolver()
+        stack.callback(resolver.close)
         shop = Workshop(
             runtimes=runtimes,
             default_runtime=settings.runtime,
@@ -186,6 +189,8 @@ async def open_shop(
             pythons=PythonShelf(settings.data_dir / "python"),
             mcp_servers=mcp_servers(settings),
             ceilings=settings.ceilings,
+            egress=settings.egress,
+            resolve=resolver,
         )
         yield shop, probes
 

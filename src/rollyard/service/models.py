@@ -19,11 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from starlette.requests import Request
 
 from rollyard.core import AgentSpec, Json, Limits, Mode, Run, Sampling, SandboxOptions, Task, check_id, new_id
+from rollyard.core.egress import READING, EgressOptions
 from rollyard.core.engine import Admission
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.overlong import COMPONENT, OverlongPenalty
 from rollyard.core.score import MOST, MOST_REWARD
 from rollyard.engines.base import EngineSpec, Kind, Role
+from rollyard.service.egress import Method
 from rollyard.service.problems import invalid
 
 M = TypeVar("M", bound=BaseModel)
@@ -85,6 +87,22 @@ class LimitsBody(Body):
     output_bytes: Annotated[int, Field(ge=64, le=64 << 20)] = Limits().output_bytes
 
 
+Rule = Annotated[str, Field(min_length=1, max_length=300)]
+
+
+class EgressBody(Body):
+    """Hosts that a task's sandboxes may reach: NAME, *.NAME, * or an address, with :PORT if not 80 and 443."""
+
+    hosts: Annotated[list[Rule], Field(max_length=64)] = Field(default_factory=list)
+    eval_hosts: Annotated[list[Rule], Field(max_length=64)] = Field(default_factory=list)
+    methods: Annotated[list[Method], Field(min_length=1, max_length=16)] = Field(
+        default_factory=lambda: list[Method](READING)
+    )
+
+    def to_options(self) -> EgressOptions:
+        return EgressOptions(tuple(self.hosts), tuple(self.eval_hosts), tuple(self.methods))
+
+
 class SandboxBody(Body):
     runtime: Name | None = None
     image: Text | None = None
@@ -94,6 +112,7 @@ class SandboxBody(Body):
     open_files: Count | None = None
     files: Count | None = None
     cpus: float | None = Field(default=None, gt=0, le=4096, allow_inf_nan=False)
+    egress: EgressBody | None = None
 
 
 class TaskBody(Body):
@@ -118,8 +137,14 @@ def to_task(raw: Mapping[str, Json], defaults: Mapping[str, Json], path: Sequenc
         agent=AgentSpec(body.agent.name, body.agent.options),
         sampling=Sampling(**_fields(body.sampling)),
         limits=Limits(**_fields(body.limits)),
-        sandbox=SandboxOptions(**_fields(body.sandbox)),
+        sandbox=_sandbox(body.sandbox),
     )
+
+
+def _sandbox(body: SandboxBody) -> SandboxOptions:
+    fields = {**_fields(body)}
+    egress: EgressBody | None = fields.pop("egress")
+    return SandboxOptions(**fields, egress=None if egress is None else egress.to_options())
 
 
 def _fields(body: Body) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ TAKEN_OVER = (
     "sandbox_files",
     *("sandbox_uids", "engine_wait_s", "health_s", "mcp_servers", "gym_servers"),
     *("init_slots", "run_slots", "eval_slots", "ready_slots", "max_live"),
+    *("egress_hosts", "egress_methods", "egress_private", "egress_mirrors", "egress_bytes", "egress_connections"),
     *("max_attempts", "eval_attempts", "drain_s", "log_level", "log_format", "otlp_endpoint"),
 )
 

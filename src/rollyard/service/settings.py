@@ -23,7 +23,9 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from rollyard.core.ceilings import Ceilings
+from rollyard.core.egress import EgressCeiling
 from rollyard.sandbox.base import SandboxLimits
+from rollyard.service.egress import Host, Method, Mirrors, PrivateHost, ceiling_of
 
 PREFIX = "ROLLYARD_"
 _NOT_SETTINGS = ("CONFIG", "URL", "TOKEN")  # ROLLYARD_… that the client and the loader read themselves
@@ -168,6 +170,25 @@ class Settings(BaseModel):
     )
     oci_command: str = Field(default="", description='The container engine ("podman --runtime runc"); empty: as found.')
     oci_image: str = Field(default="", description="The image of containers for tasks that name none.")
+    egress_hosts: Annotated[tuple[Host, ...], BeforeValidator(_split)] = Field(
+        default=(),
+        description="Hosts that tasks may ask to reach: NAME, *.NAME or *, with :PORT if not 80 and 443; none: none.",
+    )
+    egress_methods: Annotated[tuple[Method, ...], BeforeValidator(_split)] = Field(
+        default=("GET", "HEAD"), min_length=1, description="Methods of plain HTTP that tasks may ask for."
+    )
+    egress_private: Annotated[tuple[PrivateHost, ...], BeforeValidator(_split)] = Field(
+        default=(), description="HOST:PORT of yours that may have private addresses; others never may."
+    )
+    egress_mirrors: Annotated[Mirrors, BeforeValidator(_table)] = Field(
+        default={}, description="Package mirrors (pip, npm, apt): URLs that tasks with a network are set up for."
+    )
+    egress_bytes: int = Field(
+        default=1 << 30, ge=1, description="Bytes that one attempt may send and receive outside, together."
+    )
+    egress_connections: Count = Field(
+        default=32, le=1024, description="Connections outside that a sandbox may have open."
+    )
     layer_bytes: int = Field(
         default=20 << 30,
         ge=0,
@@ -273,6 +294,17 @@ class Settings(BaseModel):
             processes=self.max_task_processes,
             files=self.max_task_files,
             seconds=self.max_task_s,
+        )
+
+    @property
+    def egress(self) -> EgressCeiling:
+        return ceiling_of(
+            hosts=self.egress_hosts,
+            methods=self.egress_methods,
+            private=self.egress_private,
+            mirrors=self.egress_mirrors,
+            most_bytes=self.egress_bytes,
+            connections=self.egress_connections,
         )
 
     @property

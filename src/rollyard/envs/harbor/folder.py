@@ -1,7 +1,7 @@
 """From a Harbor task folder to a task's body: `rollyard tasks import harbor FOLDER`.
 
-What would not run here as its author meant it is refused with the reason: a network, a build, further services, a GPU.
-What only might not is a note in the body's data.
+What would not run here as its author meant it is refused with the reason: a build, further services, a GPU. What only
+might not is a note in the body's data. A network that it needs becomes `sandbox.egress`, for the operator to allow.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollyard.core import Json, Task
+from rollyard.core.egress import rules_of
 from rollyard.core.failure import TaskInvalid
 from rollyard.envs.base import check_options
 from rollyard.envs.harbor.data import APP, HarborData
 from rollyard.envs.harbor.dockerfile import Recipe, last_workdir, read_dockerfile
 from rollyard.envs.harbor.files import Packer, text_of
-from rollyard.envs.harbor.manifest import Manifest, read_manifest
-from rollyard.envs.harbor.scripts import fetching_line
+from rollyard.envs.harbor.manifest import ANYWHERE, Manifest, read_manifest
+from rollyard.envs.harbor.scripts import fetching_line, needs_root
 
 log = logging.getLogger(__name__)
 
-OPTIONS = ("images", "workdir", "run", "offline", "keep", "safe_path", "refused")
+OPTIONS = ("images", "workdir", "run", "offline", "network", "keep", "safe_path", "refused")
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 EVAL_GRACE_S = 30.0
@@ -41,6 +42,7 @@ class Options:
     workdir: str = ""
     runs_in_prepare: bool = False
     is_offline: bool = False
+    network: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     is_safe_path: bool = True
     skips_refused: bool = False
@@ -55,6 +57,7 @@ class Options:
             workdir=options.get("workdir", ""),
             runs_in_prepare=_is(options, "run", "prepare", "refuse"),
             is_offline=_is(options, "offline", "yes", "no"),
+            network=tuple(host.strip() for host in options.get("network", "").split(",") if host.strip()),
             keep=tuple(path for path in options.get("keep", "").split(":") if path),
             is_safe_path=not _is(options, "safe_path", "no", "yes"),
             skips_refused=_is(options, "refused", "skip", "stop"),
@@ -96,21 +99,28 @@ def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
     manifest = read_manifest(folder / "task.toml")
     _refuse(folder, manifest, options)
     packer = Packer(folder.name)
-    recipe = _recipe(folder, manifest, options, packer)
+    run_hosts, eval_hosts = _hosts(manifest, options)
+    recipe = _recipe(folder, manifest, options, packer, has_network=bool(run_hosts))
     tests = packer.folder(folder / "tests")
     solution = packer.folder(folder / "solution") if (folder / "solution").is_dir() else {}
     script, solve = text_of(tests, "test.sh"), text_of(solution, "solve.sh")
     if not script.strip():
         raise TaskInvalid("tests/test.sh: there is none, or it is empty")
-    if (line := fetching_line(script)) and not options.is_offline:
-        raise TaskInvalid(
-            f"tests/test.sh: {line!r} needs a network, and sandboxes have none: every rollout would fail; put into the"
-            " image what it fetches, and import with --set offline=yes"
-        )
     notes = [*recipe.notes, *(f"task.toml: {key} is not used" for key in manifest.unknown_keys())]
-    if manifest.says_nothing_of_network:
-        notes.append("task.toml says nothing of a network; Harbor would give one, sandboxes have none")
-    if line := fetching_line(solve):
+    if (line := fetching_line(script)) and not eval_hosts and not options.is_offline:
+        if not manifest.says_nothing_of_network:
+            raise TaskInvalid(
+                f"tests/test.sh: {line!r} needs a network, and task.toml gives it none: every rollout would fail; put"
+                " into the image what it fetches, and import with --set offline=yes, or give hosts: --set network=HOSTS"
+            )
+        eval_hosts = ANYWHERE
+    if manifest.says_nothing_of_network and not options.network:
+        notes.append(f"task.toml says nothing of a network; Harbor would give one, here {_shown(eval_hosts)}")
+    if line and eval_hosts and needs_root(line):
+        notes.append(
+            f"tests/test.sh: {line!r} needs root, which a sandbox has not: put into the image what it installs"
+        )
+    if (line := fetching_line(solve)) and not run_hosts:
         notes.append(f"solution/solve.sh: {line!r} needs a network: the oracle may fail")
     if not recipe.workdir:
         notes.append(f"the image's own working folder is not known here: the task begins in {APP} (--set workdir=PATH)")
@@ -138,6 +148,8 @@ def body_of(folder: Path, options: Options) -> Mapping[str, Json]:
         "memory_bytes": manifest.memory_bytes,
         "disk_bytes": manifest.disk_bytes,
     }
+    if run_hosts or eval_hosts:
+        sandbox["egress"] = {"hosts": list(run_hosts), "eval_hosts": list(eval_hosts)}
     kept: dict[str, Json] = {name: value for name, value in data.items() if value or name == "tests"}
     HarborData.read(Task("harbor", kept))
     return {"environment": "harbor", "data": kept, "limits": limits, "sandbox": sandbox}
@@ -158,16 +170,29 @@ def _refuse(folder: Path, manifest: Manifest, options: Options) -> None:
         )
     if verifier.environment is not None or verifier.environment_mode not in (None, "shared"):
         raise TaskInvalid("task.toml: verifier.environment: a verifier in a container of its own is not supported")
-    if (wanted := manifest.wanted_network()) and not options.is_offline:
-        raise TaskInvalid(
-            f"task.toml: {wanted}: sandboxes have no network; if the task can be done without, --set offline=yes"
-        )
     for name in COMPOSE:
         if (folder / "environment" / name).exists():
             raise TaskInvalid(f"environment/{name}: services beside the task's own container are not supported")
 
 
-def _recipe(folder: Path, manifest: Manifest, options: Options, packer: Packer) -> Recipe:
+def _hosts(manifest: Manifest, options: Options) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """For RUN and for EVAL: what the task asks for, or `--set network=…` in its place."""
+    if options.is_offline:
+        return (), ()
+    run, judging = manifest.hosts()
+    if options.network and manifest.says_nothing_of_network:
+        run = judging = options.network
+    elif options.network:
+        run, judging = (options.network if hosts else () for hosts in (run, judging))
+    rules_of((*run, *judging), "harbor: --set network" if options.network else "task.toml: allowed_hosts")
+    return run, judging
+
+
+def _shown(eval_hosts: tuple[str, ...]) -> str:
+    return "its tests ask for one (sandbox.egress)" if eval_hosts else "the sandbox is offline"
+
+
+def _recipe(folder: Path, manifest: Manifest, options: Options, packer: Packer, *, has_network: bool) -> Recipe:
     """Of an image that is there already, only its name and where it begins; else what the Dockerfile says."""
     path, place = folder / "environment" / "Dockerfile", "environment/Dockerfile"
     image = options.images.replace("{name}", folder.resolve().name)
@@ -176,24 +201,26 @@ def _recipe(folder: Path, manifest: Manifest, options: Options, packer: Packer) 
     if image:
         recipe = Recipe(image, last_workdir(path, place) if path.is_file() else "")
     elif path.is_file():
-        recipe = _without_build(folder, read_dockerfile(path, place, packer), options)
+        recipe = _without_build(folder, read_dockerfile(path, place, packer), options, has_network=has_network)
     else:
         raise TaskInvalid("there is no image: neither environment.docker_image in task.toml nor environment/Dockerfile")
     recipe.workdir = options.workdir or manifest.environment.workdir or recipe.workdir
     return recipe
 
 
-def _without_build(folder: Path, recipe: Recipe, options: Options) -> Recipe:
+def _without_build(folder: Path, recipe: Recipe, options: Options, *, has_network: bool) -> Recipe:
     recipe.image = f"docker://{recipe.image.removeprefix('docker://')}"
     for run in recipe.runs:
         if not options.runs_in_prepare:
             build = f"rollyard images build {folder / 'environment'} --name {folder.resolve().name.lower()}"
             raise TaskInvalid(
                 f"{run}: this needs a build: {build}, then import with --set images={{name}}; or --set run=prepare runs"
-                " it when the task is set up, without a network"
+                " it when the task is set up, with the task's own network"
             )
-        if fetching_line(run.partition(": RUN ")[2]) and not options.is_offline:
-            raise TaskInvalid(f"{run}: needs a network, and sandboxes have none; build the image instead")
+        line = fetching_line(run.partition(": RUN ")[2])
+        if line and not options.is_offline and (not has_network or needs_root(line)):
+            what = "root, which sandboxes have not" if has_network else "a network, and the task has none"
+            raise TaskInvalid(f"{run}: needs {what}; build the image instead")
     return recipe
 
 

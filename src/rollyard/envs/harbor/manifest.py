@@ -16,6 +16,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
 Network = Literal["public", "no-network", "allowlist"]
 Texts = dict[str, str]
+ANYWHERE = ("*",)
 
 
 class Table(BaseModel):
@@ -23,6 +24,14 @@ class Table(BaseModel):
 
     network_mode: Network | None = None
     allowed_hosts: list[str] = Field(default_factory=list)
+
+    def hosts(self) -> tuple[str, ...] | None:
+        """None: this table does not say."""
+        if self.network_mode == "public":
+            return ANYWHERE
+        if self.network_mode == "allowlist" or (self.network_mode is None and self.allowed_hosts):
+            return tuple(self.allowed_hosts)
+        return () if self.network_mode == "no-network" else None
 
 
 class AgentTable(Table):
@@ -82,17 +91,14 @@ class Manifest(BaseModel):
         for name in ("agent", "verifier", "environment", "solution"):
             yield from (f"{name}.{key}" for key in sorted(getattr(self, name).model_extra or ()))
 
-    def wanted_network(self) -> str | None:
-        """The key and value that ask for one; None: none of them does. Where both speak, `network_mode` counts."""
-        for name in ("environment", "agent", "verifier"):
-            table: Table = getattr(self, name)
-            if table.network_mode in ("public", "allowlist"):
-                return f'{name}.network_mode = "{table.network_mode}"'
-            if table.allowed_hosts and table.network_mode is None:
-                return f"{name}.allowed_hosts"
-        if self.environment.allow_internet and self.environment.network_mode is None:
-            return "environment.allow_internet = true"
-        return None
+    def hosts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Those that RUN and EVAL ask for. What `agent` or `verifier` says wins over `environment`, and `network_mode`
+        over the older `allow_internet`."""
+        common = self.environment.hosts()
+        if common is None:
+            common = ANYWHERE if self.environment.allow_internet else ()
+        run, judging = self.agent.hosts(), self.verifier.hosts()
+        return common if run is None else run, common if judging is None else judging
 
     @property
     def says_nothing_of_network(self) -> bool:

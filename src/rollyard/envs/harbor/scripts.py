@@ -11,6 +11,8 @@ _FETCHES = re.compile(
     r"|\b(curl|wget)\b[^\n]*(https?|ftp)://(?!localhost|127\.|0\.0\.0\.0|\[::1\])"
 )
 
+_SYSTEMS = re.compile(r"\b(apt-get|apt|apk|dnf|yum|microdnf)\s+(-\S+\s+)*(update|install|add|upgrade)\b")
+
 
 def fetching_line(script: str) -> str | None:
     """The first line that cannot work without a network. Comments do not count."""
@@ -19,6 +21,11 @@ def fetching_line(script: str) -> str | None:
         if not plain.startswith("#") and _FETCHES.search(plain + " "):
             return plain
     return None
+
+
+def needs_root(line: str) -> bool:
+    """Whether it installs packages of the system."""
+    return _SYSTEMS.search(f"{line} ") is not None
 
 
 def command_of(script: str, path: str) -> list[str]:

@@ -1,0 +1,82 @@
+"""Who may be connected to: the task's rules, then every address that the name has.
+
+Invariants. A name that no rule allows is never looked up: a lookup is a message to whoever serves its zone. All
+addresses of an answer have to be fit, not only the one that is used. The caller connects to an address that was
+checked here, and never looks the name up again; so an answer that changes changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollyard.core.egress import host_of, is_address, port_of
+from rollyard.sandbox.egress.addresses import why_not
+from rollyard.sandbox.egress.base import Egress, Refused
+
+MOST_ADDRESSES = 64
+
+LOOKUPS = 2
+"""At a time, of one proxy: they share threads with those of others."""
+
+
+class Gate:
+    """The decisions of one proxy."""
+
+    def __init__(self, egress: Egress) -> None:
+        self._egress = egress
+        self._names: set[str] = set()
+        self._looking = asyncio.Semaphore(LOOKUPS)
+
+    def check(self, host: str, port: int) -> None:
+        """Refused if no rule allows it. `host` as `host_of` returns it."""
+        if not any(rule.allows(host, port) for rule in self._egress.rules):
+            what = "an address has to be listed literally" if is_address(host) else "it is not on this task's list"
+            raise Refused("host", f"{host}:{port}: {what} (sandbox.egress)")
+
+    def check_method(self, method: str) -> None:
+        if method not in self._egress.methods:
+            allowed = ", ".join(self._egress.methods)
+            raise Refused("method", f"the method {method} is not allowed over plain HTTP, only {allowed}", 405)
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """Those that a host has, all of them fit to connect to."""
+        if is_address(host):
+            found = [host]
+        else:
+            self._names.add(host)
+            if len(self._names) > self._egress.bounds.names:
+                raise Refused("names", f"more than {self._egress.bounds.names} different hosts", 429)
+            try:
+                async with asyncio.timeout(self._egress.bounds.connect_s), self._looking:
+                    found = list(await self._egress.resolve(host, port))
+            except TimeoutError:
+                raise Refused("dns", f"{host} was not looked up in time", 504) from None
+            except (OSError, UnicodeError) as error:  # UnicodeError: a name that the codec of getaddrinfo refuses
+                raise Refused("dns", f"{host} has no address: {error}", 502) from None
+        if not found or len(found) > MOST_ADDRESSES:
+            raise Refused("dns", f"{host} has {len(found)} addresses", 502)
+        is_named = any(rule.name == host and port in rule.ports for rule in self._egress.private)
+        for address in found:
+            why = why_not(address, may_be_private=is_named)
+            if not why and not is_named and self._egress.is_own(address):
+                why = "it is this machine's own"
+            if why:
+                raise Refused("address", f"{host} has the address {address}, and {why}")
+        return found
+
+
+def split_authority(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """`HOST:PORT`, in the compared form. Refused for user names, ports that are no number, and other tricks."""
+    host, colon, port = text.rpartition(":")
+    if not colon or port.endswith("]"):
+        host, port = text, ""
+    try:
+        if not port and ((colon and not text.endswith("]")) or default_port is None):
+            raise ValueError("a port was expected")
+        return host_of(host), port_of(port) if port else default_port or 0
+    except ValueError as error:
+        raise Refused("request", f"{_shown(text)} is no HOST:PORT: {error}", 400) from None
+
+
+def _shown(text: str) -> str:
+    return repr(text[:100])

@@ -1,0 +1,109 @@
+"""One connection of the proxy's: both of its ends, what they moved, and what bounds them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Sequence
+
+from rollyard.core.egress import is_address
+from rollyard.sandbox.egress.base import Bounds, Refused
+from rollyard.sandbox.egress.ledger import ALLOWED, Entry, Ledger
+
+log = logging.getLogger("rollyard.egress")
+
+CHUNK = 32 << 10
+"""That is read at once. A connection holds at most eight of them, both ways together."""
+
+MOST_TRIES = 4  # addresses of one host
+
+
+class Link:
+    """A client inside and, once it is connected, a host outside. Every byte between them goes through `ledger`."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        bounds: Bounds,
+        ledger: Ledger,
+        owner: str = "",
+    ) -> None:
+        self.reader, self.writer, self.bounds, self.ledger = reader, writer, bounds, ledger
+        self.host, self.port, self._owner = "", 0, owner  # of whom it asked for
+        self.outside: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self.entry: Entry | None = None
+        self.is_answered = False  # something of an answer has gone to the client
+        self.is_tls = False  # the client expects TLS by now, and no HTTP
+        self._moved_at = asyncio.get_running_loop().time()
+
+    async def connect(self, addresses: Sequence[str], port: int) -> None:
+        """To exactly one of these addresses. Refused if none of them answers."""
+        tried, last = addresses[:MOST_TRIES], "it has no address"
+        for address in tried:
+            try:
+                async with asyncio.timeout(self.bounds.connect_s / len(tried)):
+                    self.outside = await _connected(address, port)
+                self.entry = self.record(ALLOWED, address)
+                return
+            except TimeoutError:
+                last = "it did not answer in time"
+            except OSError as error:
+                last = str(error)
+        raise Refused("connect", f"the host could not be connected to: {last}", 502)
+
+    def record(self, verdict: str, detail: str) -> Entry:
+        """Enters what became of it. The first of each kind is logged, so the log is bounded as the ledger is."""
+        entry, is_new = self.ledger.enter(self.host, self.port, verdict)
+        if is_new:
+            found = {"rollout": self._owner, "host": self.host, "port": self.port, "verdict": verdict}
+            log.info("egress", extra={**found, "detail": detail[:200]})
+        self._moved_at = asyncio.get_running_loop().time()
+        return entry
+
+    def spend(self, *, sent: int = 0, received: int = 0) -> None:
+        """Before bytes go on their way. Refused once the attempt has had its share."""
+        total = self.ledger.total_bytes + sent + received
+        if total > self.bounds.most_bytes or (total == self.bounds.most_bytes and not sent + received):
+            raise Refused("bytes", f"this rollout has moved the {self.bounds.most_bytes} bytes that it may")
+        self.ledger.add(self.entry, sent=sent, received=received)
+        self._moved_at = asyncio.get_running_loop().time()
+
+    async def watch_idle(self) -> None:
+        """Raises Refused when nothing has moved either way for `idle_s`."""
+        loop = asyncio.get_running_loop()
+        while (left := self._moved_at + self.bounds.idle_s - loop.time()) > 0:
+            await asyncio.sleep(left)
+        raise Refused("idle", f"nothing moved for {self.bounds.idle_s:g} s", 504)
+
+    def abort(self) -> None:
+        """At once, in both directions: an open connection would keep the sandbox's network namespace."""
+        self.writer.transport.abort()
+        if self.outside is not None:
+            self.outside[1].transport.abort()
+
+    async def close(self) -> None:
+        """What was written still arrives, if it is taken within a second."""
+        for writer in (self.writer, *(self.outside[1:] if self.outside else ())):
+            with contextlib.suppress(OSError, TimeoutError, RuntimeError):
+                async with asyncio.timeout(1.0):
+                    writer.close()
+                    await writer.wait_closed()
+        self.abort()
+
+
+async def _connected(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """No name is looked up here: an address that was checked, or an error."""
+    if not is_address(address):
+        raise OSError(f"{address} is no address")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, (address, port))
+        return await asyncio.open_connection(sock=sock, limit=CHUNK)
+    except BaseException:
+        sock.close()
+        raise

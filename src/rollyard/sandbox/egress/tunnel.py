@@ -1,0 +1,77 @@
+"""CONNECT: a tunnel to the host that was asked for, once the client's TLS asks for the same one.
+
+The client gets its 200, sends its ClientHello, and is connected to nobody before that names the host. What follows is
+TLS between the two: neither its certificate nor what is asked inside is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollyard.core.egress import host_of, is_address
+from rollyard.sandbox.egress.base import Refused
+from rollyard.sandbox.egress.hello import NotTls, server_name, whole_hello
+from rollyard.sandbox.egress.streams import CHUNK, Link
+
+ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
+
+
+async def open_tunnel(link: Link, host: str, port: int, addresses: list[str], early: bytes) -> None:
+    """`early`: what the client sent with its request."""
+    link.is_answered = link.is_tls = True
+    link.writer.write(ESTABLISHED)
+    data = await _hello(link, host, early)
+    await link.connect(addresses, port)
+    assert link.outside is not None
+    reader, writer = link.outside
+    link.spend(sent=len(data))
+    writer.write(data)
+    async with asyncio.TaskGroup() as group:
+        idle = group.create_task(link.watch_idle())
+        ways = [
+            group.create_task(_copy(link, link.reader, writer, is_outward=True)),
+            group.create_task(_copy(link, reader, link.writer, is_outward=False)),
+        ]
+        await asyncio.wait(ways)
+        idle.cancel()
+
+
+async def _hello(link: Link, host: str, data: bytes) -> bytes:
+    """All that the client has sent, up to a ClientHello that asks for `host`."""
+    try:
+        async with asyncio.timeout(link.bounds.head_s):
+            while (hello := whole_hello(data)) is None:
+                more = await link.reader.read(CHUNK)
+                if not more:
+                    raise Refused("tls", "the client ended before its ClientHello did")
+                data += more
+        name = server_name(hello)
+    except NotTls as error:
+        raise Refused("tls", f"a tunnel is for TLS only: {error}") from None
+    except TimeoutError:
+        raise Refused("tls", "no ClientHello came in time", 408) from None
+    if is_address(host):
+        if name is not None:
+            raise Refused("sni", f"CONNECT was to the address {host}, and the ClientHello names {name[:100]!r}")
+        return data
+    if name is None:
+        raise Refused("sni", f"CONNECT was to {host}, and the ClientHello names no host")
+    try:
+        is_same = host_of(name) == host
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise Refused("sni", f"CONNECT was to {host}, and the ClientHello names {name[:100]!r}")
+    return data
+
+
+async def _copy(link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_outward: bool) -> None:
+    """One way, to its end; then the other side learns that nothing more comes."""
+    try:
+        while data := await reader.read(CHUNK):
+            link.spend(**{"sent" if is_outward else "received": len(data)})
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
+    except OSError:  # either end is gone; the other must not wait for it
+        link.abort()

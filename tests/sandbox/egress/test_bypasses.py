@@ -1,0 +1,472 @@
+"""Ways around the list, each tried from inside a real sandbox against real servers. None may reach a server, or a
+resolver, that is not on the list.
+
+Each case: a script for `preamble.py`'s functions, what it must print, and the verdicts that the ledger must have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from rollyard.core.failure import SandboxLost
+from rollyard.sandbox._runtime import LaunchedRuntime
+from rollyard.sandbox.egress import Bounds
+from tests.sandbox.egress.site import ALLOWED, open_site
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.parametrize("runtime", ["bubblewrap"], indirect=True),
+]
+
+QUICK = Bounds(connections=4, most_bytes=200_000, head_s=2.0, connect_s=5.0, idle_s=2.0, names=8)
+
+
+@dataclass(frozen=True)
+class Case:
+    script: str
+    verdict: str
+    prints: str = ""
+
+
+def case(name: str, script: str, verdict: str, prints: str = ""):
+    return pytest.param(Case(script, verdict, prints), id=name)
+
+
+PLAIN = [
+    case("another host", "show(get(f'http://{FORBIDDEN}:{FP}/'))", "host", " 403 "),
+    case("raw address", "show(get(f'http://127.0.0.1:{FP}/'))", "host", "listed literally"),
+    case("raw address of an allowed server", "show(get(f'http://127.0.0.1:{AP}/'))", "host", " 403 "),
+    case("IPv6 literal", "show(get(f'http://[::1]:{FP}/'))", "host", " 403 "),
+    case("IPv4-mapped literal", "show(get(f'http://[::ffff:127.0.0.1]:{FP}/'))", "host", " 403 "),
+    case("IPv6 literal with a zone", "show(get(f'http://[fe80::1%25lo]:{FP}/'))", "request", " 400 "),
+    case("decimal address", "show(get(f'http://2130706433:{FP}/'))", "request", " 400 "),
+    case("octal address", "show(get(f'http://0177.0.0.1:{FP}/'))", "request", " 400 "),
+    case("hexadecimal address", "show(get(f'http://0x7f.0.0.1:{FP}/'))", "request", " 400 "),
+    case("short address", "show(get(f'http://127.1:{FP}/'))", "request", " 400 "),
+    case("metadata address", "show(get('http://169.254.169.254/latest/meta-data/'))", "host", " 403 "),
+    case("final dot", "show(get(f'http://{FORBIDDEN}.:{FP}/'))", "host", " 403 "),
+    case("two final dots", "show(get(f'http://{ALLOWED}..:{FP}/'))", "request", " 400 "),
+    case("upper case", "show(get(f'http://FORBIDDEN.TEST:{FP}/'))", "host", " 403 "),
+    case("a name that ends alike", "show(get(f'http://evilsub.test:{AP}/'))", "host", " 403 "),
+    case("the apex of a wildcard", "show(get(f'http://sub.test:{AP}/'))", "host", " 403 "),
+    case("a name that begins alike", "show(get(f'http://{ALLOWED}.evil.test:{AP}/'))", "host", " 403 "),
+    case("punycode look-alike", "show(get(f'http://xn--llowed-8nf.test:{AP}/'))", "host", " 403 "),
+    case("raw Unicode look-alike", "show(get(f'http://\\xe0llowed.test:{AP}/'))", "request", " 400 "),
+    case("percent-encoded host", "show(get(f'http://forbidden%2etest:{FP}/'))", "request", " 400 "),
+    case("user name before the host", "show(get(f'http://{ALLOWED}@{FORBIDDEN}:{FP}/'))", "request", " 400 "),
+    case("user name with a port", "show(get(f'http://{ALLOWED}:{AP}@{FORBIDDEN}:{FP}/'))", "request", " 400 "),
+    case("backslash after the host", "show(get(f'http://{ALLOWED}:{AP}\\\\@{FORBIDDEN}:{FP}/'))", "request", " 400 "),
+    case("fragment before the host", "show(get(f'http://{ALLOWED}:{AP}#@{FORBIDDEN}:{FP}/'))", "request", " 400 "),
+    case("Host of another", "show(get(f'http://{ALLOWED}:{AP}/', host=f'{FORBIDDEN}:{FP}'))", "request", "Host header"),
+    case("Host of an allowed one", "show(get(f'http://{FORBIDDEN}:{FP}/', host=f'{ALLOWED}:{AP}'))", "host", " 403 "),
+    case("two Hosts", "show(get(f'http://{ALLOWED}:{AP}/', f'Host: {FORBIDDEN}:{FP}'))", "request", " 400 "),
+    case("no Host in HTTP/1.0", "show(get(f'http://{ALLOWED}:{AP}/', version='1.0', host=''))", "request", " 400 "),
+    case("relative target", "show(get('/', host=f'{FORBIDDEN}:{FP}'))", "request", " 400 "),
+    case("asterisk target", "show(get('*', method='OPTIONS', host=f'{ALLOWED}:{AP}'))", "request", " 400 "),
+    case("another port", "show(get(f'http://{ALLOWED}:{FP}/'))", "host", " 403 "),
+    case("port with a leading zero", "show(get(f'http://{ALLOWED}:0{AP}/'))", "request", " 400 "),
+    case("port beyond 65535", "show(get(f'http://{ALLOWED}:{65536 + FP}/'))", "request", " 400 "),
+    case("negative port", "show(get(f'http://{ALLOWED}:-{FP}/'))", "request", " 400 "),
+    case("two ports", "show(get(f'http://{ALLOWED}:{AP}:{FP}/'))", "request", " 400 "),
+    case("FTP", "show(get(f'ftp://{ALLOWED}:{AP}/'))", "request", " 400 "),
+    case("HTTPS without a tunnel", "show(get(f'https://{ALLOWED}:{AT}/'))", "request", " 400 "),
+    case("file", "show(get('file:///etc/passwd', host='x'))", "request", " 400 "),
+    case("a method that is not allowed", "show(get(f'http://{ALLOWED}:{AP}/', method='DELETE'))", "method", " 405 "),
+    case("TRACE", "show(get(f'http://{ALLOWED}:{AP}/', method='TRACE'))", "method", " 405 "),
+    case(
+        "websocket",
+        "show(get(f'http://{ALLOWED}:{AP}/echo', 'Connection: Upgrade', 'Upgrade: websocket'))",
+        "upgrade",
+        " 403 ",
+    ),
+    case(
+        "h2c upgrade",
+        "show(get(f'http://{ALLOWED}:{AP}/', 'Connection: Upgrade, HTTP2-Settings', 'Upgrade: h2c'))",
+        "upgrade",
+        " 403 ",
+    ),
+    case("HTTP/2 preface", "show(send(b'PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n'))", "request"),
+    case("HTTP/0.9", "show(send(f'GET http://{FORBIDDEN}:{FP}/\\r\\n\\r\\n'))", "request"),
+    case("SOCKS5", "show(send(b'\\x05\\x01\\x00'))", "request"),
+    case("TLS to the proxy itself", "show(send(hello(FORBIDDEN.encode())))", "request"),
+    case(
+        "CR LF in the target",
+        "show(send(f'GET http://{ALLOWED}:{AP}/\\rHost:{FORBIDDEN} HTTP/1.1\\r\\nHost: {ALLOWED}:{AP}\\r\\n\\r\\n'))",
+        "request",
+        " 400 ",
+    ),
+    case(
+        "bare CR in a header",
+        "show(get(f'http://{ALLOWED}:{AP}/', f'X: a\\rHost: {FORBIDDEN}'))",
+        "request",
+        " 400 ",
+    ),
+    case(
+        "blank before a header's colon",
+        "show(get(f'http://{ALLOWED}:{AP}/', 'Content-Length : 5'))",
+        "request",
+        " 400 ",
+    ),
+    case(
+        "length and chunked",
+        "show(get(f'http://{ALLOWED}:{AP}/', 'Content-Length: 5', 'Transfer-Encoding: chunked', method='POST',"
+        " body=b'0\\r\\n\\r\\nGET / HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n'))",
+        "request",
+        " 400 ",
+    ),
+    case(
+        "two lengths",
+        "show(get(f'http://{ALLOWED}:{AP}/', 'Content-Length: 5', 'Content-Length: 6', method='POST', body=b'x' * 6))",
+        "request",
+        " 400 ",
+    ),
+    case(
+        "an obscured transfer coding",
+        "show(get(f'http://{ALLOWED}:{AP}/', 'Transfer-Encoding: xchunked', method='POST', body=b'0\\r\\n\\r\\n'))",
+        "request",
+    ),
+    case("many headers", "show(get(f'http://{ALLOWED}:{AP}/', *['A: b'] * 3000))", "request", " 431 "),
+    case("a long header", "show(get(f'http://{ALLOWED}:{AP}/', 'A: ' + 'b' * 200_000))", "request", " 431 "),
+    case("a head that never ends", "show(send(b'GET http://', wait=30))", "request", " 408 "),
+    case(
+        "a DNS tunnel by long names",
+        "[get('http://' + '.'.join(['x' * 60] * 3) + f'.{i}.forbidden.test/') for i in range(20)]",
+        "host",
+    ),
+    case("names beyond any bound", "show(get('http://' + 'a.' * 200 + 'sub.test/'))", "request", " 400 "),
+]
+
+TUNNELS = [
+    case("tunnel to another host", "show(tls(f'{FORBIDDEN}:{FT}', FORBIDDEN))", "host", " 403 "),
+    case("tunnel to a raw address", "show(tls(f'127.0.0.1:{FT}', FORBIDDEN))", "host", " 403 "),
+    case("tunnel to another port", "show(tls(f'{ALLOWED}:{FT}', ALLOWED))", "host", " 403 "),
+    case("tunnel to SSH's port", "show(tls(f'{ALLOWED}:22', ALLOWED))", "host", " 403 "),
+    case("another SNI", "show(tls(f'{ALLOWED}:{AT}', FORBIDDEN))", "sni"),
+    case("no SNI", "show(tls(f'{ALLOWED}:{AT}', None))", "sni"),
+    case("an SNI below the host", "show(tls(f'{ALLOWED}:{AT}', 'x.' + ALLOWED))", "sni"),
+    case("an address as SNI", "show(tunnel(f'{ALLOWED}:{AT}', hello(b'127.0.0.1')))", "sni"),
+    case("SNI with a NUL", "show(tunnel(f'{ALLOWED}:{AT}', hello(ALLOWED.encode() + b'\\0.evil.test')))", "sni"),
+    case("two names in SNI", "show(tunnel(f'{ALLOWED}:{AT}', hello(ALLOWED.encode(), b'forbidden.test')))", "tls"),
+    case(
+        "two SNI extensions",
+        "one = b'forbidden.test'\n"
+        "second = struct.pack('!HHHBH', 0, len(one) + 5, len(one) + 3, 0, len(one)) + one\n"
+        "show(tunnel(f'{ALLOWED}:{AT}', hello(ALLOWED.encode(), extensions=second)))",
+        "tls",
+    ),
+    case(
+        "ECH with another outer name",
+        "ech = struct.pack('!HH', 0xFE0D, 4) + b'abcd'\n"
+        "show(tunnel(f'{ALLOWED}:{AT}', hello(b'public.ech.test', extensions=ech)))",
+        "sni",
+    ),
+    case("a hello in many records", "show(tunnel(f'{ALLOWED}:{AT}', hello(ALLOWED.encode(), records=100)))", "tls"),
+    case("not TLS: HTTP", "show(tunnel(f'{ALLOWED}:{AT}', b'GET / HTTP/1.1\\r\\n\\r\\n'))", "tls"),
+    case("not TLS: SSH", "show(tunnel(f'{ALLOWED}:{AT}', b'SSH-2.0-x\\r\\n'))", "tls"),
+    case("not TLS: SSLv2", "show(tunnel(f'{ALLOWED}:{AT}', b'\\x80\\x2e\\x01\\x03\\x01' + bytes(41)))", "tls"),
+    case(
+        "an alert first", "show(tunnel(f'{ALLOWED}:{AT}', b'\\x15\\x03\\x01\\x00\\x02\\x01\\x00' + hello(b'a')))", "tls"
+    ),
+    case(
+        "more behind the hello in its record",
+        "h = hello(ALLOWED.encode()); h = h[:3] + struct.pack('!H', len(h) - 5 + 4) + h[5:] + b'\\x00' * 4\n"
+        "show(tunnel(f'{ALLOWED}:{AT}', h))",
+        "tls",
+    ),
+    case("tunnel without a hello", "show(tunnel(f'{ALLOWED}:{AT}', b''))", "tls"),
+    case(
+        "a hello byte by byte",
+        "sock, _ = connect(f'{ALLOWED}:{AT}', 30)\n"
+        "try:\n  for byte in hello(ALLOWED.encode()): sock.sendall(bytes([byte])); time.sleep(0.1)\n"
+        "except OSError: pass\n"
+        "show(read_all(sock))",
+        "tls",
+    ),
+    case("CONNECT to the proxy", "show(tls('127.0.0.1:8130', ALLOWED))", "host", " 403 "),
+    case("CONNECT to the proxy by name", "show(tls('localhost:8130', 'localhost'))", "host", " 403 "),
+    case("CONNECT to the doorway", "show(tls('127.0.0.1:8129', ALLOWED))", "host", " 403 "),
+    case("CONNECT by IPv6", "show(tls(f'[::1]:{FT}', ALLOWED))", "host", " 403 "),
+    case("CONNECT without a port", "show(tls(ALLOWED, ALLOWED))", "request", " 400 "),
+    case("CONNECT with a user name", "show(tls(f'{ALLOWED}@{FORBIDDEN}:{FT}', FORBIDDEN))", "request", " 400 "),
+    case("CONNECT with a URL", "show(tls(f'https://{FORBIDDEN}:{FT}', FORBIDDEN))", "request", " 400 "),
+    case(
+        "CONNECT through a tunnel",
+        "show(tunnel(f'{ALLOWED}:{AT}', f'CONNECT {FORBIDDEN}:{FT} HTTP/1.1\\r\\n\\r\\n'.encode()))",
+        "tls",
+    ),
+]
+
+
+@pytest.mark.parametrize("attack", [*PLAIN, *TUNNELS])
+async def test_it_reaches_nobody(attack: Case, runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=QUICK) as site:
+        said = await site.python(attack.script)
+        assert attack.prints in said, said
+        assert set(site.verdicts) == {attack.verdict}, (site.verdicts, said)
+        assert "welcome" not in said
+        site.check_unreached()
+        assert site.allowed.connections == site.allowed_tls.connections == 0, "nobody is connected to before the check"
+
+
+# --- what begins with an allowed request ---------------------------------------------------------------
+
+
+async def test_a_redirect_is_checked_as_a_request(runtime: LaunchedRuntime):
+    async with open_site(runtime) as site:
+        target = f"http://forbidden.test:{site.forbidden.port}/"
+        done = await site.run(
+            f"curl -sSL -o /dev/null -w '%{{http_code}}' http://{ALLOWED}:{site.allowed.port}/redirect/{target}"
+        )
+        assert done.stdout == b"403" and site.verdicts == {"allowed": 1, "host": 1}
+        site.check_unreached()
+
+
+async def test_a_kept_connection_carries_no_second_request(runtime: LaunchedRuntime):
+    async with open_site(runtime) as site:
+        script = """
+one = f"GET http://{ALLOWED}:{AP}/ HTTP/1.1\\r\\nHost: {ALLOWED}:{AP}\\r\\nConnection: keep-alive\\r\\n\\r\\n"
+two = f"GET http://{FORBIDDEN}:{FP}/ HTTP/1.1\\r\\nHost: {FORBIDDEN}:{FP}\\r\\n\\r\\n"
+show(send(one + two))
+"""
+        said = await site.python(script)
+        assert said.count("HTTP/1.1 ") == 1 and "Connection: close" in said
+        assert len(site.allowed.requests) == 1
+        site.check_unreached()
+
+
+async def test_a_server_sees_one_request_however_the_body_is_framed(runtime: LaunchedRuntime):
+    async with open_site(runtime) as site:
+        script = """
+inner = b"GET /smuggled HTTP/1.1\\r\\nHost: inner.test\\r\\n\\r\\n"
+show(get(f"http://{ALLOWED}:{AP}/", "Content-Length: 3", method="POST", body=b"abc" + inner))
+chunk = b"3;x=y\\r\\nabc\\r\\n0\\r\\nHost: inner.test\\r\\n\\r\\n"
+show(get(f"http://{ALLOWED}:{AP}/", "Transfer-Encoding: chunked", method="POST", body=chunk + inner))
+show(get(f"http://{ALLOWED}:{AP}/", "Transfer-Encoding: chunked", method="POST", body=b"-1\\r\\nabc\\r\\n"))
+"""
+        said = await site.python(script)
+        assert "got abc" in said and "got 3\r\nabc\r\n0" in said.replace("\n", "\r\n").replace("\r\r", "\r")
+        assert not any(b"inner.test" in request for request in site.allowed.requests)
+        assert all(request.count(b"HTTP/1.1") == 1 for request in site.allowed.requests)
+
+
+async def test_headers_that_name_another_host_are_left_out(runtime: LaunchedRuntime):
+    async with open_site(runtime) as site:
+        script = """
+show(get(f"http://{ALLOWED}:{AP}/", "X-Forwarded-Host: inner.test", "Forwarded: host=inner.test", "X-Host: inner.test",
+    "X-Original-URL: http://inner.test/", "X-Rewrite-URL: /inner.test", "Via: 1.1 inner.test", "Connection: X-Inner",
+    "X-Inner: inner.test", "Proxy-Authorization: Basic inner.test", "Proxy-Connection: inner.test", "X-Kept: yes"))
+"""
+        assert "welcome" in await site.python(script)
+        (request,) = site.allowed.requests
+        assert b"inner.test" not in request and b"x-kept: yes" in request.lower()
+
+
+# --- names that lie -----------------------------------------------------------------------------------
+
+PRIVATE = ["10.0.0.1", "127.0.0.1", "169.254.169.254", "100.64.0.1", "::1", "::ffff:10.0.0.1", "64:ff9b::a00:1"]
+
+
+@pytest.mark.parametrize(
+    "address", [*PRIVATE, "0.0.0.0", "224.0.0.1", "168.63.129.16", "fe80::1", "fd00::1", "2002:a00:1::"]
+)
+async def test_an_allowed_name_with_an_address_of_ours(address: str, runtime: LaunchedRuntime):
+    """Also when it is one among public ones: all of them have to be fit."""
+    async with open_site(runtime) as site:
+        site.names.answers["lying.sub.test"] = [[address]]
+        site.names.answers["half.sub.test"] = [["1.1.1.1", address]]
+        said = await site.python(
+            "show(get(f'http://lying.sub.test:{AP}/')); show(get(f'http://half.sub.test:{AP}/'));"
+            "show(tls(f'half.sub.test:{AT}', 'half.sub.test'))"
+        )
+        assert said.count(" 403 ") == 3 and site.verdicts == {"address": 3}
+        assert site.allowed.connections == site.allowed_tls.connections == 0
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "168.63.129.16", "0.0.0.0", "224.0.0.1", "::ffff:127.0.0.1"])
+async def test_what_stays_refused_for_a_host_that_may_be_private(address: str, runtime: LaunchedRuntime):
+    async with open_site(runtime) as site:
+        site.names.answers[ALLOWED] = [[address]]
+        assert " 403 " in await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
+        assert site.verdicts == {"address": 1}
+
+
+async def test_a_name_is_looked_up_once_for_a_connection(runtime: LaunchedRuntime):
+    """The answer changes at each lookup. The one that was checked is the one that is connected to."""
+    async with open_site(runtime) as site:
+        site.names.answers[ALLOWED] = [["127.0.0.1"], ["127.0.0.9"]]
+        assert "welcome" in await site.python("show(tls(f'{ALLOWED}:{AT}', ALLOWED))")
+        assert site.names.asked == [ALLOWED] and site.allowed_tls.connections == 1
+
+
+async def test_names_below_a_wildcard_are_bounded_in_number(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=QUICK) as site:
+        said = await site.python("for i in range(20): show(get(f'http://data{i}.sub.test:{AP}/'))")
+        assert len(site.names.asked) == QUICK.names and " 429 " in said
+        assert site.verdicts == {"dns": QUICK.names, "names": 20 - QUICK.names}
+
+
+# --- bounds -------------------------------------------------------------------------------------------
+
+
+async def test_bytes_are_bounded_in_both_directions(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=QUICK) as site:
+        down = await site.run(f"curl -sS http://{ALLOWED}:{site.allowed.port}/big | wc -c")
+        assert int(down.stdout) <= QUICK.most_bytes and site.verdicts == {"allowed": 1, "bytes": 1}
+        assert site.ledger.total_bytes <= QUICK.most_bytes
+        site.ledger.add(None, sent=QUICK.most_bytes - site.ledger.total_bytes)
+        said = await site.python("show(get(f'http://{ALLOWED}:{AP}/')); show(tls(f'{ALLOWED}:{AT}', ALLOWED))")
+        assert said.count(" 403 ") == 2 and site.allowed.connections == 1 and site.allowed_tls.connections == 0
+
+
+async def test_an_upload_is_bounded(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=QUICK) as site:
+        done = await site.run(
+            f"head -c 3000000 /dev/zero | curl -sS -o /dev/null --data-binary @- https://{ALLOWED}:{site.allowed_tls.port}/echo"
+        )
+        assert done.status != 0 and site.verdicts.get("bytes") == 1
+        assert site.ledger.total_bytes <= QUICK.most_bytes
+
+
+async def test_open_connections_are_bounded(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=QUICK) as site:
+        script = """
+held = [socket.create_connection(PROXY, 30) for _ in range(4)]
+for sock in held: sock.sendall(b"GET ")
+time.sleep(0.5)
+show(get(f"http://{ALLOWED}:{AP}/"))
+many = [socket.create_connection(PROXY, 30) for _ in range(16)]
+show(f"cut off: {sum(read_all(sock) == b'' for sock in many) > 0}")
+for sock in held + many: sock.close()
+time.sleep(0.5)
+show(get(f"http://{ALLOWED}:{AP}/"))
+"""
+        said = await site.python(script)
+        assert " 503 " in said and "cut off: True" in said and said.count("welcome") == 1
+
+
+async def test_an_idle_tunnel_ends(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=QUICK) as site:
+        script = """
+sock, _ = connect(f"{ALLOWED}:{AT}", 60)
+context = ssl.create_default_context(cafile="/workspace/ca.pem")
+wrapped = context.wrap_socket(sock, server_hostname=ALLOWED)
+began = time.monotonic()
+show(read_all(wrapped))
+show(f"ended: {time.monotonic() - began > 1}")
+"""
+        assert "ended: True" in await site.python(script) and site.verdicts == {"allowed": 1, "idle": 1}
+
+
+async def test_a_host_that_never_answers_ends(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=QUICK) as site:
+        done = await site.run(f"curl -sS -o /dev/null -w '%{{http_code}}' http://{ALLOWED}:{site.allowed.port}/silent")
+        assert done.stdout == b"504" and site.verdicts == {"allowed": 1, "idle": 1}
+
+
+SHORT = Bounds(connect_s=0.5, idle_s=5.0)
+
+
+async def test_names_and_hosts_that_do_not_answer_are_told(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=SHORT) as site:
+        site.names.answers["gone.sub.test"] = [["127.0.0.1"]]
+        site.names.answers["many.sub.test"] = [["1.1.1.1"] * 65]
+        site.names.silent.add("slow.sub.test")
+        said = await site.python(
+            "show(get(f'http://unknown.sub.test:{AP}/')); show(get(f'http://slow.sub.test:{AP}/'));"
+            "show(get(f'http://many.sub.test:{AP}/'))"
+        )
+        assert "unknown.sub.test has no address" in said and "was not looked up in time" in said
+        assert "has 65 addresses" in said
+        assert site.verdicts == {"dns": 3} and site.ledger.troubles == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (b"SSH-2.0-server\r\n\r\n", "is not HTTP/1.1"),
+        (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 500 + b"\r\n", "too many header lines"),
+        (b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200_000, "is not HTTP/1.1"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\n\r\n", "is not HTTP/1.1"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello", "is not HTTP/1.1"),
+        (b"", "is not HTTP/1.1"),
+    ],
+)
+async def test_an_answer_that_is_none_is_not_passed_on(answer: bytes, text: str, runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=SHORT) as site:
+        site.allowed.raw = answer
+        said = await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
+        assert said.startswith(("HTTP/1.1 502", "HTTP/1.1 431")) and text in said, said
+
+
+async def test_an_answer_in_broken_chunks_ends_there(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=SHORT) as site:
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        site.allowed.raw = head + b"5\r\nhello\r\nzz\r\n"
+        await site.python("show(get(f'http://{ALLOWED}:{AP}/'))")
+        assert site.verdicts == {"allowed": 1, "connect": 1}
+        site.allowed.raw = head + b"5\r\nhello\r\n0\r\n\r\nHTTP/1.1 200 OK\r\n\r\nmore"
+        assert " 502 " in await site.python("show(get(f'http://{ALLOWED}:{AP}/', version='1.0'))")
+
+
+async def test_a_half_open_tunnel_still_brings_the_answer(runtime: LaunchedRuntime):
+    """The client's end of sending is passed on; then the tunnel ends with the other side, or idle."""
+    async with open_site(runtime, bounds=QUICK) as site:
+        script = """
+sock, _ = connect(f"{ALLOWED}:{AP}", 30)
+sock.sendall(hello(ALLOWED.encode()) + b"GET / HTTP/1.1\\r\\n\\r\\n")
+sock.shutdown(socket.SHUT_WR)
+show(read_all(sock))
+"""
+        assert "welcome" in await site.python(script) and site.verdicts == {"allowed": 1}
+
+
+async def test_there_is_no_udp_and_no_other_way(runtime: LaunchedRuntime):
+    async with open_site(runtime) as site:
+        script = """
+for kind, address in ((socket.SOCK_DGRAM, ("1.1.1.1", 53)), (socket.SOCK_STREAM, ("1.1.1.1", 443)),
+                      (socket.SOCK_STREAM, ("127.0.0.1", FP)), (socket.SOCK_DGRAM, ("8.8.8.8", 443))):
+    try:
+        with socket.socket(socket.AF_INET, kind) as sock:
+            sock.settimeout(2); sock.connect(address); sock.send(b"x"); show("sent")
+    except OSError as error:
+        show("no way")
+try:
+    show(socket.getaddrinfo(ALLOWED, 80))
+except OSError:
+    show("no names")
+"""
+        said = await site.python(script)
+        assert said.count("no way") == 4 and "no names" in said
+        site.check_unreached()
+
+
+async def test_the_ledger_is_bounded(runtime: LaunchedRuntime):
+    async with open_site(runtime) as site:
+        await site.python("for i in range(100): get(f'http://h{i}.test/')")
+        summary = site.ledger.summary()
+        assert len(summary["hosts"]) == 32 and summary["unnamed"] == 68 and site.verdicts == {"host": 100}
+
+
+async def test_the_end_of_a_sandbox_cuts_its_tunnels(runtime: LaunchedRuntime):
+    async with open_site(runtime) as site:
+        script = """
+sock, _ = connect(f"{ALLOWED}:{AT}", 60)
+wrapped = ssl.create_default_context(cafile="/workspace/ca.pem").wrap_socket(sock, server_hostname=ALLOWED)
+wrapped.sendall(f"GET /echo HTTP/1.1\\r\\nHost: {ALLOWED}\\r\\n\\r\\n".encode())
+wrapped.recv(100)
+print("open", flush=True)
+read_all(wrapped)
+"""
+        running = asyncio.ensure_future(site.python(script))
+        async with asyncio.timeout(60):
+            while not site.allowed_tls.requests:
+                await asyncio.sleep(0.01)
+        await site.sandbox.kill()
+        with pytest.raises(SandboxLost):
+            await running
+        async with asyncio.timeout(20):
+            while site.allowed_tls.open:
+                await asyncio.sleep(0.01)
