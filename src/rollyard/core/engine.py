@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 
 class Role(StrEnum):
@@ -40,3 +42,16 @@ class EngineSpec:
     capacity: int = 256  # sessions it should hold at once
     admission: Admission = Admission.ADAPTIVE
     api_key: str = field(default="", repr=False)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only programs on the machine of whoever reads the URL can reach it."""
+        host = (urlsplit(self.url).hostname or "").rstrip(".")
+        if host == "localhost" or host.endswith(".localhost"):
+            return True
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return False
+        address = getattr(address, "ipv4_mapped", None) or address
+        return address.is_loopback or address.is_unspecified

@@ -25,6 +25,8 @@ ANSWER_S = 60.0
 """For an answer, until the head has said how long its leases are; a poll gets as much longer as it asked to be held."""
 
 LEAST_ANSWER_S = 5.0
+FILE_S = 60.0  # for a file of the head's
+MOST_LIST_BYTES = 1 << 20
 
 Head = Callable[[], tuple[str, str]]
 """Where the head is now, and the token for it."""
@@ -70,6 +72,31 @@ class Link:
     async def report(self, report: Report) -> Reported:
         return await self._call("report", report, Reported, self.answer_s)
 
+    async def get(self, path: str, kind: type[T]) -> T:
+        return self._decoded("head", await self.get_bytes(path, MOST_LIST_BYTES), kind)
+
+    async def get_bytes(self, path: str, most_bytes: int) -> bytes:
+        """What the head has there, of at most so many bytes."""
+        assert self._http is not None
+        url, token = self._head()
+        try:
+            async with (
+                asyncio.timeout(FILE_S),
+                self._http.get(
+                    f"{url.rstrip('/')}/v1/fleet/{path}", headers={"Authorization": f"Bearer {token}"}
+                ) as reply,
+            ):
+                body = bytearray()
+                async for piece in reply.content.iter_any():
+                    body += piece
+                    if len(body) > most_bytes:
+                        raise HeadAway(f"{url}: more than {most_bytes} bytes came for {path}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise HeadAway(f"{url}: {type(error).__name__}: {error}") from error
+        if reply.status != 200:
+            raise _refusal(url, reply.status, bytes(body))
+        return bytes(body)
+
     async def _call(self, path: str, message: msgspec.Struct, kind: type[T], within_s: float) -> T:
         assert self._http is not None
         url, token = self._head()
@@ -84,13 +111,17 @@ class Link:
             raise HeadAway(f"{url}: {type(error).__name__}: {error}") from error
         if reply.status == 200 and reply.content_type == MEDIA_TYPE:
             self._is_known = True
-            try:
-                return decode(body, kind)
-            except InvalidRequest as error:
-                raise NotWanted(f"{url} does not speak our protocol: {error.detail}") from error
+            return self._decoded(url, body, kind)
         if self._is_known and reply.status in (401, 403, 404):  # another head, which will tell us its token, or is none
             raise HeadAway(f"{url} answers {reply.status}, and had let this node in before")
         raise _refusal(url, reply.status, body)
+
+    @staticmethod
+    def _decoded(url: str, body: bytes, kind: type[T]) -> T:
+        try:
+            return decode(body, kind)
+        except InvalidRequest as error:
+            raise NotWanted(f"{url} does not speak our protocol: {error.detail}") from error
 
 
 def _refusal(url: str, status: int, body: bytes) -> Exception:

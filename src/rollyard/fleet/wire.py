@@ -47,12 +47,14 @@ class Places(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Use(msgspec.Struct, frozen=True, array_like=True):
-    """What a node has of an engine now, and has had of it in all."""
+    """What a node has of an engine now, has had of it in all, and whether it can use it."""
 
     engine: str
     sessions: int
     in_flight: int
     tokens: int
+    is_reachable: bool = True  # it has sampled a token for this node, and has not failed since
+    error: str = ""  # why not; empty while it has not been tried
 
 
 class Standing(msgspec.Struct, frozen=True):

@@ -130,7 +130,8 @@ class Progress:
 
     def lost(self, code: str, detail: str) -> LostAttempt:
         sampled = self.trajectory.sampled_tokens if self.trajectory else self.running.sampled_tokens
-        return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled, self.summary.engine)
+        summary = self.summary
+        return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled, summary.engine, summary.node)
 
 
 def _versions(trajectory: Trajectory) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from rollyard.envs.registry import Environments
 from rollyard.fleet.ledger import Ledger
 from rollyard.fleet.link import Head, HeadAway, Link, NotWanted
 from rollyard.fleet.node import FIRST_RETRY_S, LAST_RETRY_S, Node, as_store
+from rollyard.fleet.tokenizer_files import HeadTokenizers
 from rollyard.fleet.yard import NodeYard
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, open_tracer
@@ -90,7 +91,10 @@ async def run_node(
         agents = agents or Agents(shelf=AgentShelf(settings.data_dir / AGENTS))
         tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
         stack.push_async_callback(tracer.close)
-        renderers = Renderers()
+        link = await stack.enter_async_context(Link(head))
+        tokenizers = HeadTokenizers(link, settings.data_dir / "tokenizers")
+        tokenizers.sweep()
+        renderers = Renderers(tokenizers)
         router = await stack.enter_async_context(
             FollowingRouter(
                 RouterSettings(engine_wait_s=settings.engine_wait_s, watch_s=settings.health_s),
@@ -103,7 +107,6 @@ async def run_node(
         ledger = Ledger(artifacts, on_news=lambda: node.news())
         sizes = replace(pipeline_settings(settings), node=options.name)
         yard = NodeYard(as_store(ledger), shop, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
-        link = await stack.enter_async_context(Link(head))
         node = Node(options.name, link, yard, ledger, router)
         node.on_joined = on_joined
         await stack.enter_async_context(yard)

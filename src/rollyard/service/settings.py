@@ -211,6 +211,10 @@ class Settings(BaseModel):
     )
     ray_address: str = Field(default="", description="The Ray cluster of a fleet; empty: one is started here.")
     head_url: str = Field(default="", description="Where nodes find this service; empty: where it listens.")
+    loopback_engines: bool | None = Field(
+        default=None,
+        description="In a fleet: accept engines at loopback addresses; unset: only if the head itself listens on one.",
+    )
     node_lease_s: Seconds = Field(default=30.0, description="A node that is not heard of for so long is lost.")
     node_hold_s: Seconds = Field(default=600.0, description="So long a node keeps what it has without a head.")
 
