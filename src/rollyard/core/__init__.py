@@ -12,6 +12,7 @@ from rollyard.core.score import Score, TurnReward
 from rollyard.core.state import LIVE, MOVES, IllegalMove, Position, State
 from rollyard.core.task import AgentSpec, Limits, Mode, Run, Sampling, SandboxOptions, Task
 from rollyard.core.trace import Artifact, Message, Span, Trace, Trajectory, ids_array, logprobs_array
+from rollyard.core.workclock import WorkClock
 
 __all__ = [
     "CODES",
@@ -53,6 +54,7 @@ __all__ = [
     "Trace",
     "Trajectory",
     "TurnReward",
+    "WorkClock",
     "canonical",
     "check_id",
     "digest",

@@ -79,11 +79,11 @@ class LeasingYard(Yard):
             self._doomed[rollout_id] = detail
         return rollout
 
-    def enqueue(self, stored: Sequence[Rollout]) -> None:
+    def enqueue(self, stored: Sequence[Rollout], waited_s: float = 0.0) -> None:
         for rollout in stored:
             if rollout.state is State.QUEUED and self._needs(rollout)[0]:
                 self._own_runs.add(rollout.run)
-        super().enqueue(stored)
+        super().enqueue(stored, waited_s)
 
     # --- leasing --------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class LeasingYard(Yard):
                     if rollout.id in self._coming_here or self._room_here > 0:
                         self._coming_here.add(rollout.id)
                         self._close(left.pop(rollout.id)[1])
-                        self._own(partial(self._run_here, rollout, run))
+                        self._own(partial(self._run_here, rollout, run, self.queued_s(row, rollout)))
                     else:
                         self.scheduler.push(row, time.monotonic() + LATER_S)
                 elif needs_seat and not self._is_seated(left, row, run):
@@ -218,9 +218,9 @@ class LeasingYard(Yard):
             got = set(await self.store.lease([(it.id, it.attempt, node.name) for it, _, node in wanted]))
             for rollout, run, node in wanted:
                 if rollout.id in got:
-                    _, seat = left.pop(rollout.id)
+                    row, seat = left.pop(rollout.id)
                     self._taking.pop(rollout.id, None)
-                    self._send(Leased(rollout, run, node, seat))
+                    self._send(Leased(rollout, run, node, seat, queued_s=self.queued_s(row, rollout)))
             missed = [rollout.id for rollout, _, _ in wanted if rollout.id not in got]
             for rollout in await self.store.get_many(missed) if missed else ():
                 if rollout.state is State.QUEUED:  # another transaction had it just then
@@ -271,10 +271,10 @@ class LeasingYard(Yard):
         if node.is_over:
             self._own(partial(self._take_back, leased))
         else:
-            node.lease(queued, leased.run)
+            node.lease(queued, leased.run, leased.queued_s)
         self.publish(leased.rollout)
 
-    async def _run_here(self, rollout: Rollout, run: Run) -> None:
+    async def _run_here(self, rollout: Rollout, run: Run, queued_s: float) -> None:
         self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
         try:
             await self.init_pool.acquire((-rollout.priority, rollout.seq))
@@ -285,7 +285,7 @@ class LeasingYard(Yard):
         finally:
             self._taking.pop(rollout.id, None)
             self._coming_here.discard(rollout.id)
-        await self._live(Attempt(self, rollout, run))
+        await self._live(Attempt(self, rollout, run, queued_s))
 
     # --- what is out ----------------------------------------------------------------------------------
 
@@ -356,4 +356,4 @@ class LeasingYard(Yard):
 
     def _settling(self, leased: Leased) -> Settling:
         name = leased.node.name if leased.node is not None else ""
-        return Settling(self, Progress(leased.rollout, leased.run, Summary(node=name)))
+        return Settling(self, Progress(leased.rollout, leased.run, Summary(node=name), queued_s=leased.queued_s))

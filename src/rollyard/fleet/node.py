@@ -223,11 +223,14 @@ class Node:
             self._drain(orders.is_drained)
         for run in orders.runs:
             self._yard.know(run_of(run))
-        for rollout in [rollout for lease in orders.leases if self._ledger.accept(rollout := rollout_of(lease))]:
+        for lease in orders.leases:
+            rollout = rollout_of(lease)
+            if not self._ledger.accept(rollout):
+                continue
             if rollout.id in self._yard.live:
-                self._run(self._begin_later(rollout))
+                self._run(self._begin_later(rollout, lease.queued_s))
             else:
-                self._yard.enqueue([rollout])
+                self._yard.enqueue([rollout], lease.queued_s)
         if self._is_drained and orders.leases:  # they were on their way when it was drained
             self._drain(True)
         for cancel in orders.cancels:
@@ -246,7 +249,7 @@ class Node:
         if not task.cancelled() and (error := task.exception()) and self._broke is not None and not self._broke.done():
             self._broke.set_exception(error)
 
-    async def _begin_later(self, rollout: Rollout) -> None:
+    async def _begin_later(self, rollout: Rollout, queued_s: float) -> None:
         """An earlier attempt of it, which was taken from us, still cleans up here: this one begins after that."""
         while rollout.id in self._yard.live:
             await self._yard.changed()
@@ -254,7 +257,7 @@ class Node:
         if self._ledger.has(key) and self._is_drained:
             self._ledger.give_back(key)
         elif self._ledger.has(key):
-            self._yard.enqueue([rollout])
+            self._yard.enqueue([rollout], queued_s)
 
     async def _follow(self, gates: Gates, joins: int) -> None:
         await self._router.follow(gates)

@@ -106,12 +106,12 @@ class Node:
         """Engines that it cannot use, and why."""
         return {use.engine: use.error or "not tried yet" for use in self.standing.engines if not use.is_reachable}
 
-    def lease(self, rollout: Rollout, run: Run) -> None:
+    def lease(self, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
         self.out.add(rollout.id)
         if self._runs.get(run.id) != run:
             self._runs[run.id] = run
             self._new_runs.append((0, to_json(run)))
-        self._leases[rollout.id] = (0, lease_of(rollout))
+        self._leases[rollout.id] = (0, lease_of(rollout, queued_s))
         self.news.set()
 
     def is_sent(self, rollout_id: str) -> bool:

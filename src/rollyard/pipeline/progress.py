@@ -45,9 +45,6 @@ class Progress:
     prepare_s: float = 0.0
     is_reevaluable: bool = True  # what EVAL needs outlives this process
 
-    def __post_init__(self) -> None:
-        self.queued_s = max(0.0, time.time() - self.rollout.updated_at)
-
     @property
     def state(self) -> State:
         return self.rollout.state

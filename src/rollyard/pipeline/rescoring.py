@@ -56,7 +56,7 @@ class Rescoring:
             self._sandboxes.add(sandbox)
 
         async with self._place(), yard.eval_pool.slot((-rollout.priority, rollout.seq)):
-            clock = Deadline(rollout.task.limits.eval_s)
+            clock = Deadline(rollout.task.limits.eval_s, yard.clock)
             try:
                 score = await evaluate(
                     yard.shop,
