@@ -34,8 +34,8 @@ def test_loopback_addresses_are_known(url: str, is_loopback: bool) -> None:
     ("values", "is_taken"),
     [
         ({"host": "10.0.0.1"}, True),
-        ({"host": "10.0.0.1", "fleet": "nodes"}, False),
-        ({"host": "10.0.0.1", "fleet": "nodes", "loopback_engines": True}, True),
+        ({"host": "10.0.0.1", "plain_http_nodes": True, "fleet": "nodes"}, False),
+        ({"host": "10.0.0.1", "plain_http_nodes": True, "fleet": "nodes", "loopback_engines": True}, True),
         ({"host": "127.0.0.1", "fleet": "nodes"}, True),
         ({"host": "127.0.0.1", "fleet": "nodes", "loopback_engines": False}, False),
     ],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from ipaddress import ip_address
 from urllib.parse import urlsplit
+
+from rollyard.core.address import is_loopback_host
 
 
 class Role(StrEnum):
@@ -46,12 +47,4 @@ class EngineSpec:
     @property
     def is_loopback(self) -> bool:
         """Only programs on the machine of whoever reads the URL can reach it."""
-        host = (urlsplit(self.url).hostname or "").rstrip(".")
-        if host == "localhost" or host.endswith(".localhost"):
-            return True
-        try:
-            address = ip_address(host)
-        except ValueError:
-            return False
-        address = getattr(address, "ipv4_mapped", None) or address
-        return address.is_loopback or address.is_unspecified
+        return is_loopback_host(urlsplit(self.url).hostname or "")

@@ -12,7 +12,10 @@ log = logging.getLogger("rollyard.service")
 
 
 def check_reachable(spec: EngineSpec, settings: Settings) -> None:
-    """`InvalidRequest` for an engine that the nodes of a fleet would look for on their own machines."""
+    """`InvalidRequest` for an engine that the nodes of a fleet would look for on their own machines, or whose key would
+    reach them in the clear."""
+    if settings.is_in_clear and spec.api_key:
+        raise InvalidRequest(f"engine {spec.id}: its key would cross to the nodes in the clear; serve TLS (tls = own)")
     if settings.fleet is None or not spec.is_loopback:
         return
     is_allowed = settings.is_loopback if settings.loopback_engines is None else settings.loopback_engines

@@ -14,7 +14,7 @@ from tests.fleet.apart.networks import HERE, Machine, at_address, machines
 from tests.fleet.fleet_site import ProcessNode, nodes_of, open_head
 from tests.service.site import Site, engine_table, finish, scripted
 
-WIDE = {"host": "0.0.0.0", "node_lease_s": 10}
+WIDE = {"host": "0.0.0.0", "plain_http_nodes": True, "node_lease_s": 10}
 
 
 @asynccontextmanager
