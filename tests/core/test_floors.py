@@ -22,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "envs": {"tools", "gateway", "engines", "sandbox", "core"},  # gateway: a dialect, to read Gym's rows
     "pipeline": {"envs", "agents", "gateway", "tools", "sandbox", "engines", "tokens", "store", "core"},
     "sampling": {"pipeline", "envs", "store", "core"},
-    "fleet": {"pipeline", "engines", "store", "core"},
+    "fleet": {"pipeline", "engines", "tokens", "store", "core"},
     "client": {"core"},
     "trainers": {"client", "core"},
     "service": {

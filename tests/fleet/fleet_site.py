@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +75,10 @@ async def loop_node(site: Site, folder: Path, name: str, **sizes: Any) -> AsyncG
 class ProcessNode:
     """`rollyard node` as a process of its own: it can be killed and frozen."""
 
-    def __init__(self, url: str, token_file: Path, folder: Path, name: str, **sizes: int) -> None:
+    def __init__(
+        self, url: str, token_file: Path, folder: Path, name: str, *, within: Sequence[str] = (), **sizes: int
+    ) -> None:
+        """`within`: a command that runs the node, in another network say."""
         self.name = name
         self.folder = folder / name
         options = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items()]
@@ -83,7 +86,7 @@ class ProcessNode:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = (folder / f"{name}.log").open("ab")
         self.process = subprocess.Popen(
-            [*command, "--name", name, "--data-dir", str(self.folder), *options],
+            [*within, *command, "--name", name, "--data-dir", str(self.folder), *options],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,

@@ -20,6 +20,7 @@ from rollyard.fleet.wire import (
     Report,
     Saved,
     Standing,
+    Use,
     rollout_of,
 )
 from rollyard.store.codec import encode_trajectory, to_json
@@ -46,13 +47,23 @@ class Hand:
         self._head = head
         self._name = name
         self.got = 0
+        self.engines = {"e1": ""}  # that it has heard of, and why it cannot use them
 
     def join(self, *holds: Key, want: int = 8) -> Joined:
-        standing = Standing(got=self.got, want=want)
+        standing = self._standing(want)
         return self._head.join(Join(PROTOCOL, "0", self._name, self._name, "host", list(holds), standing))
 
     async def poll(self, want: int = 8) -> Orders:
-        return await self._head.poll(Poll(self._name, Standing(got=self.got, want=want)), 5.0)
+        return await self._head.poll(Poll(self._name, self._standing(want)), 5.0)
+
+    async def poll_briefly(self) -> Orders:
+        """What comes at once, after the gates."""
+        self.got = (await self._head.poll(Poll(self._name, self._standing(8)), 0.3)).number
+        return await self._head.poll(Poll(self._name, self._standing(8)), 0.3)
+
+    def _standing(self, want: int) -> Standing:
+        uses = [Use(name, 0, 0, 0, not why, why) for name, why in self.engines.items()]
+        return Standing(got=self.got, want=want, engines=uses)
 
     async def leased(self, count: int) -> list[Key]:
         """Polls until it has got so many."""
@@ -66,7 +77,7 @@ class Hand:
 
     async def says(self, *items: Any, want: int = 0) -> list[Key]:
         """What the head refuses of it."""
-        report = Report(self._name, Standing(got=self.got, want=want), list(items))
+        report = Report(self._name, self._standing(want), list(items))
         return (await self._head.report(report)).refused
 
 

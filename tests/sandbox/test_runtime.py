@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 
@@ -735,3 +736,30 @@ async def test_a_folder_that_is_shut_keeps_nothing_from_being_left_out(tmp_path:
         layer = runtime.layer_root / "layer"
         await sandbox.freeze(layer, without=["/home/agent/.profile", "/home/agent/.local/bin"])
         assert [path.name for path in (layer / "upper/home/agent").iterdir()] == ["kept"]
+
+
+async def test_files_that_could_not_be_deleted_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalRuntime(root=tmp_path) as runtime:
+        real, tries = runtime._zygote.remove, list[list[str]]()
+
+        async def short(paths: list[str], groups: tuple[str, ...] = ()) -> bool:
+            tries.append(paths)
+            if len(tries) <= 2:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await real(paths, groups)
+
+        monkeypatch.setattr(runtime._zygote, "remove", short)
+        for left in (1, 2, 1):  # the third deletes its own, and one of those
+            async with started(runtime, SPEC):
+                pass
+            assert len(left_below(tmp_path)) == left
+    assert left_below(tmp_path) == [], "closing deletes the rest"
+
+
+async def test_a_lease_does_not_run_out_while_the_process_stands_still(tmp_path: Path) -> None:
+    async with LocalRuntime(root=tmp_path) as runtime:
+        sandbox = await runtime.start(SPEC, lease_s=0.5)
+        time.sleep(2.0)
+        await asyncio.sleep(0.1)
+        assert sandbox.end is None and (await sandbox.exec("echo ok", timeout_s=20.0)).stdout == b"ok\n"
+        await sandbox.kill()

@@ -28,18 +28,23 @@ def node(
     run_slots: Annotated[int | None, typer.Option(min=1, help="Agents at work here at once.")] = None,
     eval_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts being scored here at once.")] = None,
     ready_slots: Annotated[int | None, typer.Option(min=0, help="Set-up rollouts that may wait here for RUN.")] = None,
+    plain_http: Annotated[
+        bool, typer.Option("--plain-http", help="Talk to a head beyond loopback without TLS: the network is trusted.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option(help="console or json.")] = "console",
 ) -> None:
     """Run rollouts that a service leases to this machine: `rollyard serve --fleet nodes` there, this here.
 
     How rollouts run (runtimes, limits, sizes unless given) is the service's to say. The token is in node-token in the
-    service's data folder. SIGTERM drains: what has not begun goes back, the rest ends first; a second one gives all of
-    it back. With Ray none of this is needed: `rollyard serve --fleet ray` starts nodes by itself.
+    service's data folder. A head with a certificate of its own prints its URL with the certificate's digest,
+    https://HOST:PORT#sha256:…; a node that is given that URL talks to no other head. SIGTERM drains: what has not begun
+    goes back, the rest ends first; a second one gives all of it back. With Ray none of this is needed: `rollyard serve
+    --fleet ray` starts nodes by itself.
     """
     url = head or os.environ.get("ROLLYARD_URL")
     if not url:
-        raise Trouble("which head?", "name it with --head http://HOST:PORT", 2)
+        raise Trouble("which head?", "name it with --head https://HOST:PORT", 2)
     token = _token(token_file)
     if log_level not in ("debug", "info", "warning", "error") or log_format not in ("console", "json"):
         raise Trouble("--log-level is debug, info, warning or error, and --log-format console or json", status=2)
@@ -57,7 +62,9 @@ def node(
     logs.configure(level=log_level.upper(), style=log_format)
     called = name or socket.gethostname()
     folder = data_dir or data_home(os.environ).with_name("rollyard-node") / called
-    options = NodeOptions(called, url, token, folder, init_slots, run_slots, eval_slots, ready_slots)
+    options = NodeOptions(
+        called, url, token, folder, init_slots, run_slots, eval_slots, ready_slots, plain_http=plain_http
+    )
 
     async def main() -> None:
         stop, hurry = asyncio.Event(), asyncio.Event()

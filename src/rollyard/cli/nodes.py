@@ -94,9 +94,8 @@ def resume(name: Name, url: Url = None, token: Token = None, as_json: AsJson = F
 
 def nodes_table(found: list[dict[str, Any]]) -> Any:
     right = ("live", "wants", "ended")
-    made = table(
-        "node", "state", "live", "wants", "init", "ready", "run", "eval", "ended", "heard", "host", right=right
-    )
+    stages = ("init", "ready", "run", "eval")
+    made = table("node", "state", "live", "wants", *stages, "ended", "heard", "host", "engines", right=right)
     for node in found:
         state = str(node.get("state"))
         style = {"up": "green", "drained": "dim"}.get(state, "yellow")
@@ -106,12 +105,22 @@ def nodes_table(found: list[dict[str, Any]]) -> Any:
             f"[{style}]{plain(state)}[/]",
             number(node.get("live")),
             number(node.get("wants")),
-            *(_pool(pools.get(name) or {}) for name in ("init", "ready", "run", "eval")),
+            *(_pool(pools.get(name) or {}) for name in stages),
             number(node.get("ended")),
             f"{seconds(node.get('heard_s_ago'))} ago",
             plain(node.get("host")),
+            _engines(node.get("engines") or {}),
         )
     return made
+
+
+def _engines(engines: dict[str, Any]) -> str:
+    """How many of them it can use; of the others, which and why."""
+    lacking = {name: use.get("error") for name, use in engines.items() if not use.get("is_reachable", True)}
+    if not lacking:
+        return number(len(engines))
+    why = "; ".join(f"{name}: {error or 'not tried yet'}" for name, error in lacking.items())
+    return f"[red]{number(len(engines) - len(lacking))}/{number(len(engines))}[/] {plain(why)}"
 
 
 def _pool(pool: dict[str, Any]) -> str:

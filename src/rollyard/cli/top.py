@@ -114,6 +114,8 @@ def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str
     nodes: list[dict[str, Any]] = list(status.get("nodes") or ())
     if nodes:
         parts += [nodes_table(nodes), ""]
+    for policy, why in (status.get("unserved_policies") or {}).items():
+        parts += [f"[red]rollouts of policy {plain(policy)} wait: {plain(why)}[/]", ""]
     parts.append(engines_table(engines) if engines else "no engine: rollyard engines add URL")
     parts += [
         f"[red]engine {name} was refused: {plain(why)}[/]"

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollyard.core.failure import Unauthorized
+from rollyard.core.address import split_pin
+from rollyard.core.failure import InvalidRequest, Unauthorized
 
 HOST = "127.0.0.1"
 PORT = 8127
@@ -21,10 +22,11 @@ PORT = 8127
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A service's address and the token for it."""
+    """A service's address, the token for it, and the SHA-256 of its certificate if the address named one."""
 
     url: str
     token: str
+    pin: bytes | None = None
 
 
 def find(url: str | None, token: str | None, environ: Mapping[str, str] | None = None) -> Place:
@@ -44,7 +46,11 @@ def find(url: str | None, token: str | None, environ: Mapping[str, str] | None =
         named = setting("token_file", "")
         path = Path(named).expanduser() if named else data_dir / "token"
         token = environ.get("ROLLYARD_TOKEN") or _read_token(path)
-    return Place(url.rstrip("/"), token)
+    try:
+        plain, pin = split_pin(url)
+    except ValueError as error:
+        raise InvalidRequest(f"the service's URL cannot be used: {error}") from error
+    return Place(plain.rstrip("/"), token, pin)
 
 
 def _address(host: str, port: str) -> str:

@@ -42,8 +42,9 @@ class Wire:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Wire:
+        pin = self.place.pin
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS, ssl=True if pin is None else aiohttp.Fingerprint(pin)),
             headers={"Authorization": f"Bearer {self.place.token}"},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=True,

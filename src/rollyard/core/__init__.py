@@ -13,6 +13,7 @@ from rollyard.core.score import Score, TurnReward
 from rollyard.core.state import LIVE, MOVES, IllegalMove, Position, State
 from rollyard.core.task import AgentSpec, Limits, Mode, Run, Sampling, SandboxOptions, Task
 from rollyard.core.trace import Artifact, Message, Span, Trace, Trajectory, ids_array, logprobs_array
+from rollyard.core.workclock import WorkClock
 
 __all__ = [
     "CODES",
@@ -55,6 +56,7 @@ __all__ = [
     "Trace",
     "Trajectory",
     "TurnReward",
+    "WorkClock",
     "canonical",
     "check_id",
     "digest",

@@ -1,7 +1,8 @@
 """A budget of seconds that only counts while something works for us.
 
 Time in a queue, in READY, or while a policy is paused is nobody's fault and costs nothing: the owner wraps
-just the working awaits in `counting()`, and whoever pauses work wraps the pause in `held()`.
+just the working awaits in `counting()`, and whoever pauses work wraps the pause in `held()`. On a `WorkClock`, time in
+which this process stood still costs nothing either.
 
 Invariants. `used_s` never shrinks. Inside `counting()` the body is cancelled, and `DeadlineExpired` raised,
 when the budget is used up; a cancel from elsewhere passes through untouched. An `alarm` counts alike and calls
@@ -16,6 +17,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import TracebackType
 
+from rollyard.core.workclock import WorkClock
+
 
 class DeadlineExpired(Exception):
     """The budget is used up. The owner turns it into the failure that it means there."""
@@ -24,9 +27,10 @@ class DeadlineExpired(Exception):
 class Deadline:
     """See the module. One per stage of a rollout."""
 
-    def __init__(self, budget_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, budget_s: float | None = None, now: Callable[[], float] | WorkClock = time.monotonic) -> None:
         self.budget_s = budget_s
         self._now = now
+        self._clock = now if isinstance(now, WorkClock) else None
         self._used_s = 0.0
         self._since: float | None = None
         self._holds = 0
@@ -48,6 +52,14 @@ class Deadline:
     def is_running(self) -> bool:
         """Somebody works for us right now, and nobody holds the clock."""
         return self._since is not None
+
+    def alike(self, budget_s: float | None) -> Deadline:
+        """Another budget, by the same clock."""
+        return Deadline(budget_s, self._now)
+
+    def rearm(self) -> None:
+        """The clock stood still since the timers were set."""
+        self._restart()
 
     def counting(self) -> _Counting:
         """`async with`: the time of the block counts; it ends with `DeadlineExpired` when the budget does."""
@@ -83,6 +95,8 @@ class Deadline:
             self._used_s += now - self._since
         is_running = bool(self._armed) and self._holds == 0
         self._since = now if is_running else None
+        if self._clock is not None:
+            (self._clock.enter if is_running else self._clock.leave)(self)
         if not self._armed or self.budget_s is None:
             return
         when: float | None = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from urllib.parse import urlsplit
+
+from rollyard.core.address import is_loopback_host
 
 
 class Role(StrEnum):
@@ -41,3 +44,8 @@ class EngineSpec:
     admission: Admission = Admission.ADAPTIVE
     api_key: str = field(default="", repr=False)
     trust_tokenizer: bool = False  # its tokens are trainable even if it cannot show which tokenizer it has
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only programs on the machine of whoever reads the URL can reach it."""
+        return is_loopback_host(urlsplit(self.url).hostname or "")

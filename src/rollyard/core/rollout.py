@@ -37,6 +37,7 @@ class LostAttempt:
     stage: str | None = None
     tokens_lost: int = 0
     engine: str = ""  # where it sat; after an engine's failure the next attempt sits elsewhere, if it can
+    node: str = ""  # of a fleet, which had it; the next attempt goes to another one, if it can
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Caller:
         """How the call ended, and what it sampled: None if that could not be got."""
         if clock.is_expired:
             return "clock", None
-        limit = Deadline(model_s)
+        limit = clock.alike(model_s)
         call = Call(clock, limit, is_streamed=on_tokens is not None)
         first_contact: Contact | None = None
 

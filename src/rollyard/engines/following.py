@@ -131,6 +131,10 @@ class FollowedHealth(HealthWatch):
         await self.watch_once(member)
         await super().watch(member)
 
+    async def watch_once(self, member: Member) -> None:
+        await super().watch_once(member)
+        member.pool.moved()  # why it does not answer may be known now
+
     async def look(self, member: Member, *, is_anew: bool = False) -> None:
         """There is no cap to follow it, and an engine that all nodes asked for its load would do little else."""
 

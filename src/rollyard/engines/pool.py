@@ -47,6 +47,11 @@ class Health(StrEnum):
     GONE = "gone"  # removed: its sessions move at their next call
     QUARANTINED = "quarantined"  # nobody knows its weights: only a resume that names a version brings it up
 
+    @property
+    def is_reachable(self) -> bool:
+        """It answers, whatever its weights are."""
+        return self in (Health.UP, Health.QUARANTINED)
+
 
 @dataclass(slots=True)
 class EngineStats:

@@ -36,7 +36,7 @@ from rollyard.engines.http import Http
 from rollyard.engines.openai import OpenAIEngine
 from rollyard.engines.policies import Policies
 from rollyard.engines.policy_state import OnVersion, PolicySettings
-from rollyard.engines.pool import Call, EngineStatus, Member, Pool
+from rollyard.engines.pool import Call, EngineStatus, Health, Member, Pool
 from rollyard.engines.prorl import ProrlEngine
 from rollyard.engines.remote import RemoteEngine
 from rollyard.engines.router_settings import RouterSettings
@@ -72,7 +72,8 @@ class Router:
         self._reserved: set[str] = set()  # being probed: an id is taken from the first moment
         self._policies: dict[str, Pool] = {}
         self._book = GateBook(self._members, self._policies)
-        self._judges = Pool("the judges", self._book.moved)
+        self.on_moved: list[Callable[[], None]] = []  # told after each change of a gate or of an engine's health
+        self._judges = Pool("the judges", self._moved)
         self._watches: dict[str, asyncio.Task[None]] = {}
         self.followers: Followers | None = None
         self._health = self._make_health(vet)
@@ -183,8 +184,26 @@ class Router:
 
     def pool(self, policy: str) -> Pool:
         if policy not in self._policies:
-            self._policies[policy] = Pool(policy, self._book.moved)
+            self._policies[policy] = Pool(policy, self._moved)
         return self._policies[policy]
+
+    def _moved(self) -> None:
+        self._book.moved()
+        for listener in self.on_moved:
+            listener()
+
+    def up(self, policy: str) -> frozenset[str]:
+        """Ids of the policy's engines that are up, paused or not."""
+        pool = self._policies.get(policy)
+        return frozenset(id for id, it in pool.members.items() if it.health is Health.UP) if pool else frozenset()
+
+    def unreachable(self, policy: str) -> str:
+        """Why no session of the policy can be served from here; empty: it can, or some engine has not been tried."""
+        pool = self._policies.get(policy)
+        members = pool.members.values() if pool else ()
+        if any(member.health.is_reachable or not member.stats.last_error for member in members):
+            return ""
+        return "; ".join(f"{member.id}: {member.stats.last_error}" for member in members)
 
     def kinds(self, policy: str) -> frozenset[Kind]:
         """Of the engines that the policy has now."""

@@ -158,7 +158,7 @@ class RoutedSession:
         tries = _Tries(self._settings, self._stats)
         while True:
             member = await self._usable(tries.avoid)
-            limit = Deadline(model_s)
+            limit = clock.alike(model_s)
             call = Call(clock, limit, is_cuttable=False)
             member.begin(call)
             try:

@@ -16,8 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from rollyard.core import Ending, RollyardError, State, check_id
-from rollyard.core.failure import InternalError, InvalidRequest
+from rollyard.core import Ending, LostAttempt, RollyardError, State, check_id
+from rollyard.core.failure import EngineUnavailable, InternalError, InvalidRequest
+from rollyard.fleet.excusing import DRAINED, MOST_EXCUSED, is_nodes_own
 from rollyard.fleet.leased import WAY, Leased
 from rollyard.fleet.leasing import LeasingYard
 from rollyard.fleet.nodes import Node
@@ -209,6 +210,11 @@ class HeadYard(LeasingYard):
         leased.is_settling = True
         encoded = EncodedTrajectory(item.data, item.sampled_tokens) if item.data is not None else None
         ending = from_json(item.ending, Ending)
+        rollout, failure = leased.rollout, ending.failure
+        if failure is not None and leased.cancelled is None and self._is_nodes_own(leased, failure.code, item):
+            lost = LostAttempt(rollout.attempt, failure.code, failure.detail, leased.state, 0, ending.summary.engine)
+            await self._excuse(leased, lost)
+            return
         try:
             rollout = await self.store.end(leased.rollout.id, leased.rollout.position, ending, encoded)
         except Stale:
@@ -220,12 +226,39 @@ class HeadYard(LeasingYard):
 
     async def _returned(self, leased: Leased, item: Returned) -> None:
         leased.is_settling = True
-        tries = leased.rollout.attempt - leased.rollout.excused
-        delay_s = 0.0 if item.is_excused else BACKOFFS.get(item.lost.code, Backoff()).delay_s(max(1, tries))
+        rollout, lost = leased.rollout, item.lost
+        is_told_so = item.is_excused and (lost.code == DRAINED or rollout.excused < MOST_EXCUSED)
+        if is_told_so or self._is_nodes_own(leased, lost.code, item):
+            await self._excuse(leased, lost)
+            return
+        if item.is_excused:  # too often: now it counts, and may be the last
+            detail = f"{lost.detail}; {rollout.excused} attempts before it were lost by their nodes"
+            await self._settle(leased, EngineUnavailable(detail))
+            return
+        delay_s = BACKOFFS.get(lost.code, Backoff()).delay_s(max(1, rollout.attempt - rollout.excused))
         try:
-            await self._settling(leased).give_back(item.lost, delay_s=delay_s, is_excused=item.is_excused)
+            await self._settling(leased).give_back(self._at_its_node(leased, lost), delay_s=delay_s)
         finally:
             self._let_go(leased)
+
+    async def _excuse(self, leased: Leased, lost: LostAttempt) -> None:
+        """Back into the queue; the attempt does not count."""
+        try:
+            await self._settling(leased).give_back(self._at_its_node(leased, lost), delay_s=0.0, is_excused=True)
+        finally:
+            self._let_go(leased)
+
+    def _is_nodes_own(self, leased: Leased, code: str, item: Ended | Returned) -> bool:
+        node, engines = leased.node, self.shop.router.up(leased.run.policy)
+        lost_at = {lost.node for lost in leased.rollout.lost} | ({node.name} if node is not None else set())
+        return is_nodes_own(
+            code,
+            item.sampled_tokens if isinstance(item, Ended) else item.lost.tokens_lost,
+            leased.rollout.excused,
+            is_engine_up=bool(engines),
+            is_served=node is not None and node.room.serves(engines),
+            has_others=any(it.name not in lost_at and not it.is_drained for it in self.nodes.by_name.values()),
+        )
 
     # --- what is lost ---------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Leased:
     cancelled: Cancelled | None = None
     is_settling: bool = False  # its end, or its return to the queue, is being written
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: who comes next finds it as it is then
+    queued_s: float = 0.0
     claimant: str = ""  # the node that had it before this process
     clock: Deadline = field(default_factory=Deadline)  # stands still: the node has the one that counts
 

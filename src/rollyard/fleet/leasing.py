@@ -3,7 +3,8 @@
     queue ─▶ read ─▶ a node is chosen ─▶ leased (durable) ─▶ the node hears of it with its next orders
 
 Rollouts whose agent lives in this process (`session`: a client's own program, which calls our gateway) are run here, as
-a yard does. All others hold their seat at their policy from the lease to the end of RUN.
+a yard does. All others hold their seat at their policy from the lease to the end of RUN, and go only to nodes that
+reach one of the policy's engines that are up here. While none does, they wait in the queue, and `unserved` says so.
 
 Invariants. `live` has every rollout that has not ended and is not queued, wherever it is. One that is out has exactly
 one `Leased`; what ends it (the node's word, the node's loss) takes it first (`is_settling`), and the store lets one
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from rollyard.core import LostAttempt, Rollout, RollyardError, Run, State, Summary
@@ -64,6 +66,8 @@ class LeasingYard(Yard):
         self._choosing = 0  # rollouts that have left the queue, and whose nodes are not chosen yet
         self._going_back: set[str] = set()  # of lost nodes: until the store has them in the queue, they may be claimed
         self._unclaimed: set[str] = set()  # of `_out`: since before this process, and not claimed yet
+        self._room_for: dict[str, int] = {}  # by policy: places of nodes that can serve it, in one look at the queue
+        self._unserved: dict[str, str] = {}  # policies that have rollouts in the queue, and why no node gets them
 
     @property
     def here(self) -> int:
@@ -75,11 +79,11 @@ class LeasingYard(Yard):
             self._doomed[rollout_id] = detail
         return rollout
 
-    def enqueue(self, stored: Sequence[Rollout]) -> None:
+    def enqueue(self, stored: Sequence[Rollout], waited_s: float = 0.0) -> None:
         for rollout in stored:
             if rollout.state is State.QUEUED and self._needs(rollout)[0]:
                 self._own_runs.add(rollout.run)
-        super().enqueue(stored)
+        super().enqueue(stored, waited_s)
 
     # --- leasing --------------------------------------------------------------------------------------
 
@@ -87,12 +91,15 @@ class LeasingYard(Yard):
         taken: list[Taken] = []
         most = min(self.nodes.wanted - self._choosing, self.nodes.settings.batch)
         self._held_back.clear()
+        self._room_for.clear()
         while not self.is_draining and len(taken) < most:
             row = self.scheduler.pop(time.monotonic(), self._may_go)
             if row is None:
                 break
             self._taking[row.id] = row.run
             run = self.run_of(row.run)
+            if run is not None and run.policy in self._room_for:
+                self._room_for[run.policy] -= 1
             taken.append((row, self.shop.router.seats(run.policy).try_acquire() if run is not None else None))
         while not self.is_draining and self._room_here > 0:
             row = self.scheduler.pop(time.monotonic(), self._own_runs.__contains__)  # no node is needed for these
@@ -115,12 +122,45 @@ class LeasingYard(Yard):
         return min(self.init_pool.free, self.max_live - self.here, before_run) - len(self._coming_here)
 
     def _may_go(self, run_id: str) -> bool:
-        """Only what finds a seat is leased: what nodes have, they run. That somebody waits, engines' caps are told."""
+        """Only what finds a seat is leased: what nodes have, they run. That somebody waits, engines' caps are told. And
+        only what some node with room can serve; an engine that is down here as well is no node's fault."""
         run = self.run_of(run_id)
-        if run is None or self.shop.router.seats(run.policy).free != 0:
+        if run is None:
             return True
-        self._held_back.add(run.policy)
-        return False
+        if self.shop.router.seats(run.policy).free == 0:
+            self._held_back.add(run.policy)
+            return False
+        if run.policy not in self._room_for:
+            self._room_for[run.policy] = self.nodes.wanted_for(self.shop.router.up(run.policy))
+            self._tell_unserved(run.policy)
+        return self._room_for[run.policy] > 0
+
+    def _tell_unserved(self, policy: str) -> None:
+        why = self.why_unserved(policy)
+        if bool(why) is (policy in self._unserved):
+            return
+        if why:
+            self._unserved[policy] = why
+            log.warning("no node can serve a policy: its rollouts wait", extra={"policy": policy, "why": why})
+        else:
+            del self._unserved[policy]
+            log.info("a policy can be served again", extra={"policy": policy})
+
+    @property
+    def unserved(self) -> dict[str, str]:
+        """Policies whose rollouts wait because no node reaches an engine of theirs, and why."""
+        return {policy: why for policy in self._unserved if (why := self.why_unserved(policy))}
+
+    def why_unserved(self, policy: str) -> str:
+        """Empty: some node can serve it, or there is no node, or no engine of it is up for anybody."""
+        engines, nodes = self.shop.router.up(policy), list(self.nodes.by_name.values())
+        if not engines or any(node.room.serves(engines) for node in nodes):
+            return ""
+        return "; ".join(
+            f"node {node.name} cannot use {engine}: {node.unreachable.get(engine, 'it has not heard of it')}"
+            for node in nodes
+            for engine in sorted(engines)
+        )
 
     async def _lease_each(self, taken: Sequence[Taken]) -> None:
         """If one of them breaks it, the others are leased without that one, which ends."""
@@ -164,12 +204,12 @@ class LeasingYard(Yard):
                     if rollout.id in self._coming_here or self._room_here > 0:
                         self._coming_here.add(rollout.id)
                         self._close(left.pop(rollout.id)[1])
-                        self._own(partial(self._run_here, rollout, run))
+                        self._own(partial(self._run_here, rollout, run, self.queued_s(row, rollout)))
                     else:
                         self.scheduler.push(row, time.monotonic() + LATER_S)
                 elif needs_seat and not self._is_seated(left, row, run):
                     self.scheduler.push(row, time.monotonic() + LATER_S)
-                elif (node := self.nodes.place(rollout)) is None:
+                elif (node := self.nodes.place(rollout, self._engines(run, needs_seat))) is None:
                     self.scheduler.push(row, time.monotonic() + LATER_S)  # who wanted it has gone meanwhile
                 else:
                     if not needs_seat:
@@ -178,9 +218,9 @@ class LeasingYard(Yard):
             got = set(await self.store.lease([(it.id, it.attempt, node.name) for it, _, node in wanted]))
             for rollout, run, node in wanted:
                 if rollout.id in got:
-                    _, seat = left.pop(rollout.id)
+                    row, seat = left.pop(rollout.id)
                     self._taking.pop(rollout.id, None)
-                    self._send(Leased(rollout, run, node, seat))
+                    self._send(Leased(rollout, run, node, seat, queued_s=self.queued_s(row, rollout)))
             missed = [rollout.id for rollout, _, _ in wanted if rollout.id not in got]
             for rollout in await self.store.get_many(missed) if missed else ():
                 if rollout.state is State.QUEUED:  # another transaction had it just then
@@ -200,6 +240,9 @@ class LeasingYard(Yard):
                 self._idle.set()
                 if self.nodes.wanted:
                     self.wake()
+
+    def _engines(self, run: Run, needs_model: bool) -> frozenset[str]:
+        return self.shop.router.up(run.policy) if needs_model else frozenset()
 
     def _is_seated(self, left: dict[str, Taken], row: QueuedRow, run: Run) -> bool:
         """One that came out of the queue without a seat gets it now, if there is one."""
@@ -228,10 +271,10 @@ class LeasingYard(Yard):
         if node.is_over:
             self._own(partial(self._take_back, leased))
         else:
-            node.lease(queued, leased.run)
+            node.lease(queued, leased.run, leased.queued_s)
         self.publish(leased.rollout)
 
-    async def _run_here(self, rollout: Rollout, run: Run) -> None:
+    async def _run_here(self, rollout: Rollout, run: Run, queued_s: float) -> None:
         self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
         try:
             await self.init_pool.acquire((-rollout.priority, rollout.seq))
@@ -242,7 +285,7 @@ class LeasingYard(Yard):
         finally:
             self._taking.pop(rollout.id, None)
             self._coming_here.discard(rollout.id)
-        await self._live(Attempt(self, rollout, run))
+        await self._live(Attempt(self, rollout, run, queued_s))
 
     # --- what is out ----------------------------------------------------------------------------------
 
@@ -294,6 +337,7 @@ class LeasingYard(Yard):
         """From a node that never heard of it: nobody's failure."""
         leased.is_settling = True
         lost = LostAttempt(leased.rollout.attempt, NodeLost.code, "its node left before it heard of it", leased.state)
+        lost = self._at_its_node(leased, lost)
         try:
             await self._settling(leased).give_back(lost, delay_s=0.0, is_excused=True)
         finally:
@@ -306,6 +350,10 @@ class LeasingYard(Yard):
         finally:
             self._let_go(leased)
 
+    @staticmethod
+    def _at_its_node(leased: Leased, lost: LostAttempt) -> LostAttempt:
+        return replace(lost, node=leased.node.name if leased.node is not None else leased.claimant)
+
     def _settling(self, leased: Leased) -> Settling:
         name = leased.node.name if leased.node is not None else ""
-        return Settling(self, Progress(leased.rollout, leased.run, Summary(node=name)))
+        return Settling(self, Progress(leased.rollout, leased.run, Summary(node=name), queued_s=leased.queued_s))

@@ -75,6 +75,10 @@ class Ledger:
     def holds(self) -> list[Key]:
         return [holding.key for holding in self._held.values()]
 
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [holding.rollout for holding in self._held.values()]
+
     def has(self, key: Key) -> bool:
         held = self._held.get(key.id)
         return held is not None and held.key == key
@@ -125,9 +129,9 @@ class Ledger:
         ending = Ending(Outcome.CANCELLED, failure=Cancelled(detail).failure(State.QUEUED))
         self._put(Ended(key, to_json(ending), None, 0))
 
-    def give_back(self, key: Key) -> None:
+    def give_back(self, key: Key, code: str = "drained", why: str = "the node was drained") -> None:
         """One that has not begun here goes back to the queue."""
-        self._put(Returned(key, LostAttempt(key.attempt, "drained", "the node was drained", State.QUEUED), True))
+        self._put(Returned(key, LostAttempt(key.attempt, code, why, State.QUEUED), True))
 
     def _forget(self, key: Key) -> None:
         if self.has(key):

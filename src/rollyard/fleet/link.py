@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
 
+from rollyard.core.address import is_clear, split_pin
 from rollyard.core.failure import InvalidRequest, NodeReplaced, NodeUnknown
 from rollyard.fleet.wire import MEDIA_TYPE, Join, Joined, Orders, Poll, Report, Reported, decode, encode
 
@@ -25,6 +26,8 @@ ANSWER_S = 60.0
 """For an answer, until the head has said how long its leases are; a poll gets as much longer as it asked to be held."""
 
 LEAST_ANSWER_S = 5.0
+FILE_S = 60.0  # for a file of the head's
+MOST_LIST_BYTES = 1 << 20
 
 Head = Callable[[], tuple[str, str]]
 """Where the head is now, and the token for it."""
@@ -45,8 +48,10 @@ class Replaced(NotWanted):
 class Link:
     """See the module."""
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, head: Head, *, may_be_clear: bool = False) -> None:
+        """`may_be_clear`: plain HTTP will do, also beyond loopback."""
+        self._where = head
+        self._may_be_clear = may_be_clear
         self._http: aiohttp.ClientSession | None = None
         self._is_known = False  # a head has answered us
         self.answer_s = ANSWER_S  # then shorter than a lease: a connection to a machine that is gone says nothing
@@ -61,6 +66,24 @@ class Link:
         if self._http is not None:
             await self._http.close()
 
+    def _head(self) -> tuple[str, str, aiohttp.Fingerprint | bool]:
+        """Where to call, with which token, and whose certificate is expected there."""
+        url, token = self._where()
+        if not self._may_be_clear and is_clear(url):
+            raise NotWanted(f"{url} is plain HTTP, and a token would be sent in the clear: use its https:// address")
+        try:
+            plain, pin = split_pin(url)
+        except ValueError as error:
+            raise NotWanted(f"{url} cannot be used: {error}") from error
+        return plain.rstrip("/"), token, True if pin is None else aiohttp.Fingerprint(pin)
+
+    async def settings(self) -> dict[str, Any]:
+        """What the head says of how rollouts run."""
+        try:
+            return msgspec.json.decode(await self.get_bytes("settings", MOST_LIST_BYTES), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise HeadAway(f"what answers is no head: {error}") from error
+
     async def join(self, join: Join) -> Joined:
         return await self._call("join", join, Joined, self.answer_s)
 
@@ -70,27 +93,55 @@ class Link:
     async def report(self, report: Report) -> Reported:
         return await self._call("report", report, Reported, self.answer_s)
 
+    async def get(self, path: str, kind: type[T]) -> T:
+        return self._decoded("head", await self.get_bytes(path, MOST_LIST_BYTES), kind)
+
+    async def get_bytes(self, path: str, most_bytes: int) -> bytes:
+        """What the head has there, of at most so many bytes."""
+        assert self._http is not None
+        url, token, trusted = self._head()
+        headers = {"Authorization": f"Bearer {token}"}
+        try:
+            async with (
+                asyncio.timeout(FILE_S),
+                self._http.get(f"{url}/v1/fleet/{path}", headers=headers, ssl=trusted) as reply,
+            ):
+                body = bytearray()
+                async for piece in reply.content.iter_any():
+                    body += piece
+                    if len(body) > most_bytes:
+                        raise HeadAway(f"{url}: more than {most_bytes} bytes came for {path}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise HeadAway(f"{url}: {type(error).__name__}: {error}") from error
+        if reply.status != 200:
+            raise _refusal(url, reply.status, bytes(body))
+        return bytes(body)
+
     async def _call(self, path: str, message: msgspec.Struct, kind: type[T], within_s: float) -> T:
         assert self._http is not None
-        url, token = self._head()
+        url, token, trusted = self._head()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": MEDIA_TYPE}
         try:
             async with (
                 asyncio.timeout(within_s),
-                self._http.post(f"{url.rstrip('/')}/v1/fleet/{path}", data=encode(message), headers=headers) as reply,
+                self._http.post(f"{url}/v1/fleet/{path}", data=encode(message), headers=headers, ssl=trusted) as reply,
             ):
                 body = await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise HeadAway(f"{url}: {type(error).__name__}: {error}") from error
         if reply.status == 200 and reply.content_type == MEDIA_TYPE:
             self._is_known = True
-            try:
-                return decode(body, kind)
-            except InvalidRequest as error:
-                raise NotWanted(f"{url} does not speak our protocol: {error.detail}") from error
+            return self._decoded(url, body, kind)
         if self._is_known and reply.status in (401, 403, 404):  # another head, which will tell us its token, or is none
             raise HeadAway(f"{url} answers {reply.status}, and had let this node in before")
         raise _refusal(url, reply.status, body)
+
+    @staticmethod
+    def _decoded(url: str, body: bytes, kind: type[T]) -> T:
+        try:
+            return decode(body, kind)
+        except InvalidRequest as error:
+            raise NotWanted(f"{url} does not speak our protocol: {error.detail}") from error
 
 
 def _refusal(url: str, status: int, body: bytes) -> Exception:

@@ -22,7 +22,7 @@ from typing import cast
 
 from rollyard import __version__
 from rollyard.core import Rollout
-from rollyard.core.failure import Cancelled, NodeUnknown
+from rollyard.core.failure import Cancelled, EngineUnavailable, NodeUnknown
 from rollyard.engines.following import FollowingRouter
 from rollyard.engines.gates import Gates
 from rollyard.fleet.ledger import Ledger
@@ -48,6 +48,9 @@ log = logging.getLogger("rollyard.fleet")
 MOST_ITEMS = 512
 MOST_BYTES = 16 << 20
 """In one report; one that is larger by itself goes alone."""
+
+MOST_WHY = 300
+"""Characters of an engine's error that the head is told."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
 
@@ -82,6 +85,9 @@ class Node:
         self._errands: set[asyncio.Task[None]] = set()
         self._broke: asyncio.Future[None] | None = None  # one of those ended with an error
         self._said_want = 0
+        self._said_reach: list[tuple[str, bool, bool]] = []
+        self._is_moved = False
+        router.on_moved.append(self.moved)
         self.on_joined: Callable[[], None] = lambda: None
 
     def news(self) -> None:
@@ -217,11 +223,14 @@ class Node:
             self._drain(orders.is_drained)
         for run in orders.runs:
             self._yard.know(run_of(run))
-        for rollout in [rollout for lease in orders.leases if self._ledger.accept(rollout := rollout_of(lease))]:
+        for lease in orders.leases:
+            rollout = rollout_of(lease)
+            if not self._ledger.accept(rollout):
+                continue
             if rollout.id in self._yard.live:
-                self._run(self._begin_later(rollout))
+                self._run(self._begin_later(rollout, lease.queued_s))
             else:
-                self._yard.enqueue([rollout])
+                self._yard.enqueue([rollout], lease.queued_s)
         if self._is_drained and orders.leases:  # they were on their way when it was drained
             self._drain(True)
         for cancel in orders.cancels:
@@ -240,7 +249,7 @@ class Node:
         if not task.cancelled() and (error := task.exception()) and self._broke is not None and not self._broke.done():
             self._broke.set_exception(error)
 
-    async def _begin_later(self, rollout: Rollout) -> None:
+    async def _begin_later(self, rollout: Rollout, queued_s: float) -> None:
         """An earlier attempt of it, which was taken from us, still cleans up here: this one begins after that."""
         while rollout.id in self._yard.live:
             await self._yard.changed()
@@ -248,7 +257,7 @@ class Node:
         if self._ledger.has(key) and self._is_drained:
             self._ledger.give_back(key)
         elif self._ledger.has(key):
-            self._yard.enqueue([rollout])
+            self._yard.enqueue([rollout], queued_s)
 
     async def _follow(self, gates: Gates, joins: int) -> None:
         await self._router.follow(gates)
@@ -293,9 +302,17 @@ class Node:
         yard = self._yard
         pools = {name: Places(pool["size"], pool["active"], pool["waiting"]) for name, pool in yard.pools().items()}
         uses = [
-            Use(status.spec.id, status.stats.sessions, status.stats.in_flight, status.stats.tokens)
+            Use(
+                status.spec.id,
+                status.stats.sessions,
+                status.stats.in_flight,
+                status.stats.tokens,
+                status.health.is_reachable,
+                "" if status.health.is_reachable else status.stats.last_error[:MOST_WHY],
+            )
             for status in self._router.list()
         ]
+        self._said_reach = self._reached()
         self._said_want = self._want()
         return Standing(self._got, self._said_want, self._gates, self._is_drained, pools, uses)
 
@@ -303,6 +320,29 @@ class Node:
         """A place may have become free: the head hears of it now, and not with the next poll."""
         if self._want() > self._said_want:
             self.news()
+
+    def moved(self) -> None:
+        """An engine may have come or gone, as it is seen from here; perhaps more is to come at once."""
+        if not self._is_moved:
+            self._is_moved = True
+            asyncio.get_running_loop().call_soon(self._reach)
+
+    def _reach(self) -> None:
+        """The head hears of what has changed. What waits here for engines that cannot be reached goes to others."""
+        self._is_moved = False
+        if self._reached() == self._said_reach:
+            return
+        self.news()
+        for rollout in self._ledger.rollouts:
+            run = self._yard.run_of(rollout.run)
+            why = self._router.unreachable(run.policy) if run is not None else ""
+            if why and self._yard.scheduler.remove(rollout.id):
+                why = f"node {self.name} cannot use an engine of {run.policy if run else ''}: {why}"
+                self._ledger.give_back(Key(rollout.id, rollout.attempt), EngineUnavailable.code, why[:MOST_WHY])
+
+    def _reached(self) -> list[tuple[str, bool, bool]]:
+        """Of each engine, whether it can be used from here, and whether it has been tried at all."""
+        return [(it.spec.id, it.health.is_reachable, bool(it.stats.last_error)) for it in self._router.list()]
 
     def _want(self) -> int:
         """Places on the way to RUN that nobody has, and some to wait for INIT, less what waits here already."""

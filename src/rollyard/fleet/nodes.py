@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -97,15 +97,21 @@ class Node:
         if self.drain_asked is not None and standing.is_drained is self.drain_asked:
             self.drain_asked = None
         self.room.want = 0 if self.is_drained else max(0, standing.want - len(self._leases) - self.promised)
+        self.room.reaches = frozenset(use.engine for use in standing.engines if use.is_reachable)
         live = standing.pools.get("live")
         self.room.places = live.size if live is not None else max(1, self.room.want + len(self.out))
 
-    def lease(self, rollout: Rollout, run: Run) -> None:
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Engines that it cannot use, and why."""
+        return {use.engine: use.error or "not tried yet" for use in self.standing.engines if not use.is_reachable}
+
+    def lease(self, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
         self.out.add(rollout.id)
         if self._runs.get(run.id) != run:
             self._runs[run.id] = run
             self._new_runs.append((0, to_json(run)))
-        self._leases[rollout.id] = (0, lease_of(rollout))
+        self._leases[rollout.id] = (0, lease_of(rollout, queued_s))
         self.news.set()
 
     def is_sent(self, rollout_id: str) -> bool:
@@ -242,10 +248,17 @@ class Nodes:
             del self._hungry[key]
         return sum(node.room.want for node in self._hungry.values())
 
-    def place(self, rollout: Rollout) -> Node | None:
-        """A node for it, whose place is promised from now on, until the caller takes that back from `promised`."""
+    def wanted_for(self, engines: Collection[str]) -> int:
+        """By those that can use one of these engines."""
+        return sum(node.room.want for node in self._hungry.values() if node.room.serves(engines))
+
+    def place(self, rollout: Rollout, engines: Collection[str] = ()) -> Node | None:
+        """A node for it, which can use one of these engines, if there are any. Its place is promised from now on, until
+        the caller takes that back from `promised`."""
         needs = Needs.of(rollout)
-        room = place(needs, (node.room for node in self._hungry.values()))
+        lost_at = {lost.node for lost in rollout.lost}
+        shunned = [node.room for node in self._hungry.values() if node.name in lost_at] if lost_at else []
+        room = place(needs, (node.room for node in self._hungry.values()), engines, shunned)
         if room is None:
             return None
         room.want -= 1

@@ -2,15 +2,17 @@
 
 A node says how many rollouts it wants; those are its free places. Among the nodes that want one, the emptiest goes
 first, but one that has what the rollout needs may be somewhat fuller: the set-up that its group's other members stand
-on, which is made once a node, or its image, which is fetched once a node.
+on, which is made once a node, or its image, which is fetched once a node. A node that has lost an attempt of the
+rollout gets it again only if no other wants it.
 
-Invariants. Nobody gets more than it wants. What a node is remembered to have is bounded, the oldest goes first.
+Invariants. Nobody gets more than it wants, nor what it cannot serve: a rollout that needs a model goes where one of its
+policy's engines can be reached. What a node is remembered to have is bounded, the oldest goes first.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from rollyard.core import Rollout
@@ -47,11 +49,16 @@ class Room:
     want: int = 0  # free ones
     setups: dict[str, None] = field(default_factory=dict[str, None])  # in order of last use
     images: dict[str, None] = field(default_factory=dict[str, None])  # likewise
+    reaches: frozenset[str] = frozenset()  # engines that can be used from there
 
     def remember(self, needs: Needs) -> None:
         _remember(self.setups, needs.setup)
         if needs.image is not None:
             _remember(self.images, needs.image)
+
+    def serves(self, engines: Collection[str]) -> bool:
+        """One of these will do; none at all is asked for by what needs no model."""
+        return not engines or not self.reaches.isdisjoint(engines)
 
     def worth(self, needs: Needs) -> float:
         has_setup = needs.setup in self.setups
@@ -66,10 +73,15 @@ def _remember(known: dict[str, None], name: str) -> None:
         del known[next(iter(known))]
 
 
-def place(needs: Needs, rooms: Iterable[Room]) -> Room | None:
-    """The best of those that want one; the caller counts it down. None: nobody wants one."""
-    best, most = None, -1.0
+def place(
+    needs: Needs, rooms: Iterable[Room], engines: Collection[str] = (), shunned: Collection[Room] = ()
+) -> Room | None:
+    """The best of those that want one and can serve it; the caller counts it down. None: there is no such room."""
+    best, most = None, (False, -1.0)
     for room in rooms:
-        if room.want > 0 and (worth := room.worth(needs)) > most:
+        if room.want <= 0 or not room.serves(engines):
+            continue
+        worth = (all(room is not one for one in shunned), room.worth(needs))
+        if best is None or worth > most:
             best, most = room, worth
     return best

@@ -196,7 +196,14 @@ class NodeActor:
         with lock:
             url, token = self._where()
             options = module.NodeOptions(
-                name=self._name, head_url=url, token=token, data_dir=folder, head=self._where, **slots, **others
+                name=self._name,
+                head_url=url,
+                token=token,
+                data_dir=folder,
+                head=self._where,
+                plain_http=True,  # the head, whose settings allow it or not, has given us its URL
+                **slots,
+                **others,
             )
             stop = asyncio.Event()
             with self._lock:

@@ -117,6 +117,8 @@ as_first() {
     done
     [ "${#names[@]}" -gt 1 ] && on_nodes "${names[*]:1}" "node-%n.log" node "$host:$RAY_PORT"
     options+=(--fleet ray --address "$host:$RAY_PORT")
+    # Nodes are sent keys and prompts: over TLS, with a certificate whose digest is in the URL, unless told otherwise.
+    export ROLLYARD_TLS="${ROLLYARD_TLS:-own}"
   fi
 
   # Who is let in: whoever has the token. By which names: the address, and this machine's own.

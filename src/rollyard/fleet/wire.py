@@ -47,12 +47,14 @@ class Places(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Use(msgspec.Struct, frozen=True, array_like=True):
-    """What a node has of an engine now, and has had of it in all."""
+    """What a node has of an engine now, has had of it in all, and whether it can use it."""
 
     engine: str
     sessions: int
     in_flight: int
     tokens: int
+    is_reachable: bool = True  # it has sampled a token for this node, and has not failed since
+    error: str = ""  # why not; empty while it has not been tried
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -91,6 +93,7 @@ class Poll(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     rollout: str  # JSON, as it was in the queue
     run: str
+    queued_s: float = 0.0  # it had waited so long at the head: clocks of machines differ
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -174,8 +177,8 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise InvalidRequest(f"this is no {kind.__name__} of the fleet's protocol {PROTOCOL}: {error}") from error
 
 
-def lease_of(rollout: Rollout) -> Lease:
-    return Lease(to_json(rollout), rollout.run)
+def lease_of(rollout: Rollout, queued_s: float = 0.0) -> Lease:
+    return Lease(to_json(rollout), rollout.run, queued_s)
 
 
 def rollout_of(lease: Lease) -> Rollout:

@@ -11,7 +11,7 @@ installed environments, configured engines and runtimes, route templates. Never 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -63,6 +63,7 @@ class NodeState:
     wants: int
     heard_s_ago: float
     is_drained: bool
+    reaches: Mapping[str, bool] = field(default_factory=dict[str, bool])  # by engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Snapshot:
     open_breakers: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
     waiting_for_room: Mapping[str, int] = field(default_factory=dict[str, int])  # by runtime
     nodes: Mapping[str, NodeState] = field(default_factory=dict[str, NodeState])  # by name
+    unserved: Sequence[str] = ()  # policies whose rollouts wait because no node reaches an engine of theirs
 
 
 class Metrics:
@@ -258,7 +260,7 @@ class Metrics:
             (family,) = metric.describe()
             name = family.name + ("_total" if family.type == "counter" else "")
             rows.append((name, family.type, tuple(metric._labelnames), family.documentation))
-        rows += [(name, "gauge", (label,), meaning) for name, label, meaning in _GAUGES.values()]
+        rows += [(name, "gauge", tuple(labels.split()), meaning) for name, labels, meaning in _GAUGES.values()]
         yield from sorted(rows)
 
 
@@ -291,6 +293,16 @@ _GAUGES = {
     "node_wants": ("rollyard_node_wants", "node", "Rollouts that it could take now."),
     "node_heard": ("rollyard_node_heard_seconds_ago", "node", "Since it was last heard of."),
     "node_drained": ("rollyard_node_drained", "node", "1 while it takes nothing more."),
+    "node_engine_reachable": (
+        "rollyard_node_engine_reachable",
+        "node engine",
+        "1 while the node can use the engine; 0: it gets no rollouts for it.",
+    ),
+    "policy_unserved": (
+        "rollyard_policy_unserved",
+        "policy",
+        "1 while its rollouts wait because no node can use an engine of it.",
+    ),
 }
 
 
@@ -301,11 +313,12 @@ class _State(Collector):
         self._watchers = watchers
 
     def describe(self) -> Iterable[Metric]:  # so that registering it does not collect
-        return [GaugeMetricFamily(name, meaning, labels=[label]) for name, label, meaning in _GAUGES.values()]
+        return [GaugeMetricFamily(name, meaning, labels=labels.split()) for name, labels, meaning in _GAUGES.values()]
 
     def collect(self) -> Iterable[Metric]:
         families = {
-            key: GaugeMetricFamily(name, meaning, labels=[label]) for key, (name, label, meaning) in _GAUGES.items()
+            key: GaugeMetricFamily(name, meaning, labels=labels.split())
+            for key, (name, labels, meaning) in _GAUGES.items()
         }
         for watcher in self._watchers:
             try:
@@ -345,4 +358,8 @@ class _State(Collector):
                 families["node_wants"].add_metric([name], node.wants)
                 families["node_heard"].add_metric([name], node.heard_s_ago)
                 families["node_drained"].add_metric([name], node.is_drained)
+                for engine, is_reachable in node.reaches.items():
+                    families["node_engine_reachable"].add_metric([name, engine], is_reachable)
+            for policy in snapshot.unserved:
+                families["policy_unserved"].add_metric([policy], 1)
         return families.values()

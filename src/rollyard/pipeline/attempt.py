@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import replace
 
 import msgspec
@@ -63,13 +62,13 @@ OVERRUNS = (DeadlineExpired, EvalDeadline, *ENDS.values())
 class Attempt:
     """See the module. `main` is the task's body; `stop` ends it from outside, with a reason."""
 
-    def __init__(self, yard: YardDoor, rollout: Rollout, run: Run) -> None:
+    def __init__(self, yard: YardDoor, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
         self.yard = yard
-        self.last_beat = time.monotonic()
+        self.last_beat = yard.clock()
         self.clock = Deadline()  # of the stage it is in
         self.quarantined = 0  # sandboxes of it that could not be proven gone
         self.is_seated = rollout.state is State.EVAL  # has its seat, or needs none: others may come after it
-        self._progress = Progress(rollout, run, Summary(node=yard.settings.node))
+        self._progress = Progress(rollout, run, Summary(node=yard.settings.node), queued_s=queued_s)
         self._kit: stages.Kit | None = None
         self._seat: Seat | None = None  # at its policy's engines, while it is in RUN or about to be
         self._eval_sandbox: Sandbox | None = None
@@ -103,10 +102,10 @@ class Attempt:
                 self._task.cancel()
 
     def beat(self) -> None:
-        self.last_beat = time.monotonic()
+        self.last_beat = self.yard.clock()
 
     def tick(self, now: float, lease_s: float) -> float | None:
-        """Renews what it holds; returns for how long nothing has moved in RUN, while its clock runs.
+        """Renews what it holds; returns for how long nothing has moved in RUN, while its clock runs. `now`: the yard's.
 
         INIT and EVAL run against a deadline of their own from end to end: what is slow there is theirs to name."""
         for sandbox in (self._kit.sandbox if self._kit else None, self._eval_sandbox):
@@ -175,7 +174,7 @@ class Attempt:
             self._check_stop()
             progress.mark("init")
             self._move(State.INIT)
-            self.clock = Deadline(self.rollout.task.limits.init_s)
+            self.clock = Deadline(self.rollout.task.limits.init_s, yard.clock)
             with stage_span(progress.span, "init"):
                 self._kit = await stages.init(
                     yard.shop,
@@ -215,7 +214,7 @@ class Attempt:
         try:
             progress.mark("run")
             self._move(State.RUN)
-            self.clock = Deadline(self.rollout.task.limits.run_s)
+            self.clock = Deadline(self.rollout.task.limits.run_s, yard.clock)
             self.beat()
             with stage_span(progress.span, "run", agent=yard.shop.agent_of(self.rollout.task).name) as span:
                 watch = stages.Watch(self.beat, span, yard.metrics)
@@ -342,7 +341,7 @@ class Attempt:
         assert progress.trajectory is not None
         async with yard.eval_pool.slot(self._rank):
             progress.mark("eval")
-            self.clock = Deadline(self.rollout.task.limits.eval_s)
+            self.clock = Deadline(self.rollout.task.limits.eval_s, yard.clock)
             self.beat()
             with stage_span(progress.span, "eval"):
                 return await evaluate(

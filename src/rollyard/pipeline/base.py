@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rollyard.core import Deadline, Ending, Failure, Rollout, RollyardError, Run, State
+from rollyard.core import Deadline, Ending, Failure, Rollout, RollyardError, Run, State, WorkClock
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
 from rollyard.pipeline.pool import Pool
@@ -55,6 +55,7 @@ class YardDoor(Protocol):
     unseated: int
     metrics: Metrics
     tracer: Tracer
+    clock: WorkClock
 
     def publish(self, rollout: Rollout) -> None: ...
 

@@ -48,9 +48,6 @@ class Progress:
     ledger: Ledger = field(default_factory=Ledger)  # of what its sandboxes reached
     is_reevaluable: bool = True  # what EVAL needs outlives this process
 
-    def __post_init__(self) -> None:
-        self.queued_s = max(0.0, time.time() - self.rollout.updated_at)
-
     @property
     def state(self) -> State:
         return self.rollout.state
@@ -154,7 +151,8 @@ class Progress:
 
     def lost(self, code: str, detail: str) -> LostAttempt:
         sampled = self.trajectory.sampled_tokens if self.trajectory else self.running.sampled_tokens
-        return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled, self.summary.engine)
+        summary = self.summary
+        return LostAttempt(self.rollout.attempt, code, detail, self.state, sampled, summary.engine, summary.node)
 
 
 def _versions(trajectory: Trajectory) -> tuple[int, int]:

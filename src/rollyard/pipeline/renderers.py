@@ -2,11 +2,15 @@
 
 A tokenizer that is not the engine's would make every token wrong and nothing fail: so the first use of a
 renderer with an engine compares the two on a text that tokenizers disagree on.
+
+A node of a fleet may lack the files: it is given a `Fetch`, which finds them or gets them from elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from rollyard.core.failure import EngineRefused, TokenizerMismatch
 from rollyard.engines.base import Engine
@@ -15,10 +19,23 @@ from rollyard.tokens import Renderer, Tokenizers, load_renderer
 PROBE = "def f(x):\n\treturn x*3.14159  # naïve 漢字 🚀\r\n  'don''t'  1234567890 <|im_start|>"
 
 
+Fetch = Callable[[Engine], Awaitable["Files | None"]]
+"""Where the tokenizer of an engine is to be read. None: where the engine's description says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A tokenizer's files: what they are called, and the folder that they are in."""
+
+    name: str
+    folder: str
+
+
 class Renderers:
     """See the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, fetch: Fetch | None = None) -> None:
+        self._fetch = fetch
         self._tokenizers = Tokenizers()
         self._loaded: dict[tuple[str, str, str], Renderer] = {}
         self._lock = asyncio.Lock()
@@ -27,15 +44,19 @@ class Renderers:
         """The engine's renderer. TokenizerMismatch or EngineRefused where there is none that fits."""
         spec = engine.spec
         folder = spec.tokenizer or engine.info.tokenizer
-        key = (folder, spec.renderer, engine.info.model)
+        key = (folder or f"of engine {spec.id}", spec.renderer, engine.info.model)
         renderer = self._loaded.get(key)
         if renderer is not None:
             return renderer
-        if not folder:
-            raise EngineRefused(f"engine {spec.id} does not say where its tokenizer is: name it when adding the engine")
         async with self._lock:
             if key not in self._loaded:
-                self._loaded[key] = await asyncio.to_thread(self._load, folder, spec.renderer, engine.info.model)
+                found = await self._fetch(engine) if self._fetch is not None else None
+                files = found or Files(folder, folder)
+                if not files.folder:
+                    raise EngineRefused(
+                        f"engine {spec.id} does not say where its tokenizer is: name it when adding the engine"
+                    )
+                self._loaded[key] = await asyncio.to_thread(self._load, files, spec.renderer, engine.info.model)
         return self._loaded[key]
 
     async def check(self, engine: Engine) -> bool:
@@ -55,5 +76,5 @@ class Renderers:
             )
         return True
 
-    def _load(self, folder: str, renderer: str, model: str) -> Renderer:
-        return load_renderer(self._tokenizers.load(folder), model, renderer)
+    def _load(self, files: Files, renderer: str, model: str) -> Renderer:
+        return load_renderer(self._tokenizers.load(files.folder, files.name), model, renderer)

@@ -85,7 +85,7 @@ class Rescoring:
             yard.shop,
             rollout,
             trajectory,
-            Deadline(rollout.task.limits.eval_s),
+            Deadline(rollout.task.limits.eval_s, yard.clock),
             lease_s=yard.settings.lease_s,
             watch=hold,
             metrics=yard.metrics,

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 
-from rollyard.core import Ending, Outcome, Position, Rollout, Run, State
+from rollyard.core import Ending, Outcome, Position, Rollout, Run, State, WorkClock
 from rollyard.core.access import Quota
 from rollyard.core.failure import (
     Cancelled,
@@ -61,6 +61,8 @@ class Yard:
         self.settings = settings
         self.metrics = metrics
         self.tracer = tracer
+        self.clock = WorkClock()
+        self._opened, self._opened_at = time.monotonic(), time.time()
         self.hub = Hub(store.epoch)
         self.scheduler = Scheduler()
         self.init_pool = Pool("init", settings.init_slots, self.wake)
@@ -96,6 +98,7 @@ class Yard:
 
     async def __aenter__(self) -> Yard:
         await self._tasks.__aenter__()
+        self.clock.start()
         for run in await self.store.list_runs():
             self.know(run)
         self.cancelling.deleting.update(await self.store.deleting_runs())
@@ -113,6 +116,7 @@ class Yard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop_now()
+        self.clock.stop()
         for loop in self._loops:
             loop.cancel()
         if self._timer is not None:
@@ -201,11 +205,12 @@ class Yard:
         run = self._runs.get(run_id)
         return run.owner if run is not None else ""
 
-    def enqueue(self, stored: Sequence[Rollout]) -> None:
-        """Takes in what was stored just now, or earlier: what is known already is not taken twice."""
+    def enqueue(self, stored: Sequence[Rollout], waited_s: float = 0.0) -> None:
+        """Takes in what was stored just now, or earlier: what is known already is not taken twice. `waited_s`: in
+        another queue before this one."""
         for rollout in stored:
             if rollout.state is State.QUEUED and not self._has(rollout.id):
-                self.scheduler.push(_row(rollout))
+                self.scheduler.push(_row(rollout, waited_s))
                 self.hub.publish(rollout)
             elif rollout.state is State.ENDED:
                 self.hub.publish(rollout)
@@ -401,7 +406,15 @@ class Yard:
                 self.scheduler.done(row.run)
                 self._idle.set()  # a drain may wait for just this
         if is_ours and rollout is not None and run is not None:
-            await self._live(Attempt(self, rollout, run))
+            await self._live(Attempt(self, rollout, run, self.queued_s(row, rollout)))
+
+    def queued_s(self, row: QueuedRow, rollout: Rollout) -> float:
+        """How long it has been in the queue. Only what an earlier process had queued is measured by the time of day, up
+        to our own start."""
+        now = time.monotonic()
+        if row.since is not None:
+            return now - row.since
+        return max(0.0, self._opened_at - rollout.updated_at) + now - self._opened
 
     async def _live(self, attempt: Attempt) -> None:
         self.live[attempt.rollout.id] = attempt
@@ -472,7 +485,7 @@ class Yard:
             await asyncio.sleep(self.settings.tick_s)
             if self.store.broken is not None:
                 raise StoreUnusable(self.store.broken)
-            now = time.monotonic()
+            now = self.clock()
             self.rescoring.tick()
             for attempt in list(self.live.values()):
                 idle_s = attempt.tick(now, self.settings.lease_s)
@@ -502,5 +515,6 @@ class Yard:
         self.scheduler.forget_run(run_id)
 
 
-def _row(rollout: Rollout) -> QueuedRow:
-    return QueuedRow(rollout.id, rollout.run, rollout.priority, rollout.seq, rollout.attempt)
+def _row(rollout: Rollout, waited_s: float = 0.0) -> QueuedRow:
+    since = time.monotonic() - waited_s
+    return QueuedRow(rollout.id, rollout.run, rollout.priority, rollout.seq, rollout.attempt, since)

@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, ClassVar, Self
 
 from rollyard.core.failure import RollyardError, SandboxLost, SandboxStartFailed, SandboxStuck
 from rollyard.core.ids import new_id
+from rollyard.core.workclock import MOST_LATE_S
 from rollyard.sandbox._freeze import covering, settle
 from rollyard.sandbox._keeper import Keeper
 from rollyard.sandbox._sandbox import Frozen, LaunchedSandbox, Place
@@ -39,6 +41,12 @@ ABANDONED_S = 60.0
 
 REMOVE_S = 120.0
 """Bounds the deletion of a sandbox's files; what takes longer goes on in the launcher's child."""
+
+MOST_LEFT = 10_000
+"""Sandboxes whose files could not be deleted, to be tried again by this process. The next one finds all of them."""
+
+LATE_GRACE_S = 30.0
+"""For the renewals of leases after this process stood still, by more than `MOST_LATE_S`."""
 
 
 class LaunchedRuntime(ABC):
@@ -70,6 +78,7 @@ class LaunchedRuntime(ABC):
         self._keepers: dict[str, Keeper] = {}
         self._places: dict[str, Place] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
+        self._left: deque[tuple[list[str], Sequence[str]]] = deque(maxlen=MOST_LEFT)  # files that could not be deleted
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._lock = self._control_lock = -1
@@ -147,6 +156,8 @@ class LaunchedRuntime(ABC):
             await asyncio.wait(list(self._endings.values()))  # those too whose files are still being deleted
         if self._timer is not None:
             self._timer.cancel()
+        for _ in range(len(self._left)):
+            await self._try_remove(*self._left.popleft())
         await self._zygote.close()
         with contextlib.suppress(OSError):
             self._control.rmdir()
@@ -289,13 +300,20 @@ class LaunchedRuntime(ABC):
         return await self._zygote.remove([str(path) for path in paths])
 
     async def _remove(self, paths: list[str], groups: Sequence[str] = ()) -> None:
+        """Whoever is deleted tries one more that could not be: for want of a descriptor, say. The rest is tried again
+        when we close, and when the folder is opened next."""
+        if await self._try_remove(paths, groups) and self._left:
+            await self._try_remove(*self._left.popleft())
+
+    async def _try_remove(self, paths: list[str], groups: Sequence[str]) -> bool:
         is_gone = False
-        # OSError: no descriptor, no process to be had. The processes are gone; the files are left for the sweep.
-        with contextlib.suppress(TimeoutError, OSError):
+        with contextlib.suppress(TimeoutError, OSError):  # OSError: no descriptor, no process to be had
             async with asyncio.timeout(REMOVE_S):
                 is_gone = await self._zygote.remove(paths, groups)
         if not is_gone:
+            self._left.append((paths, groups))
             log.warning("files of a sandbox could not be deleted", extra={"paths": paths})
+        return is_gone
 
     # --- leases ---
 
@@ -307,9 +325,12 @@ class LaunchedRuntime(ABC):
             self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer, self._timer_at = None, float("inf")
         now = asyncio.get_running_loop().time()
+        is_late = now - self._timer_at > MOST_LATE_S
+        self._timer, self._timer_at = None, float("inf")
         for sandbox in list(self._live.values()):
+            if is_late:  # we stood still ourselves: nobody could have renewed it
+                sandbox.expires_at = max(sandbox.expires_at, now + LATE_GRACE_S)
             if sandbox.expires_at <= now:
                 log.warning("a lease ran out", extra={"sandbox": sandbox.id, "owner": sandbox.spec.owner})
                 self._end(sandbox, SandboxEnd("lease", "its lease was not renewed"))

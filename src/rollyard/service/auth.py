@@ -90,7 +90,7 @@ class Gate:
 
     def _check_origin(self, scope: Scope, headers: dict[bytes, str]) -> None:
         host = headers.get(b"host", "").lower()
-        if not (host in self._hosts or split_host(host)[0] in self._hosts or _is_here(host, scope.get("server"))):
+        if not (host in self._hosts or split_host(host)[0] in self._hosts or _is_here(host, scope)):
             raise ForeignHost(f"the Host header says {host[:100]!r}, which is not this service")
         if b"origin" in headers:
             raise ForeignHost("a call with an Origin header comes from a browser's page")
@@ -108,18 +108,19 @@ def _from_url(authorization: str | None) -> str | None:
     return f"Bearer {password}"
 
 
-def split_host(host: str) -> tuple[str, int]:
-    """ "[::1]:80" → ("::1", 80); without a port it is 80, HTTP's own."""
+def split_host(host: str, default: int = 80) -> tuple[str, int]:
+    """ "[::1]:80" → ("::1", 80); without a port it is the scheme's own."""
     match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::(\d{1,5}))?", host)
     if match is None:
         return "", 0
-    return match[1] or match[2], int(match[3] or 80)
+    return match[1] or match[2], int(match[3] or default)
 
 
-def _is_here(host: str, server: tuple[str, int | None] | None) -> bool:
+def _is_here(host: str, scope: Scope) -> bool:
     """A literal address is ours if the connection came to it; a loopback name if it came to loopback. Either
     needs the right port. A page on another site can make its own name point here, but not one of these."""
-    name, port = split_host(host)
+    name, port = split_host(host, 443 if scope.get("scheme") == "https" else 80)
+    server: tuple[str, int | None] | None = scope.get("server")
     if server is None or port != server[1]:
         return False
     here = server[0].removeprefix("::ffff:")

@@ -38,6 +38,7 @@ from rollyard.sandbox.images import ImageStore
 from rollyard.sandbox.layers import Layers
 from rollyard.sandbox.python import PythonShelf
 from rollyard.service.bounds import end_all
+from rollyard.service.engine_address import check_reachable
 from rollyard.service.house import House
 from rollyard.service.keys import load_keys
 from rollyard.service.models import EngineBody, check_body
@@ -100,7 +101,7 @@ async def open_house(
         router.policies.restore(await store.policies())
         router.policies.save = store.put_policy
         specs = all_engines(settings, await store.engines())
-        refused = await stack.enter_async_context(_engines(router, specs))
+        refused = await stack.enter_async_context(_engines(router, specs, settings))
         shop, probes = await stack.enter_async_context(open_shop(settings, router, environments, agents, renderers))
         yard = make_yard(store, shop, settings, metrics=metrics, tracer=tracer)
         yard.quota_of = tokens.quota_of
@@ -298,13 +299,17 @@ def engine_spec(engine: EngineSettings) -> EngineSpec:
 
 
 @asynccontextmanager
-async def _engines(router: Router, specs: Iterable[EngineSpec]) -> AsyncGenerator[dict[str, str], None]:
+async def _engines(
+    router: Router, specs: Iterable[EngineSpec], settings: Settings
+) -> AsyncGenerator[dict[str, str], None]:
     """Adds all of them at once, and waits a little: an engine that does not answer must not keep us from starting.
 
     Yields those that were refused, and why.
     """
     refused: dict[str, str] = {}
-    adding = [asyncio.create_task(_add_engine(router, spec, refused), name=f"add {spec.id}") for spec in specs]
+    adding = [
+        asyncio.create_task(_add_engine(router, spec, settings, refused), name=f"add {spec.id}") for spec in specs
+    ]
     try:
         if adding:
             await asyncio.wait(adding, timeout=ENGINES_S)
@@ -313,8 +318,9 @@ async def _engines(router: Router, specs: Iterable[EngineSpec]) -> AsyncGenerato
         await end_all(*adding)
 
 
-async def _add_engine(router: Router, spec: EngineSpec, refused: dict[str, str]) -> None:
+async def _add_engine(router: Router, spec: EngineSpec, settings: Settings, refused: dict[str, str]) -> None:
     try:
+        check_reachable(spec, settings)
         status = await router.add(spec, must_answer=False)
     except RollyardError as error:
         refused[spec.id] = error.detail

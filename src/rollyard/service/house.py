@@ -16,6 +16,7 @@ from rollyard.core.failure import AmbiguousId, Forbidden, NotFound
 from rollyard.engines.router import Router
 from rollyard.fleet.head import HeadYard
 from rollyard.fleet.ray_host import RayHost
+from rollyard.fleet.tokenizer_files import TokenizerShelf
 from rollyard.pipeline import Workshop, Yard
 from rollyard.sampling.sampler import Sampler
 from rollyard.service.access import Caller, caller_of, owns_policy
@@ -44,6 +45,7 @@ class House:
     refused_engines: dict[str, str]  # configured or remembered ones that could not be taken in, and why
     owners: dict[str, str]  # of policies: who may change their weights
     ray: RayHost | None = None  # of a fleet on Ray
+    tokenizers: TokenizerShelf = field(default_factory=TokenizerShelf)
     started_at: float = field(default_factory=time.monotonic)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 

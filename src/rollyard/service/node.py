@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from rollyard.agents.install import AgentShelf
 from rollyard.agents.registry import Agents
 from rollyard.engines.following import FollowingRouter
 from rollyard.engines.router import RouterSettings
 from rollyard.envs.registry import Environments
 from rollyard.fleet.ledger import Ledger
-from rollyard.fleet.link import Head, HeadAway, Link, NotWanted
+from rollyard.fleet.link import Head, HeadAway, Link
 from rollyard.fleet.node import FIRST_RETRY_S, LAST_RETRY_S, Node, as_store
+from rollyard.fleet.tokenizer_files import HeadTokenizers
 from rollyard.fleet.yard import NodeYard
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, open_tracer
@@ -42,8 +41,6 @@ from rollyard.service.node_settings import node_settings
 
 log = logging.getLogger("rollyard.fleet")
 
-ASK_S = 30.0
-
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
@@ -59,6 +56,7 @@ class NodeOptions:
     eval_slots: int | None = None
     ready_slots: int | None = None
     head: Head | None = None
+    plain_http: bool = False  # will do beyond loopback, too
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -79,7 +77,9 @@ async def run_node(
     `SettingsError` for what cannot be here."""
     raise_descriptor_limit()
     head = options.head or (lambda: (options.head_url, options.token))
-    taken_over = await _ask_settings(head, stop)
+    may_be_clear = options.plain_http
+    async with Link(head, may_be_clear=may_be_clear) as link:
+        taken_over = await _ask_settings(link, stop)
     if taken_over is None:
         return
     settings = node_settings(taken_over, options.data_dir, options.sizes)
@@ -90,7 +90,10 @@ async def run_node(
         agents = agents or Agents(shelf=AgentShelf(settings.data_dir / AGENTS))
         tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
         stack.push_async_callback(tracer.close)
-        renderers = Renderers()
+        link = await stack.enter_async_context(Link(head, may_be_clear=may_be_clear))
+        tokenizers = HeadTokenizers(link, settings.data_dir / "tokenizers")
+        tokenizers.sweep()
+        renderers = Renderers(tokenizers)
         router = await stack.enter_async_context(
             FollowingRouter(
                 RouterSettings(engine_wait_s=settings.engine_wait_s, watch_s=settings.health_s),
@@ -103,35 +106,24 @@ async def run_node(
         ledger = Ledger(artifacts, on_news=lambda: node.news())
         sizes = replace(pipeline_settings(settings), node=options.name)
         yard = NodeYard(as_store(ledger), shop, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
-        link = await stack.enter_async_context(Link(head))
         node = Node(options.name, link, yard, ledger, router)
         node.on_joined = on_joined
         await stack.enter_async_context(yard)
         await node.main(stop, hurry)
 
 
-async def _ask_settings(head: Head, stop: asyncio.Event) -> dict[str, Any] | None:
+async def _ask_settings(link: Link, stop: asyncio.Event) -> dict[str, Any] | None:
     """Until the head answers; None if we are stopped first."""
     retry_s = FIRST_RETRY_S
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_S)) as http:
-        while not stop.is_set():
-            url, token = head()
-            try:
-                async with http.get(
-                    f"{url.rstrip('/')}/v1/fleet/settings", headers={"Authorization": f"Bearer {token}"}
-                ) as reply:
-                    if reply.status == 200:
-                        return await reply.json()
-                    detail = (await reply.text())[:500]
-                if reply.status in (400, 401, 403, 404):
-                    raise NotWanted(f"{url} answers {reply.status}: {detail}")
-                raise HeadAway(f"{url} answers {reply.status}")
-            except (aiohttp.ClientError, TimeoutError, OSError, HeadAway) as error:
-                log.info("the head is away", extra={"why": str(error)})
-            try:
-                await asyncio.wait_for(stop.wait(), retry_s)
-            except TimeoutError:
-                retry_s = min(2 * retry_s, LAST_RETRY_S)
+    while not stop.is_set():
+        try:
+            return await link.settings()
+        except HeadAway as error:
+            log.info("the head is away", extra={"why": str(error)})
+        try:
+            await asyncio.wait_for(stop.wait(), retry_s)
+        except TimeoutError:
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
     return None
 
 

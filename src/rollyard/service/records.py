@@ -177,6 +177,7 @@ def engine_object(status: EngineStatus) -> dict[str, Json]:
     return {
         "id": spec.id,
         "url": without_password(spec.url),
+        "is_loopback": spec.is_loopback,
         "kind": spec.kind,
         "policy": spec.policy,
         "model": info.model if info else spec.model,

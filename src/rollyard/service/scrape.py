@@ -60,8 +60,16 @@ def snapshot(yard: Yard, router: Router) -> Snapshot:
             for name in ("init", "run", "eval")
         },
         nodes={
-            node.name: NodeState(len(node.out), node.room.want, node.heard_s_ago, node.is_drained) for node in nodes
+            node.name: NodeState(
+                len(node.out),
+                node.room.want,
+                node.heard_s_ago,
+                node.is_drained,
+                {use.engine: use.is_reachable for use in node.standing.engines},
+            )
+            for node in nodes
         },
+        unserved=tuple(yard.unserved) if isinstance(yard, HeadYard) else (),
         engines={
             status.spec.id: EngineState(
                 status.stats.sessions,

@@ -30,14 +30,16 @@ import uvloop
 
 from rollyard import __version__
 from rollyard.agents.registry import Agents
+from rollyard.core.address import with_pin
 from rollyard.envs.registry import Environments
 from rollyard.fleet.ray_host import RayHost, RayUnavailable
 from rollyard.http import Bounds, HttpServer, Refusals
 from rollyard.observe import TracingUnavailable, logs
 from rollyard.service.app import create_app
-from rollyard.service.build import open_house
+from rollyard.service.build import open_data_dir, open_house
 from rollyard.service.house import House
 from rollyard.service.settings import Settings, SettingsError
+from rollyard.service.tls import Tls, open_tls
 from rollyard.service.tokens import node_token
 from rollyard.store.base import StoreLocked, StoreUnusable
 
@@ -68,11 +70,13 @@ async def serve(
 ) -> AsyncGenerator[Served, None]:
     """A service on a port of this loop. Leaving the block ends it at once, cleanly; `drain` first to be gentle."""
     with bind(settings) as listener:
+        open_data_dir(settings.data_dir)
+        tls = open_tls(settings)
         async with open_house(settings, environments=environments, agents=agents) as house:
             refusals = Refusals(house.yard.metrics.http_refused)
             server = HttpServer(create_app(house), bounds_of(settings), refusals=refusals)
-            url = url_of(listener)
-            await server.start(listener, backlog=BACKLOG)
+            url = url_of(listener, tls)
+            await server.start(listener, backlog=BACKLOG, tls=tls.context if tls is not None else None)
             try:
                 async with AsyncExitStack() as stack:
                     stack.enter_context(_announced(settings.data_dir / "url", url))
@@ -126,10 +130,12 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, tls: Tls | None = None) -> str:
+    """With the digest of a certificate of our own: whoever has this URL can check whom it talks to."""
     address, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, str(address))
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return with_pin(url, tls.pin) if tls is not None and tls.pin is not None else url
 
 
 @contextlib.contextmanager

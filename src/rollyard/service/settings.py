@@ -4,7 +4,7 @@ Four places, in this order: flags, ROLLYARD_* environment variables, one TOML fi
 
 Invariants. A key that nobody knows is an error that names it and the nearest one that exists; for environment
 variables only where it looks like a slip of the pen, since that prefix is shared with other programs. Secrets are
-`SecretStr`: they show in no repr, log or listing.
+`SecretStr`: they show in no repr, log or listing. It is longer than other files because it is the list of all settings.
 """
 
 from __future__ import annotations
@@ -135,6 +135,11 @@ class Settings(BaseModel):
     store: str = Field(
         default="", description="The SQLite file, or postgresql://…; empty: rollyard.db in data_dir.", repr=False
     )
+    tls: Literal["off", "own"] = Field(
+        default="off", description="own: serve HTTPS with a certificate that is made here, and that the URL names."
+    )
+    tls_cert: SomePath | None = Field(default=None, description="Serve HTTPS with this certificate chain (PEM).")
+    tls_key: SomePath | None = Field(default=None, description="The key of tls_cert (PEM).")
     token_file: SomePath | None = Field(
         default=None, description="Where the first start puts the admin token it makes."
     )
@@ -237,6 +242,13 @@ class Settings(BaseModel):
     )
     ray_address: str = Field(default="", description="The Ray cluster of a fleet; empty: one is started here.")
     head_url: str = Field(default="", description="Where nodes find this service; empty: where it listens.")
+    plain_http_nodes: bool = Field(
+        default=False, description="In a fleet beyond loopback: talk to nodes without TLS, over a network you trust."
+    )
+    loopback_engines: bool | None = Field(
+        default=None,
+        description="In a fleet: accept engines at loopback addresses; unset: only if the head itself listens on one.",
+    )
     node_lease_s: Seconds = Field(default=30.0, description="A node that is not heard of for so long is lost.")
     node_hold_s: Seconds = Field(default=600.0, description="So long a node keeps what it has without a head.")
 
@@ -283,7 +295,25 @@ class Settings(BaseModel):
         scheme, separator, _ = self.store.partition("://")
         if separator and scheme not in ("sqlite", "postgresql", "postgres"):
             raise ValueError(f"store: a SQLite file or postgresql://… was expected, not {scheme}://")
+        if (self.tls_cert is None) is not (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        if self.is_in_clear and not self.plain_http_nodes:
+            raise ValueError(
+                "a fleet beyond loopback needs TLS, because nodes are sent keys and prompts: set tls = own, or tls_cert"
+                " and tls_key; or set plain_http_nodes if you trust the network"
+            )
+        if self.is_in_clear and any(server.headers for server in self.mcp_servers.values()):
+            raise ValueError("mcp_servers: their headers would cross to the nodes in the clear: set tls = own")
         return self
+
+    @property
+    def has_tls(self) -> bool:
+        return self.tls == "own" or self.tls_cert is not None
+
+    @property
+    def is_in_clear(self) -> bool:
+        """What a fleet's nodes are sent crosses a network unencrypted."""
+        return self.fleet is not None and not self.is_loopback and not self.has_tls
 
     @property
     def ceilings(self) -> Ceilings:

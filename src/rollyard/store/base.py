@@ -75,6 +75,7 @@ class QueuedRow:
     priority: int
     seq: int
     attempt: int
+    since: float | None = field(default=None, compare=False)  # by the monotonic clock; None: an earlier process's
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ STEP_CHARS = 64 << 10
 """Per step of a search: about 1 ms, and between two steps another thread may have the interpreter."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _REMEDY = "give a folder with tokenizer.json and tokenizer_config.json (scripts/get-tokenizer fetches well-known ones)"
 
 
@@ -209,19 +209,21 @@ class Tokenizers:
         self._loaded: dict[str, Tokenizer] = {}
         self._lock = threading.Lock()
 
-    def load(self, source: str | Path) -> Tokenizer:
-        """From a folder or a cached hub name. Reads megabytes: call it off the event loop."""
+    def load(self, source: str | Path, name: str = "") -> Tokenizer:
+        """From a folder or a cached hub name. Reads megabytes: call it off the event loop. `name`: what it is called,
+        where the folder is a copy."""
         key = str(source)
         with self._lock:
             if key not in self._loaded:
-                self._loaded[key] = Tokenizer(_folder(key), name=key)
+                self._loaded[key] = Tokenizer(find_folder(key), name=name or key)
             return self._loaded[key]
 
 
-def _folder(source: str) -> Path:
+def find_folder(source: str) -> Path:
+    """Where the files of a folder or of a cached hub name are. `InvalidRequest` if they are not here."""
     path = Path(source).expanduser()
     if path.is_dir():
-        missing = [name for name in _FILES[:2] if not (path / name).is_file()]
+        missing = [name for name in TOKENIZER_FILES[:2] if not (path / name).is_file()]
         if missing:
             raise InvalidRequest(f"tokenizer {source!r}: the folder lacks {' and '.join(missing)}; {_REMEDY}")
         return path
@@ -229,13 +231,13 @@ def _folder(source: str) -> Path:
         raise InvalidRequest(f"tokenizer {source!r} is neither a folder nor a hub name; {_REMEDY}")
     snapshot_download: Callable[..., str] = import_module("huggingface_hub").snapshot_download
     try:
-        found = snapshot_download(source, allow_patterns=list(_FILES), local_files_only=True)
+        found = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES), local_files_only=True)
     except Exception as error:  # its errors differ between versions; all mean the same here
         raise InvalidRequest(
             f"tokenizer {source!r} is not in the local hub cache, and nothing is downloaded here: "
-            f"run `hf download {source} {' '.join(_FILES[:2])}` where there is a network, or {_REMEDY}"
+            f"run `hf download {source} {' '.join(TOKENIZER_FILES[:2])}` where there is a network, or {_REMEDY}"
         ) from error
-    return _folder(found)
+    return find_folder(found)
 
 
 def _json_file(path: Path) -> dict[str, Json]:

@@ -71,6 +71,7 @@ class NodeOptions:
     eval_slots: int | None = None
     ready_slots: int | None = None
     head: Callable[[], tuple[str, str]] | None = None
+    plain_http: bool = False
 
 
 async def run_node(options: NodeOptions, stop: asyncio.Event) -> None:

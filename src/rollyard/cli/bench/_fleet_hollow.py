@@ -44,6 +44,7 @@ from rollyard.fleet.wire import (
     Reported,
     Saved,
     Standing,
+    Use,
     decode,
     encode,
 )
@@ -129,6 +130,7 @@ class HollowNode:
     tally: Tally
     got: int = 0
     gates: int = -1
+    engines: list[Use] = field(default_factory=list[Use])  # all that it has heard of: it needs none
     held: int = 0
     running: int = 0
     begun: int = 0
@@ -155,6 +157,7 @@ class HollowNode:
             self.got = orders.number
             if orders.gates is not None and orders.gates.number > self.gates:
                 self.gates = orders.gates.number
+                self.engines = [Use(spec.id, 0, 0, 0) for spec in orders.gates.specs]
                 self.news.set()
             for lease in orders.leases:
                 brief = _BRIEFS.decode(lease.rollout)
@@ -218,7 +221,7 @@ class HollowNode:
             "live": Places(2 * places, self.held, 0),
             "queue": Places(100_000, len(self.waiting), 0),
         }
-        return Standing(self.got, want, self.gates, False, pools)
+        return Standing(self.got, want, self.gates, False, pools, self.engines)
 
 
 def _share(is_first: bool) -> float:

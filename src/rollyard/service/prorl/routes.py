@@ -26,6 +26,7 @@ from rollyard.engines.prorl import kind_at
 from rollyard.engines.wire import open_http
 from rollyard.service.access import caller_of, require_admin
 from rollyard.service.bounds import while_wanted
+from rollyard.service.engine_address import check_reachable
 from rollyard.service.house import House, house_of
 from rollyard.service.models import EngineBody, check_body, engine_id
 from rollyard.service.prorl.jobs import RUN, Job, Jobs
@@ -177,6 +178,7 @@ async def add_llm_server(request: Request) -> Response:
         "renderer": body.renderer,
     }
     spec = check_body(raw, EngineBody).to_spec()
+    check_reachable(spec, house.settings)
     try:
         await house.router.add(spec)
     except EngineExists:

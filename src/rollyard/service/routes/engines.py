@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from rollyard.core import check_id
 from rollyard.service.access import require_admin
+from rollyard.service.engine_address import check_reachable
 from rollyard.service.house import House, house_of
 from rollyard.service.models import EngineBody, read_body
 from rollyard.service.openapi import json_body
@@ -22,6 +23,7 @@ async def add_engine(request: Request) -> Response:
     require_admin(request)
     house = house_of(request)
     spec = (await read_body(request, EngineBody)).to_spec()
+    check_reachable(spec, house.settings)
     await house.audit(request, "add_engine", spec.id, url=without_password(spec.url), policy=spec.policy)
     status = await house.router.add(spec)
     try:

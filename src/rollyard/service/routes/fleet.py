@@ -7,14 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollyard.core import Json
-from rollyard.core.failure import Draining, InvalidRequest
+from rollyard.core.failure import Draining, InvalidRequest, NotFound
 from rollyard.fleet.nodes import Node
 from rollyard.fleet.wire import MEDIA_TYPE, Join, Poll, Report, decode, encode
 from rollyard.service.access import require_admin, require_node
 from rollyard.service.bounds import while_wanted
-from rollyard.service.house import house_of
+from rollyard.service.house import House, house_of
 from rollyard.service.node_settings import for_nodes
-from rollyard.service.records import reply
+from rollyard.service.records import reply, without_password
 
 router = APIRouter(prefix="/v1", tags=["nodes"])
 
@@ -55,6 +55,32 @@ async def report(request: Request) -> Response:
     require_node(request)
     head = house_of(request).head
     return _packed(encode(await head.report(decode(await request.body(), Report))))
+
+
+@router.get("/fleet/tokenizers/{engine_id}", include_in_schema=False)
+async def tokenizer(request: Request, engine_id: str) -> Response:
+    """What the tokenizer of an engine consists of, for nodes that lack it."""
+    require_node(request)
+    house = house_of(request)
+    return _packed(encode(await house.tokenizers.list(_tokenizer_of(house, engine_id))))
+
+
+@router.get("/fleet/tokenizers/{engine_id}/{sha256}", include_in_schema=False)
+async def tokenizer_file(request: Request, engine_id: str, sha256: str) -> Response:
+    """One of its files."""
+    require_node(request)
+    house = house_of(request)
+    data = await house.tokenizers.read(_tokenizer_of(house, engine_id), sha256)
+    return Response(data, media_type="application/octet-stream")
+
+
+def _tokenizer_of(house: House, engine_id: str) -> str:
+    _ = house.head
+    for status in house.router.list():
+        source = status.spec.tokenizer or (status.info.tokenizer if status.info else "")
+        if status.spec.id == engine_id and source:
+            return source
+    raise NotFound(f"there is no engine {engine_id!r} whose tokenizer is known here")
 
 
 @router.get("/nodes")
@@ -101,7 +127,15 @@ def node_object(node: Node) -> dict[str, Json]:
             name: {"size": places.size, "active": places.active, "waiting": places.waiting}
             for name, places in standing.pools.items()
         },
-        "engines": {use.engine: {"sessions": use.sessions, "in_flight": use.in_flight} for use in standing.engines},
+        "engines": {
+            use.engine: {
+                "sessions": use.sessions,
+                "in_flight": use.in_flight,
+                "is_reachable": use.is_reachable,
+                "error": without_password(node.unreachable.get(use.engine, "")) or None,
+            }
+            for use in standing.engines
+        },
     }
 
 

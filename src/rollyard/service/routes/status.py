@@ -17,7 +17,7 @@ from rollyard.service.house import House, house_of
 from rollyard.service.models import PoolsBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.policy_models import policy_object
-from rollyard.service.records import engine_object, layers_object, reply
+from rollyard.service.records import engine_object, layers_object, reply, without_password
 from rollyard.service.routes.fleet import node_object
 
 router = APIRouter(prefix="/v1", tags=["status"])
@@ -40,6 +40,9 @@ async def status(request: Request) -> Response:
             "nodes": [node_object(node) for node in house.yard.nodes.by_name.values()]
             if isinstance(house.yard, HeadYard)
             else [],
+            "unserved_policies": {name: without_password(why) for name, why in house.yard.unserved.items()}
+            if isinstance(house.yard, HeadYard)
+            else {},
             "ray": _ray(house),
             "engines": [engine_object(engine) for engine in house.router.list()],
             "refused_engines": house.refused_engines,

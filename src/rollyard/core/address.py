@@ -1,0 +1,46 @@
+"""Addresses of services: whether they lead beyond this machine, and the certificate that they may name.
+
+https://10.0.0.1:8127#sha256:9f86d0…     a service whose certificate has this digest, whoever has signed it
+"""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+_PIN = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether only programs on the same machine can reach it."""
+    host = host.rstrip(".").lower()
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
+
+
+def is_clear(url: str) -> bool:
+    """Whether what is sent there crosses a network unencrypted."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and not is_loopback_host(parts.hostname or "")
+
+
+def split_pin(url: str) -> tuple[str, bytes | None]:
+    """The address alone, and the SHA-256 of its certificate (DER) if it names one. ValueError for a broken one."""
+    plain, mark, pin = url.partition("#")
+    if not mark:
+        return plain, None
+    found = _PIN.fullmatch(pin)
+    if found is None or not plain.startswith("https://"):
+        raise ValueError("after # comes sha256: and 64 hexadecimal digits, and before it an https:// address")
+    return plain, bytes.fromhex(found[1])
+
+
+def with_pin(url: str, digest: bytes) -> str:
+    return f"{url}#sha256:{digest.hex()}"

@@ -1,0 +1,158 @@
+"""Tokenizer files on their way from the head to nodes that lack them.
+
+The head lists an engine's files with their digests (`TokenizerShelf`); a node (`HeadTokenizers`) compares them with
+what it has at the same path, and gets what differs into a folder of its own, named by the digest of all of them.
+
+Invariant. A node loads only files whose digests are the head's: so every node writes the same tokens. A folder appears
+in a node's cache complete or not at all. Where the head has no files, or is too old to tell, a node uses its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from rollyard.core.failure import NotFound, RollyardError
+from rollyard.engines.base import Engine
+from rollyard.fleet.link import HeadAway, Link, NotWanted
+from rollyard.pipeline.renderers import Files
+from rollyard.tokens.tokenizer import TOKENIZER_FILES, find_folder
+
+log = logging.getLogger("rollyard.fleet")
+
+MOST_FILE_BYTES = 256 << 20
+"""Of one file. The largest tokenizer.json in use has about 35 MB."""
+
+_PART = ".part-"
+
+
+class TokenizerFile(msgspec.Struct, frozen=True):
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+class TokenizerList(msgspec.Struct, frozen=True):
+    """What a tokenizer consists of."""
+
+    name: str  # as the head calls it: a folder or a hub name
+    files: list[TokenizerFile]
+
+    @property
+    def digest(self) -> str:
+        lines = sorted(f"{file.name} {file.sha256}" for file in self.files)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class TokenizerShelf:
+    """The head's side. Files are read again only when they have changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int], TokenizerFile]] = {}
+
+    async def list(self, source: str) -> TokenizerList:
+        """`NotFound` if the files are not here."""
+        return await asyncio.to_thread(self._list, source)
+
+    async def read(self, source: str, sha256: str) -> bytes:
+        """One of those files, by its digest."""
+        return await asyncio.to_thread(self._read, source, sha256)
+
+    def _list(self, source: str) -> TokenizerList:
+        folder = _folder(source)
+        paths = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        return TokenizerList(source, [self._file(path) for path in paths])
+
+    def _read(self, source: str, sha256: str) -> bytes:
+        folder = _folder(source)
+        for file in self._list(source).files:
+            if file.sha256 == sha256:
+                return (folder / file.name).read_bytes()
+        raise NotFound(f"tokenizer {source!r} has no such file any more")
+
+    def _file(self, path: Path) -> TokenizerFile:
+        stat = path.stat()
+        mark = (stat.st_mtime_ns, stat.st_size)
+        known = self._known.get(path)
+        if known is None or known[0] != mark:
+            known = self._known[path] = (mark, _described(path))
+        return known[1]
+
+
+class HeadTokenizers:
+    """A node's side: finds the tokenizer of an engine, or gets it from the head into `folder`."""
+
+    def __init__(self, link: Link, folder: Path) -> None:
+        self._link = link
+        self._folder = folder
+
+    async def __call__(self, engine: Engine) -> Files | None:
+        try:
+            listed = await self._link.get(f"tokenizers/{engine.spec.id}", TokenizerList)
+        except (HeadAway, NotWanted, RollyardError) as error:
+            log.info("the head gives no tokenizer", extra={"engine": engine.spec.id, "why": str(error)})
+            return None
+        own = engine.spec.tokenizer or engine.info.tokenizer
+        if own and await asyncio.to_thread(_has, own, listed):
+            return Files(own, own)
+        folder = self._folder / listed.digest
+        if not await asyncio.to_thread(_has, str(folder), listed):
+            await self._fetch(engine.spec.id, listed, folder)
+            log.info("tokenizer received from the head", extra={"engine": engine.spec.id, "digest": listed.digest})
+        return Files(listed.name, str(folder))
+
+    async def _fetch(self, engine_id: str, listed: TokenizerList, folder: Path) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=_PART, dir=self._folder))
+        try:
+            for file in listed.files:
+                if file.name not in TOKENIZER_FILES or file.size_bytes > MOST_FILE_BYTES:
+                    raise HeadAway(f"the head offers {file.name!r} of {file.size_bytes} bytes as part of a tokenizer")
+                data = await self._link.get_bytes(f"tokenizers/{engine_id}/{file.sha256}", file.size_bytes)
+                if hashlib.sha256(data).hexdigest() != file.sha256:
+                    raise HeadAway(f"{file.name} did not arrive as the head has it")
+                await asyncio.to_thread((draft / file.name).write_bytes, data)
+            await asyncio.to_thread(_put_in_place, draft, folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Deletes what an earlier process had not received in full."""
+        for draft in self._folder.glob(f"{_PART}*"):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _put_in_place(draft: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+
+
+def _folder(source: str) -> Path:
+    try:
+        return find_folder(source)
+    except RollyardError as error:
+        raise NotFound(f"the head has no tokenizer {source!r}: {error.detail}") from error
+
+
+def _described(path: Path) -> TokenizerFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return TokenizerFile(path.name, digest, path.stat().st_size)
+
+
+def _has(source: str, listed: TokenizerList) -> bool:
+    """Whether exactly these files are there."""
+    try:
+        folder = find_folder(source)
+        there = {name for name in TOKENIZER_FILES if (folder / name).is_file()}
+        return there == {file.name for file in listed.files} and all(
+            _described(folder / file.name) == file for file in listed.files
+        )
+    except (RollyardError, OSError):
+        return False

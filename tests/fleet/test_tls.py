@@ -1,0 +1,141 @@
+"""The fleet's wire: TLS beyond loopback, a certificate that the URL names, and no secret in the clear."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from pydantic import ValidationError
+
+from rollyard.client import AsyncClient
+from rollyard.core.address import is_clear, split_pin, with_pin
+from rollyard.core.failure import InvalidRequest
+from rollyard.engines.base import EngineSpec, Kind
+from rollyard.fleet.link import HeadAway, Link, NotWanted
+from rollyard.fleet.wire import Poll, Standing
+from rollyard.service.engine_address import check_reachable
+from rollyard.service.server import serve
+from rollyard.service.settings import SettingsError
+from rollyard.service.tls import digest_of, open_tls
+from tests.fleet.fleet_site import ProcessNode, node_token
+from tests.service.site import Site, engine_table, scripted, settings, task
+
+POLL = Poll("session", Standing())
+MCP = {"search": {"url": "https://mcp.example", "headers": {"Authorization": "Bearer secret"}}}
+
+
+def make_certificate(folder: Path) -> dict[str, Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    out = ["-keyout", str(files["tls_key"]), "-out", str(files["tls_cert"])]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *out]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return files
+
+
+async def test_a_fleet_with_a_certificate_of_its_own_runs_rollouts_on_a_node_that_was_given_its_digest(
+    tmp_path: Path,
+) -> None:
+    async with scripted() as engine:
+        chosen = settings(tmp_path, fleet="nodes", tls="own", engines=[engine_table(engine)])
+        async with serve(chosen) as served:
+            url, pin = split_pin(served.url)
+            cert = tmp_path / "data" / "tls" / "cert.pem"
+            assert url.startswith("https://") and pin == digest_of(cert)
+            assert (cert.parent / "key.pem").stat().st_mode & 0o077 == 0
+            node = ProcessNode(served.url, chosen.node_token_path, tmp_path, "n1")
+            try:
+                async with AsyncClient(served.url, chosen.token_path.read_text().strip()) as client:
+                    await client.submit([task()], ids=["r1"])
+                    record = await client.wait("r1", timeout_s=90)
+                    assert record.reward == 1.0 and record.summary is not None and record.summary["node"] == "n1"
+            finally:
+                node.close()
+        async with serve(chosen) as again:
+            assert split_pin(again.url)[1] == pin, "it is made once"
+
+
+async def test_whoever_has_another_certificate_or_none_is_not_talked_to(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, fleet="nodes", tls="own")
+    async with serve(chosen) as served, aiohttp.ClientSession() as http:
+        plain, pin = split_pin(served.url)
+        assert pin is not None
+        token = node_token(Site(served.url, "", http, served))
+        for url in (plain, with_pin(plain, bytes(32)), plain.replace("https:", "http:")):
+            async with Link(lambda url=url: (url, token)) as link:
+                with pytest.raises(HeadAway):
+                    await link.settings()
+        async with Link(lambda: (served.url, token)) as link:
+            assert "mcp_servers" in await link.settings()
+
+
+async def test_a_certificate_that_is_given_is_checked_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = make_certificate(tmp_path / "pki")
+    chosen = settings(tmp_path, fleet="nodes", **files)
+    async with serve(chosen) as served:
+        assert "#" not in served.url and served.url.startswith("https://")
+        token = chosen.node_token_path.read_text().strip()
+        async with Link(lambda: (served.url, token)) as link:
+            with pytest.raises(HeadAway, match="CERTIFICATE_VERIFY_FAILED"):
+                await link.settings()
+        pinned = with_pin(served.url, digest_of(files["tls_cert"]))
+        async with Link(lambda: (pinned, token)) as link:
+            assert "runtimes" in await link.settings()
+
+
+async def test_a_node_sends_no_token_in_the_clear_unless_it_is_told_to() -> None:
+    async with Link(lambda: ("http://10.255.255.1:9", "token")) as link:
+        with pytest.raises(NotWanted, match="in the clear"):
+            await link.poll(POLL, 1.0)
+        with pytest.raises(NotWanted, match="in the clear"):
+            await link.settings()
+    async with Link(lambda: ("https://head#sha256:short", "token")) as link:
+        with pytest.raises(NotWanted, match="64 hexadecimal digits"):
+            await link.poll(POLL, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"host": "10.0.0.1"}, "needs TLS"),
+        ({"host": "10.0.0.1", "plain_http_nodes": True, "mcp_servers": MCP}, "in the clear"),
+        ({"tls_cert": "cert.pem"}, "go together"),
+        ({"host": "10.0.0.1", "plain_http_nodes": True}, ""),
+        ({"host": "10.0.0.1", "tls": "own", "mcp_servers": MCP}, ""),
+        ({"host": "127.0.0.1", "mcp_servers": MCP}, ""),
+    ],
+)
+def test_a_fleet_beyond_loopback_is_encrypted_or_told_not_to_be(
+    tmp_path: Path, values: dict[str, Any], why: str
+) -> None:
+    if not why:
+        settings(tmp_path, fleet="nodes", **values)
+        return
+    with pytest.raises(ValidationError, match=why):
+        settings(tmp_path, fleet="nodes", **values)
+
+
+def test_an_engines_key_does_not_cross_in_the_clear(tmp_path: Path) -> None:
+    spec = EngineSpec("e1", "http://gpu1:8000", Kind.VLLM, api_key="secret")
+    with pytest.raises(InvalidRequest, match="its key would cross to the nodes in the clear"):
+        check_reachable(spec, settings(tmp_path, fleet="nodes", host="10.0.0.1", plain_http_nodes=True))
+    check_reachable(spec, settings(tmp_path, fleet="nodes", host="10.0.0.1", tls="own"))
+
+
+def test_files_that_are_no_certificate_are_refused_by_name(tmp_path: Path) -> None:
+    files = make_certificate(tmp_path)
+    files["tls_key"].write_text("nonsense")
+    with pytest.raises(SettingsError, match=r"cert\.pem.*cannot be used"):
+        open_tls(settings(tmp_path, **files))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_in_clear"),
+    [("http://10.0.0.1", True), ("https://10.0.0.1", False), ("http://localhost:1", False), ("http://[::1]:1", False)],
+)
+def test_plain_http_is_fine_on_one_machine(url: str, is_in_clear: bool) -> None:
+    assert is_clear(url) is is_in_clear
