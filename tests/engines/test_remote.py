@@ -114,6 +114,18 @@ async def test_a_call_carries_all_that_the_engine_can_use(http: Http) -> None:
         assert sent.headers["X-Request-Id"] == "r1" and sent.headers["Authorization"] == "Bearer k1"
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_a_stop_text_ends_the_tokens_that_say_it(http: Http, dialect: Any) -> None:
+    async with ScriptedEngine(lambda _: "one STOP two", dialect=dialect) as server:
+        engine = await probed(server, http)
+        found = await engine.generate(
+            GenerateRequest("r1", PROMPT, Sampling(), 50, session_id="s1", stop=("STOP", "x"))
+        )
+        assert server.calls[-1].body["sampling_params"]["stop"] == ["STOP", "x"]
+        assert server.tokenizer.decode(list(found.token_ids)) == "one STOP" and found.finish_reason == "stop"
+        assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
+
+
 async def test_sglang_gets_the_same_in_its_own_words(http: Http) -> None:
     async with ScriptedEngine(dialect="sglang") as server:
         engine = await probed(server, http)

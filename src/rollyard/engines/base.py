@@ -65,10 +65,10 @@ class GenerateRequest:
     max_tokens: int
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()  # texts that end it; the ids that say them are part of it
     session_id: str = ""
     cache_salt: str = ""
     priority: int = 0
+    stop: tuple[str, ...] = ()  # texts that end it; the ids that say them are part of it
 
 
 @dataclass(frozen=True, slots=True)
