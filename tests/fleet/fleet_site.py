@@ -76,12 +76,21 @@ class ProcessNode:
     """`rollyard node` as a process of its own: it can be killed and frozen."""
 
     def __init__(
-        self, url: str, token_file: Path, folder: Path, name: str, *, within: Sequence[str] = (), **sizes: int
+        self,
+        url: str,
+        token_file: Path,
+        folder: Path,
+        name: str,
+        *,
+        within: Sequence[str] = (),
+        is_plain: bool = False,
+        **sizes: int,
     ) -> None:
         """`within`: a command that runs the node, in another network say."""
         self.name = name
         self.folder = folder / name
         options = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items()]
+        options += ["--plain-http"] if is_plain else []
         command = [sys.executable, "-m", "rollyard", "node", "--head", url, "--token-file", str(token_file)]
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = (folder / f"{name}.log").open("ab")
