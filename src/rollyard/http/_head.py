@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.parse
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import httptools
@@ -34,9 +35,10 @@ def scope_of(method: bytes, target: bytes, headers: Headers, bounds: Bounds) -> 
         path = raw_path.decode("ascii")
     except (httptools.HttpParserError, UnicodeDecodeError):
         raise Refusal(Reason.MALFORMED, MalformedRequest("the request's target is not a path")) from None
-    for name, value in headers:
-        if name == b"content-length" and int(value) > bounds.body_bytes:  # the parser knows that it is a number
-            raise body_too_large(bounds)
+    if bounds.body_bytes < inf:
+        for name, value in headers:
+            if name == b"content-length" and int(value) > bounds.body_bytes:  # the parser knows that it is a number
+                raise body_too_large(bounds)
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -51,7 +53,10 @@ def scope_of(method: bytes, target: bytes, headers: Headers, bounds: Bounds) -> 
 
 def waits_to_be_asked(headers: Headers) -> bool:
     """Whether the client sends its body only after `100 Continue`."""
-    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
+    for name, value in headers:  # noqa: SIM110 - `any` of a generator takes three times as long, on each request
+        if name == b"expect" and value.lower() == b"100-continue":
+            return True
+    return False
 
 
 def size_of(target: bytes, headers: Headers) -> int:
