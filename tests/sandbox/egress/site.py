@@ -92,11 +92,17 @@ class Names:
         self.answers: dict[str, list[Sequence[str]]] = {}
         self.asked: list[str] = []
         self.silent: set[str] = set()
+        self.most = self._now = 0  # lookups at once
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
         self.asked.append(host)
-        if host in self.silent:
-            await asyncio.Event().wait()
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            if host in self.silent:
+                await asyncio.Event().wait()
+        finally:
+            self._now -= 1
         found = self.answers.get(host)
         if not found:
             raise OSError(f"{host} is not known")

@@ -308,6 +308,19 @@ async def test_names_below_a_wildcard_are_bounded_in_number(runtime: LaunchedRun
         assert site.verdicts == {"dns": QUICK.names, "names": 20 - QUICK.names}
 
 
+async def test_slow_lookups_are_bounded_at_a_time(runtime: LaunchedRuntime):
+    async with open_site(runtime, bounds=Bounds(connect_s=1.0)) as site:
+        site.names.silent |= {f"slow{number}.sub.test" for number in range(8)}
+        script = """
+import threading
+threads = [threading.Thread(target=get, args=(f"http://slow{i}.sub.test:{AP}/",)) for i in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+        await site.python(script)
+        assert site.names.most == 2 and site.verdicts == {"dns": 8}
+
+
 # --- bounds -------------------------------------------------------------------------------------------
 
 
