@@ -26,6 +26,7 @@ from tests import worker
 
 ALLOWED, FORBIDDEN = "allowed.test", "forbidden.test"
 BIG_BYTES = 1 << 20
+QUICK = Bounds(connections=4, most_bytes=200_000, head_s=2.0, connect_s=5.0, idle_s=2.0, names=8)
 
 
 class Server:
