@@ -6,6 +6,7 @@ import asyncio
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,8 @@ async def test_run_reaches_what_is_listed_and_eval_stays_offline(tmp_path: Path)
             rollout = await yard.rolled(task)
             assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
             assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
-            told = rollout.ending.summary.egress
-            assert {(host["host"], host["port"], host["verdict"], host["count"]) for host in told["hosts"]} == {  # type: ignore[union-attr,index,call-overload]
+            told: Any = rollout.ending.summary.egress
+            assert {(host["host"], host["port"], host["verdict"], host["count"]) for host in told["hosts"]} == {
                 ("allowed.test", server.port, "allowed", 1),
                 ("other.test", 80, "host", 1),
             }

@@ -26,6 +26,7 @@ from tests import worker
 
 ALLOWED, FORBIDDEN = "allowed.test", "forbidden.test"
 BIG_BYTES = 1 << 20
+QUICK = Bounds(connections=4, most_bytes=200_000, head_s=2.0, connect_s=5.0, idle_s=2.0, names=8)
 
 
 class Server:
@@ -92,11 +93,17 @@ class Names:
         self.answers: dict[str, list[Sequence[str]]] = {}
         self.asked: list[str] = []
         self.silent: set[str] = set()
+        self.most = self._now = 0  # lookups at once
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
         self.asked.append(host)
-        if host in self.silent:
-            await asyncio.Event().wait()
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            if host in self.silent:
+                await asyncio.Event().wait()
+        finally:
+            self._now -= 1
         found = self.answers.get(host)
         if not found:
             raise OSError(f"{host} is not known")

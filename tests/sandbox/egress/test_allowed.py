@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rollyard.core.egress import HostRule
@@ -27,7 +29,7 @@ async def test_curl_gets_plain_http_and_https(runtime: LaunchedRuntime):
         (first, _) = site.allowed.requests
         assert first.startswith(b"GET /x?y=z HTTP/1.1\r\nHost: allowed.test:%d\r\n" % site.allowed.port)
         assert b"proxy" not in first.lower() and site.allowed_tls.names == [ALLOWED]
-        summary = site.ledger.summary()
+        summary: Any = site.ledger.summary()
         assert site.verdicts == {"allowed": 3} and summary["unnamed"] == 0
         assert {entry["verdict"] for entry in summary["hosts"]} == {"allowed"}
         assert all(entry["sent_bytes"] > 0 and entry["received_bytes"] > 0 for entry in summary["hosts"])

@@ -16,8 +16,8 @@ from rollyard.sandbox.egress.base import EGRESS_PORT
 
 MANAGERS = ("pip", "npm", "apt")
 PROXY = f"http://127.0.0.1:{EGRESS_PORT}"
-AT_HOME = "localhost,127.0.0.1,::1"
-"""What is in the sandbox itself: its own servers and the doorway."""
+AT_HOME = "localhost,127.0.0.1"
+"""What is in the sandbox itself: its own servers and the doorway. No ::1: older httpx takes it for a bad port."""
 
 APT_CONF, APT_LIST = "apt.conf", "apt.list"
 OS_RELEASE = "/etc/os-release"
