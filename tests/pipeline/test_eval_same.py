@@ -315,7 +315,8 @@ async def test_it_cannot_be_scored_again(tmp_path: Path):
 
 
 async def test_an_agent_that_ends_its_sandbox_gets_the_failing_score(tmp_path: Path):
-    async with site(tmp_path, says(shell("kill -9 -1"), finish())) as yard:
+    # The second command: the shell itself outlives `kill -9 -1` for a moment, and could finish first.
+    async with site(tmp_path, says(shell("kill -9 -1"), shell("sleep 30"), finish())) as yard:
         rollout = await yard.rolled(same_task("true"))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
