@@ -52,6 +52,20 @@ async def test_a_token_queues_no_more_than_it_may(tmp_path: Path) -> None:
         assert (await site.post("/v1/rollouts", many(1), token=token)).status == 202, "there is room again"
 
 
+async def test_a_run_queues_no_more_than_it_may(tmp_path: Path) -> None:
+    async with tenant(tmp_path) as (site, token):
+        await site.hold()
+        made = await site.post("/v1/runs", {"id": "small", "max_queued": 2}, token=token)
+        assert (made.status, made.body["max_queued"]) == (201, 2)
+        assert (await site.post("/v1/rollouts", many(2, run="small"), token=token)).status == 202
+        refused = await site.post("/v1/rollouts", many(1, run="small"), token=token)
+        assert (refused.status, refused.code) == (429, "quota_exceeded") and "room for 0" in refused.body["detail"]
+        draw = {"run": "small", "source": {"tasks": [task()]}, "group_size": 3}
+        assert "(the run's quota is 2)" in (await site.post("/v1/draws", draw, token=token)).body["detail"]
+        assert (await site.post("/v1/runs", {"id": "other"}, token=token)).status == 201
+        assert (await site.post("/v1/rollouts", many(3, run="other"), token=token)).status == 202
+
+
 async def test_a_token_has_no_more_at_work_than_it_may(tmp_path: Path) -> None:
     async with (
         scripted(Reply(finish(), latency_s=60)) as engine,

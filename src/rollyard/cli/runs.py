@@ -56,6 +56,7 @@ def create(
     seed: Annotated[int | None, typer.Option(help="From which sampling seeds are made. [default: 0]")] = None,
     priority: Annotated[int | None, typer.Option(help="Higher goes first. [default: 0]")] = None,
     max_live: Annotated[int | None, typer.Option(min=1, help="Its rollouts beyond the queue at once.")] = None,
+    max_queued: Annotated[int | None, typer.Option(min=1, help="Its rollouts in the queue at once.")] = None,
     defaults: Annotated[
         str | None, typer.Option(help="A partial task as JSON, laid under each task of the run.")
     ] = None,
@@ -91,6 +92,7 @@ def create(
                 seed=seed,
                 priority=priority,
                 max_live=max_live,
+                max_queued=max_queued,
                 trainable_on_deadline=trainable_on_deadline,
                 mask_truncated=mask_truncated,
                 overlong_penalty=penalty,

@@ -87,6 +87,7 @@ class Run:
     seed: int = 0
     priority: int = 0  # higher goes first
     max_live: int | None = None  # quota: rollouts beyond QUEUED at once
+    max_queued: int | None = None  # quota: rollouts in QUEUED at once
     trainable_on_deadline: bool = False
     mask_truncated: bool = False  # what was cut off is not trained on: turns, tokens, context, run_s
     overlong_penalty: OverlongPenalty | None = None

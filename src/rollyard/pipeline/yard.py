@@ -78,6 +78,7 @@ class Yard:
         self._taking: dict[str, str] = {}  # admitted, and being read from the store: each one's run
         self._arriving = 0  # being stored: their places in the queue are taken
         self._arriving_by: Counter[str] = Counter()  # owner
+        self._arriving_in: Counter[str] = Counter()  # run
         self.overfull: set[str] = set()  # owners that have stored as much as they may
         self.quota_of: Callable[[str], Quota] = lambda _: Quota()  # of an owner
         self.rescoring = Rescoring(self)
@@ -176,16 +177,18 @@ class Yard:
                     "the token has stored as much as it may: acknowledge what you have, or delete a run"
                 )
             raise QuotaExceeded(
-                f"{count} rollouts do not fit: the token's quota has room for {max(0, room)} in the queue"
+                f"{count} rollouts do not fit: the quota of the token or run has room for {max(0, room)} in the queue"
             )
         owner = self._owner_of(run_id)
         self._arriving += count
         self._arriving_by[owner] += count
+        self._arriving_in[run_id] += count
         try:
             yield
         finally:
             self._arriving -= count
             self._arriving_by[owner] -= count
+            self._arriving_in[run_id] -= count
 
     @property
     def room(self) -> int:
@@ -197,9 +200,12 @@ class Yard:
         owner = self._owner_of(run_id)
         if owner in self.overfull:
             return 0
-        most = self.quota_of(owner).queued
-        left = self.room if most is None else most - self.scheduler.queued_by(owner) - self._arriving_by[owner]
-        return min(self.room, left)
+        room, run = self.room, self._runs.get(run_id)
+        if (most := self.quota_of(owner).queued) is not None:
+            room = min(room, most - self.scheduler.queued_by(owner) - self._arriving_by[owner])
+        if run is not None and run.max_queued is not None:
+            room = min(room, run.max_queued - self.scheduler.queued_of(run_id) - self._arriving_in[run_id])
+        return room
 
     def _owner_of(self, run_id: str) -> str:
         run = self._runs.get(run_id)

@@ -85,9 +85,12 @@ class Sampler:
         """A draw, made now or earlier with the same body. Its tasks are read, checked and copied first."""
         keep_of(config.keep)
         most, why = self._yard.settings.max_queued, "max_queued"
-        quota = self._yard.quota_of(run.owner).queued
-        if quota is not None and quota < most:
-            most, why = quota, "the token's quota"
+        for quota, name in (
+            (self._yard.quota_of(run.owner).queued, "the token's quota"),
+            (run.max_queued, "the run's quota"),
+        ):
+            if quota is not None and quota < most:
+                most, why = quota, name
         if config.group_size > most:
             raise InvalidRequest(f"group_size: the queue never has room for {config.group_size} ({why} is {most})")
         async with self._making.setdefault(draw_id, asyncio.Lock()):  # two calls at once would mix their tasks

@@ -273,6 +273,7 @@ class RunBody(Body):
     seed: Whole = 0
     priority: Priority = 0
     max_live: Count | None = None
+    max_queued: Count | None = None
     trainable_on_deadline: bool = False
     mask_truncated: bool = False
     overlong_penalty: OverlongPenaltyBody | None = None
@@ -292,6 +293,7 @@ class RunBody(Body):
             seed=self.seed,
             priority=self.priority,
             max_live=self.max_live,
+            max_queued=self.max_queued,
             trainable_on_deadline=self.trainable_on_deadline,
             mask_truncated=self.mask_truncated,
             overlong_penalty=None if self.overlong_penalty is None else self.overlong_penalty.to_penalty(),

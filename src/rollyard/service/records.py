@@ -148,6 +148,7 @@ def run_object(run: Run) -> JsonObject:
         "seed": run.seed,
         "priority": run.priority,
         "max_live": run.max_live,
+        "max_queued": run.max_queued,
         "trainable_on_deadline": run.trainable_on_deadline,
         "mask_truncated": run.mask_truncated,
         "overlong_penalty": run.overlong_penalty,
