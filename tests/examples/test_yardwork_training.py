@@ -182,7 +182,7 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(tiny_model: Path, tmp_pa
 
 
 def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tiny_model: Path, tmp_path: Path):
-    for seconds in (8.0, 30.0):  # the first in which this machine, as busy as it is, trains more than one epoch
+    for seconds in (3.0, 20.0):  # the first in which this machine, as busy as it is, trains more than one epoch
         folder = tmp_path / str(seconds)
         folder.mkdir()
         yard = Yard(folder, tiny_model)

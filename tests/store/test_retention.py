@@ -146,6 +146,7 @@ async def test_a_store_under_a_steady_load_stops_growing(open_any: AnyOpener) ->
     """Every hour one draw is made and ended, a long one gets a batch and acknowledges the one before, an evaluation and
     lone rollouts end, and a cancel comes for something unknown. The fourth day adds nothing to the second."""
     clock = open_any.read_clock = Clock()
+    each = 5 if isinstance(open_any, SqliteOpener) else 1  # a commit of PostgreSQL costs ten times as much
     sizes: list[dict[str, int]] = []
     files: list[int] = []
     async with await open_any() as store:
@@ -153,12 +154,12 @@ async def test_a_store_under_a_steady_load_stops_growing(open_any: AnyOpener) ->
         for hour in range(24 * 4):
             await deliver(store, "long", hour + 1)
             await store.acknowledge_draw("long", hour)
-            for few in range(5):
+            for few in range(each):
                 name = f"short{hour}x{few}"
                 await deliver(store, name, 1)
                 await store.step(Step(draw=draw_of(name, 1, is_active=False)))
                 await evaluate(store, f"eval{hour}x{few}")
-            for number in range(10):
+            for number in range(2 * each):
                 await one_ended(store, f"lone{hour}-{number}")
             await store.request_cancel(f"unknown{hour}", "")
             clock.now_s += HOUR_S
@@ -170,7 +171,7 @@ async def test_a_store_under_a_steady_load_stops_growing(open_any: AnyOpener) ->
                     files.append(open_any.path.stat().st_size)
                     store = await open_any()
         await store.close()
-    assert sizes[0]["rollouts"] > 500 and sizes[0]["draws"] > 100 and sizes[0]["evals"] > 100
+    assert sizes[0]["rollouts"] > 100 * each and sizes[0]["draws"] > 20 * each and sizes[0]["evals"] > 20 * each
     for table, count in sizes[-1].items():
         assert count <= sizes[1][table] + 2, (table, sizes)
     assert not files or files[-1] <= files[1] * 1.05, files
