@@ -316,7 +316,9 @@ async def at_rest(fleet: Fleet, engine_url: str) -> None:
         lambda there: (
             set(there) == fleet.names
             and all(node["live"] == 0 for node in there.values())
-            and not any(sum(use.values()) for node in there.values() for use in node["engines"].values())
+            and not any(
+                use["sessions"] or use["in_flight"] for node in there.values() for use in node["engines"].values()
+            )
         ),
         "all nodes are there, and empty",
     )

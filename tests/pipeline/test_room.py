@@ -12,7 +12,7 @@ from tests.pipeline.site import finish, says, shell, shell_task, site
 
 def set_pressure(runtime: Any, *, is_low: bool) -> None:
     """As the warden tells it."""
-    runtime._limiter._on_pressure(is_low, 0, 0)
+    runtime._limiter._on_pressure(is_low, {})
 
 
 async def test_waiting_for_room_counts_against_no_deadline(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ async def test_waiting_for_room_is_shown(tmp_path: Path) -> None:
         open_site(tmp_path, runtimes=["bubblewrap"], engines=[engine_table(engine)]) as site,
     ):
         runtime = site.served.house.shop.runtimes["bubblewrap"]
-        runtime._limiter._on_pressure(True, 0, 0)  # type: ignore[attr-defined]
+        runtime._limiter._on_pressure(True, {})  # type: ignore[attr-defined]
         await site.submit("r1")
         async with asyncio.timeout(30):
             while (await site.get("/readyz", token="")).body["waiting_for_room"] != 1:
@@ -28,6 +28,6 @@ async def test_waiting_for_room_is_shown(tmp_path: Path) -> None:
         with console.capture() as shown:
             console.print(frame(status, {}, site.url))
         assert "1 sandboxes of bubblewrap wait" in shown.get()
-        runtime._limiter._on_pressure(False, 0, 0)  # type: ignore[attr-defined]
+        runtime._limiter._on_pressure(False, {})  # type: ignore[attr-defined]
         assert (await site.ended("r1"))["reward"] == 1.0
         assert (await site.get("/readyz", token="")).body["waiting_for_room"] == 0

@@ -108,7 +108,18 @@ endings = st.builds(Ending, st.just(Outcome.COMPLETED), scores, summary=summarie
 failed = st.builds(Ending, st.just(Outcome.TRUNCATED), scores, failures, st.booleans(), summaries)
 tasks = st.builds(Task, text, objects, sampling=st.builds(Sampling, extra=objects))
 runs = st.builds(
-    Run, text, st.sampled_from(Mode), text, objects, small, int32, st.none() | small, st.booleans(), finite
+    Run,
+    text,
+    st.sampled_from(Mode),
+    text,
+    objects,
+    small,
+    int32,
+    st.none() | small,
+    st.none() | small,
+    trainable_on_deadline=st.booleans(),
+    mask_truncated=st.booleans(),
+    created_at=finite,
 )
 
 

@@ -1,8 +1,8 @@
 """One shell process on a terminal of ours: what is typed to it, and what it answers.
 
 An answer is a record on a pipe of its own: number, status, directory. It is done when the record of the awaited number
-has come *and* the terminal has been drained; the kernel hands over what was written before. A record of the number only
-says that the shell has read its line: on a starved machine that may take a while.
+has come *and* the terminal has been drained; the kernel hands over what was written before. From bash, a record of
+the number alone says that it has read its line: on a starved machine that may take a while.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ SH = Dialect(
     ("sh", "-i"),
     9,
     _PROMPT.format(status='"$?"')
-    + """; command printf '%s\\0' {n} >&9; eval "$(PATH=/usr/bin:/bin command cat '{path}')\""""
-    + """ 8<&- 9>&- </dev/tty >/dev/tty 2>&1; """
+    + """; eval "$(PATH=/usr/bin:/bin command cat '{path}')" 8<&- 9>&- </dev/tty >/dev/tty 2>&1; """
     + _PROMPT.format(status="'$?'"),
     go_fd=8,
 )
