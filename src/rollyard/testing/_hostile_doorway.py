@@ -147,10 +147,20 @@ async def a_crowd_at_the_doorway(runtime: Runtime) -> None:
             assert _open_descriptors() - before <= 40, "one sandbox's connections fill the server"
             process.kill()
             await process.wait()
-            await answers_as(sandbox, "mine")
+            await _answers_again(sandbox, "mine")
         finally:
             for fd in (reader, writer, null):
                 os.close(fd)
+
+
+async def _answers_again(sandbox: Sandbox, owner: str) -> None:
+    """Connections that the crowd left in the kernel's queue still count until the server has seen their end."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            try:
+                return await answers_as(sandbox, owner)
+            except AssertionError:
+                await asyncio.sleep(0.05)
 
 
 def _open_descriptors() -> int:
