@@ -100,6 +100,27 @@ async def test_a_quota_is_changed_without_a_restart_and_rotation_keeps_it(tmp_pa
         assert (await site.put("/v1/tokens/tok_none/quota", {})).status == 404
 
 
+async def test_a_changed_bound_of_live_rollouts_counts_for_those_that_wait(tmp_path: Path) -> None:
+    async with (
+        scripted(Reply(finish(), latency_s=60)) as engine,
+        open_site(tmp_path, engines=[engine_table(engine)]) as site,
+    ):
+        made = (await site.post("/v1/tokens", {"access": "trainer", "quota": {"live": 1}})).body
+        assert (await site.post("/v1/rollouts", many(3), token=made["token"])).status == 202
+
+        async def running(count: int) -> None:
+            async with asyncio.timeout(60):
+                while True:
+                    listed = (await site.get("/v1/rollouts", token=made["token"])).body["rollouts"]
+                    if sum(one["state"] == "run" for one in listed) == count:
+                        return
+                    await asyncio.sleep(0.02)
+
+        await running(1)
+        assert (await site.put(f"/v1/tokens/{made['id']}/quota", {"live": 3})).status == 200
+        await running(3)
+
+
 async def test_a_token_asks_for_no_higher_priority_than_it_may(tmp_path: Path) -> None:
     async with tenant(tmp_path, priority=5) as (site, token):
         await site.hold()

@@ -15,7 +15,7 @@ from rollyard.agents.harness import HarnessAgent
 from rollyard.agents.install import AgentShelf
 from rollyard.agents.preset import PresetError, built_in, read_preset
 from rollyard.core.failure import UnknownAgent
-from rollyard.core.plugins import plugins
+from rollyard.plugins import plugins
 
 log = logging.getLogger("rollyard.agents")
 

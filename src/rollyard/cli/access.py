@@ -37,6 +37,7 @@ ExpiresS = Annotated[float | None, typer.Option(min=0.001, help="Seconds until i
 
 @access.command("create", epilog="Example: rollyard access create trainer --name alice --run 'alice-*'")
 def create(
+    context: typer.Context,
     kind: Annotated[
         str,
         typer.Argument(
@@ -64,15 +65,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create a token. It is printed once, on stdout; the service keeps only its digest."""
-
-    quota = _quota(
-        queued=queued,
-        live=live,
-        sessions=sessions,
-        stored_bytes=stored_bytes,
-        requests_per_s=requests_per_s,
-        priority=priority,
-    )
+    quota = _quota(context)
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -125,6 +118,7 @@ def rotate(id: Id, expires_s: ExpiresS = None, url: Url = None, token: Token = N
 
 @access.command("quota", epilog="Example: rollyard access quota tok_01 --live 64 --queued 5000")
 def quota(
+    context: typer.Context,
     id: Id,
     queued: Queued = None,
     live: Live = None,
@@ -137,14 +131,7 @@ def quota(
     as_json: AsJson = False,
 ) -> None:
     """Replace what a token may use at once. What is not named here is not bounded any more."""
-    wanted = _quota(
-        queued=queued,
-        live=live,
-        sessions=sessions,
-        stored_bytes=stored_bytes,
-        requests_per_s=requests_per_s,
-        priority=priority,
-    )
+    wanted = _quota(context)
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -211,8 +198,10 @@ def log(
     show(made)
 
 
-def _quota(**bounds: float | None) -> dict[str, Any]:
-    return {name: most for name, most in bounds.items() if most is not None}
+def _quota(context: typer.Context) -> dict[str, Any]:
+    """The quota that the options of this call name."""
+    names = ("queued", "live", "sessions", "stored_bytes", "requests_per_s", "priority")
+    return {name: context.params[name] for name in names if context.params[name] is not None}
 
 
 def _tell(made: dict[str, Any], as_json: bool) -> None:

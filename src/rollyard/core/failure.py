@@ -32,7 +32,8 @@
 
 Invariants. A code is stable for ever: trainers switch on it. Blame follows the cause, and infra needs
 positive evidence from the host. Only a PolicyFailure may carry a reward. `no model call was made` is never
-the policy's fault: `Failure.without_model_call` turns such a blame away.
+the policy's fault: `Failure.without_model_call` turns such a blame away. The file is
+long because it is one list of short classes.
 """
 
 from __future__ import annotations
@@ -385,7 +386,7 @@ class Unauthorized(RequestError):
 
 class Forbidden(RequestError):
     status = 403
-    remedy = "This call needs an admin token."
+    remedy = "Use a token that may do this. An admin creates one: rollyard access create."
 
 
 class ForeignHost(RequestError):

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 from typing import Self, cast
 
 from rollyard.core.failure import UnknownEnvironment
-from rollyard.core.plugins import plugins
 from rollyard.envs.base import Environment
+from rollyard.plugins import plugins
 
 GROUP = "rollyard.environments"
 

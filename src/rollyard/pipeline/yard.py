@@ -6,7 +6,8 @@ It passes over runs whose policy's engines are full: of those only some wait in 
 that one policy's rollouts never keep another's from RUN.
 
 Invariants. Everything accepted is durable first. A live rollout is exactly one `Attempt` in one task. The process
-may die at any instant: the store's recovery makes it right.
+may die at any instant: the store's recovery makes it right. The file is long because submitting, admission and the
+background loops share the state of one class.
 """
 
 from __future__ import annotations
@@ -149,6 +150,11 @@ class Yard:
         self.scheduler.set_quota(run)
         self.scheduler.set_owner(run.owner, self.quota_of(run.owner).live)
 
+    def quota_changed(self, owner: str) -> None:
+        """Applies what `quota_of` returns for this owner from now on."""
+        self.scheduler.set_owner(owner, self.quota_of(owner).live)
+        self.wake()
+
     def run_of(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
@@ -189,6 +195,8 @@ class Yard:
             self._arriving -= count
             self._arriving_by[owner] -= count
             self._arriving_in[run_id] -= count
+            if not self._arriving_in[run_id]:
+                del self._arriving_in[run_id]  # there may be any number of runs over time
 
     @property
     def room(self) -> int:

@@ -22,8 +22,8 @@ from rollyard.core.draw import KeepSpec
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.group import pass_rate_of, spread_of
 from rollyard.core.passk import TOLERANCE
-from rollyard.core.plugins import plugins
 from rollyard.core.task import Task
+from rollyard.plugins import plugins
 
 ENTRY_POINTS = "rollyard.filters"
 

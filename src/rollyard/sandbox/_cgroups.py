@@ -38,7 +38,7 @@ LEAF = "rollyard-service"
 BUS_S = 5.0
 
 _V1_USAGE = "memory.usage_in_bytes"
-_LOT_BYTES = 8 << 20
+_BATCH_BYTES = 8 << 20  # more than the kernel charges at once, with pages of 64 KiB as well
 _CONTROLLERS = {"memory": "memory", "processes": "pids", "cpus": "cpu"}
 
 
@@ -87,7 +87,7 @@ class Group:
         """Zero for what is not limited, or when the group is gone."""
         memory, pids = self.folders.get("memory", ""), self.folders.get("pids", "")
         kills, used = ("memory.events", "memory.current") if self.is_v2 else ("memory.oom_control", _V1_USAGE)
-        # The kernel counts a kill where the process was, whoever's limit it was for.
+        # The kernel counts a kill in the group of the process, whichever group's limit caused it.
         killed = files.field(os.path.join(memory, kills), "oom_kill")
         is_own = killed and self._was_full(memory)
         return GroupEvents(
@@ -99,12 +99,13 @@ class Group:
         )
 
     def _was_full(self, memory: str) -> bool:
-        """Whether its own limit has ever refused memory. v1 counts that no longer (Linux 6.18): there, whether it has
-        been as good as full, since memory is given out in lots."""
+        """Whether its own limit was ever reached. v1 does not count refusals (Linux 6.18), so there it compares the
+        highest use with the limit, less one batch of pages. Page cache counts as use: in v1, a sandbox that once filled
+        its limit with it is blamed for a later kill by the machine."""
         if self.is_v2:
             return files.field(os.path.join(memory, "memory.events"), "oom") > 0
         limit = files.number(os.path.join(memory, "memory.limit_in_bytes"))
-        return files.number(os.path.join(memory, "memory.max_usage_in_bytes")) >= limit - max(limit >> 5, _LOT_BYTES)
+        return files.number(os.path.join(memory, "memory.max_usage_in_bytes")) >= limit - max(limit >> 5, _BATCH_BYTES)
 
     def kill(self) -> None:
         """Kills all that is in it: by cgroup.kill, which no fork outruns, or one by one until a look finds none."""

@@ -16,15 +16,13 @@ from typing import Literal
 from rollyard.core.failure import MemoryLimit, SandboxLost, SandboxStartFailed
 from rollyard.sandbox._keeper import Job, Keeper, pid_of
 from rollyard.sandbox._wire import Collector, Feeder, Message
-from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, ExecResult, SandboxEnd, SandboxSpec
+from rollyard.sandbox.base import CONTROL_DIR, KILLED, WORKDIR, ExecResult, SandboxEnd, SandboxSpec
 from rollyard.sandbox.doorway import Doorway
 from rollyard.sandbox.egress.mirrors import OS_RELEASE, OS_RELEASE_BYTES, write_apt_files
 from rollyard.sandbox.egress.proxy import EgressProxy
 
 END_S = 10.0
 """How long a timed-out command may take to die. It is SIGKILLed: only one stuck in the kernel takes longer."""
-
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the command, or what its shell ran
 
 FILE_S = 600.0
 """A file job is bounded by its size; this bounds a disk that hangs."""
@@ -263,7 +261,7 @@ class LaunchedSandbox:
             err.finish()
             dropped = out.dropped_bytes + err.dropped_bytes
             duration_s, is_oom = loop.time() - began, self._is_out_of_memory(status)
-            if status in _KILLED and not is_timed_out and not is_oom:
+            if status in KILLED and not is_timed_out and not is_oom:
                 self.odd_kills += 1
             return ExecResult(status, bytes(out.data), bytes(err.data), duration_s, is_timed_out, dropped, is_oom)
         finally:
@@ -273,7 +271,7 @@ class LaunchedSandbox:
                 pipe.close()
 
     def _is_out_of_memory(self, status: int) -> bool:
-        if status not in _KILLED:
+        if status not in KILLED:
             return False
         before, self._oom_seen = self._oom_seen, self.oom_kills
         return self._oom_seen > before

@@ -28,6 +28,9 @@ from rollyard.sandbox.egress.base import Egress
 WORKDIR = "/workspace"
 """Where an agent's files are, in every sandbox."""
 
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Statuses of a command that SIGKILL ended: its own, and the one that a shell reports of what it ran."""
+
 CONTROL_DIR = "/.rollyard"
 """Where a sandbox sees, read-only, the folder that the host writes commands to."""
 

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint
 from typing import cast
 
 from rollyard.core.failure import UnknownTool
-from rollyard.core.plugins import plugins
+from rollyard.plugins import plugins
 from rollyard.tools.base import ToolKind
 
 BUILT_IN = {

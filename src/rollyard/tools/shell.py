@@ -24,7 +24,7 @@ from typing import Self
 
 from rollyard.core import Json, new_id
 from rollyard.core.failure import SandboxLost
-from rollyard.sandbox.base import WORKDIR, Sandbox
+from rollyard.sandbox.base import KILLED, WORKDIR, Sandbox
 from rollyard.tools._output import Output
 from rollyard.tools._shell_process import BASH, SH, ShellProcess
 from rollyard.tools._terminal import COLUMNS, stdin_of
@@ -34,13 +34,12 @@ QUIET_S = 0.5
 """Silence before the first look at whether somebody waits for input; then twice as long each time."""
 
 UNREAD_S = 8.0
-"""Silence after which a shell that has not even said that it read its line is given up."""
+"""Silence after which a shell at its prompt is replaced although it has not reported that it read its line. Only bash
+reports that: a POSIX shell that lost our status pipe is always waited for so long."""
 
 LADDER = ((signal.SIGINT, 0.5), (signal.SIGQUIT, 0.5), (signal.SIGINT, 0.5), (signal.SIGKILL, 1.0))
 """Each signal to the foreground group, and how long it may take to bring the shell back. SIGINT twice: about one
 in twenty had no effect on busybox's shell in a loop, for a reason that is not known."""
-
-_KILLED = (137, -signal.SIGKILL)  # the command, or the shell itself
 
 OPEN_S = 30.0
 EXIT_S = 0.3
@@ -325,7 +324,7 @@ class ShellTool:
             case ShellOutcome.SHELL_DIED:
                 how = "stopped answering" if result.status is None else f"ended with status {result.status}"
                 notes.append(f"the shell {how}")
-        is_out_of_memory = result.status in _KILLED and self._sandbox.oom_kills > self._oom_kills
+        is_out_of_memory = result.status in KILLED and self._sandbox.oom_kills > self._oom_kills
         if is_out_of_memory:
             self._oom_kills = self._sandbox.oom_kills
             notes.append("killed at the sandbox's memory limit")

@@ -85,7 +85,7 @@ async def change_quota(request: Request, token_id: str) -> Response:
     await house.audit(request, "change_quota", record.id, **vars(body))
     await house.store.put_token(record)
     house.tokens.put(record)
-    house.yard.wake()
+    house.yard.quota_changed(record.id)
     return reply(token_object(record))
 
 
