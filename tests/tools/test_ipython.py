@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import shutil
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 
 import pytest
 import uvloop
 
+from rollyard.cli.bench.peers import CACHE
 from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
 from rollyard.sandbox import Bind, BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSpec
 from rollyard.sandbox.python import INSIDE, PortablePython, portable_python
@@ -30,10 +30,8 @@ IPYTHON_ONLY = pytest.mark.parametrize("session", ["ipython"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Generator[PortablePython, None, None]:
-    cache = tmp_path_factory.mktemp("python")
-    yield portable_python(cache)
-    shutil.rmtree(cache)
+def python() -> PortablePython:
+    return portable_python(CACHE / "python")
 
 
 @pytest.fixture
