@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh Debian machine: `make demo` and `make test`.
-.PHONY: help setup demo train-demo test quick soak check bench lock clean
+.PHONY: help setup demo train-demo test quick coverage soak check bench lock clean
 .DEFAULT_GOAL := help
 
 # Tests start hundreds of Python processes: each would compile every module again if none kept the result.
@@ -7,7 +7,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Test processes. Tests wait for other processes as often as for a CPU. TESTS: arguments for pytest.
 WORKERS ?= $(shell cpus=$$(nproc); echo $$((cpus < 15 ? cpus + 1 : 16)))
-PYTEST = .venv/bin/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
+ARGUMENTS = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
+PYTEST = .venv/bin/pytest $(ARGUMENTS)
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,14 @@ test: ## the whole test suite, with the real vLLM and real tokenizers
 quick: ## the tests that take less than a second each
 	@scripts/setup dev
 	$(PYTEST) -m "not slow and not vllm and not trainers and not local"
+
+coverage: ## the whole suite again, with the lines and branches that it reaches, subprocesses included
+	@scripts/setup dev
+	@scripts/real-parts
+	@rm -f .coverage .coverage.*
+	-.venv/bin/coverage run -m pytest $(ARGUMENTS)
+	@.venv/bin/coverage combine --quiet
+	@.venv/bin/coverage report
 
 soak: ## chaos, kills and endurance at full size, one table at the end (SOAK=NAME: only that one)
 	@scripts/setup dev
