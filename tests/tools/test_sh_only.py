@@ -12,7 +12,7 @@ from rollyard.testing.sandbox_conformance import alive, eventually, marked
 from rollyard.tools import ToolContext
 from rollyard.tools.shell import SH_SPEC, SHELL, Shell, ShellOutcome
 from tests.tools.busybox import busybox_image
-from tests.tools.test_shell import image_without_bash, said
+from tests.tools.test_shell import check_an_unread_line, image_without_bash, said
 
 pytestmark = pytest.mark.slow
 
@@ -90,8 +90,12 @@ async def test_a_timeout_interrupts_and_the_shell_lives(shell: Shell) -> None:
     assert await said(shell, "echo on") == "on\n"
 
 
+async def test_a_timeout_before_the_shell_has_read_its_line_interrupts_the_command(shell: Shell) -> None:
+    await check_an_unread_line(shell)
+
+
 async def test_a_shell_that_cannot_be_brought_back_is_replaced(shell: Shell) -> None:
-    result = await shell.run("x=lost; trap '' INT QUIT; while :; do :; done", 0.2)
+    result = await shell.run("x=lost; trap '' INT QUIT; while :; do :; done", 1.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.TIMEOUT, True)
     assert await said(shell, "echo .$x") == ".\n"
 

@@ -142,14 +142,28 @@ async def test_a_timeout_interrupts_and_the_shell_lives(shell: Shell) -> None:
     assert await said(shell, "echo $x") == "kept\n"
 
 
+async def check_an_unread_line(shell: Shell) -> None:
+    """As on a starved machine: the shell is stopped until after the deadline."""
+    await said(shell, "x=kept")
+    os.kill(shell.pid, signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(1.5, os.kill, shell.pid, signal.SIGCONT)
+    result = await shell.run("while :; do :; done", 0.1)
+    assert (result.outcome, result.status, result.is_restarted) == (ShellOutcome.TIMEOUT, 130, False)
+    assert await said(shell, "echo $x") == "kept\n"
+
+
+async def test_a_timeout_before_the_shell_has_read_its_line_interrupts_the_command(shell: Shell) -> None:
+    await check_an_unread_line(shell)
+
+
 async def test_who_ignores_the_interrupt_is_quit_then_killed(shell: Shell) -> None:
     await said(shell, "x=kept")
     quit_it = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(1000)"
-    result = await shell.run(f"python3 -c '{quit_it}'", 0.3)
+    result = await shell.run(f"python3 -c '{quit_it}'", 1.5)
     assert (result.outcome, result.status) == (ShellOutcome.TIMEOUT, 128 + signal.SIGQUIT)
     kill_it = quit_it.replace("; time", "; signal.signal(signal.SIGQUIT, signal.SIG_IGN); time", 1)
     result = await shell.run(
-        f"python3 -c '{kill_it.replace('import signal, time;', 'import signal; import time;')}'", 0.3
+        f"python3 -c '{kill_it.replace('import signal, time;', 'import signal; import time;')}'", 1.5
     )
     assert (result.outcome, result.status) == (ShellOutcome.TIMEOUT, 128 + signal.SIGKILL)
     assert await said(shell, "echo $x") == "kept\n"
@@ -157,7 +171,7 @@ async def test_who_ignores_the_interrupt_is_quit_then_killed(shell: Shell) -> No
 
 async def test_a_shell_that_cannot_be_brought_back_is_replaced(shell: Shell) -> None:
     await said(shell, "x=lost")
-    result = await shell.run("trap '' INT QUIT; while :; do :; done", 0.2)
+    result = await shell.run("trap '' INT QUIT; while :; do :; done", 1.0)
     assert (result.outcome, result.is_restarted) == (ShellOutcome.TIMEOUT, True)
     assert await said(shell, "echo .$x") == ".\n"
 

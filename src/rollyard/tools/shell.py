@@ -5,8 +5,8 @@ read-only, and one short line is typed that evaluates it. Its status comes back 
 prompt to parse, no sentinel to forge by chance, nothing to poll: measured 0.2 ms an `echo`.
 
 Invariants. The status only informs the model: code in the same shell can forge it. Whatever a command did to the
-terminal is undone before the next one. A call ends within its timeout plus the ladder's bounds (INT, QUIT,
-INT, KILL, a new shell: under 4 s). When the shell is lost the model is told that its state is. Only the end of the
+terminal is undone before the next one. A call ends within its timeout plus the ladder's bounds (READ_S, INT, QUIT,
+KILL, a new shell: under 8 s). When the shell is lost the model is told that its state is. Only the end of the
 sandbox itself raises.
 """
 
@@ -37,9 +37,12 @@ UNREAD_S = 8.0
 """Silence after which a shell at its prompt is replaced although it has not reported that it read its line. Only bash
 reports that: a POSIX shell that lost our status pipe is always waited for so long."""
 
-LADDER = ((signal.SIGINT, 0.5), (signal.SIGQUIT, 0.5), (signal.SIGINT, 0.5), (signal.SIGKILL, 1.0))
-"""Each signal to the foreground group, and how long it may take to bring the shell back. SIGINT twice: about one
-in twenty had no effect on busybox's shell in a loop, for a reason that is not known."""
+LADDER = ((signal.SIGINT, 0.5), (signal.SIGQUIT, 0.5), (signal.SIGKILL, 1.0))
+"""Each signal to the foreground group, and how long it may take to bring the shell back."""
+
+READ_S, READ_POLL_S = 4.0, 0.02
+"""How long the ladder waits for a shell that has not read its line yet. A signal that arrives before is lost: the shell
+discards it at its prompt and then runs the command."""
 
 OPEN_S = 30.0
 EXIT_S = 0.3
@@ -237,24 +240,32 @@ class Shell:
         reader = self._live.terminal.reader(shell)
         if reader is None:
             return None
-        # During a command its stdin is the /dev/tty that our line opened; at the prompt it is the PTY it began with.
-        if reader == shell and stdin_of(shell) != "/dev/tty":
+        if reader == shell and not self._is_in_command():
             self._live.read_status()
             return ShellOutcome.SHELL_DIED if self._live.has_begun or quiet_s >= UNREAD_S else None
         return ShellOutcome.AWAITING_INPUT
 
+    def _is_in_command(self) -> bool:
+        """During a command the shell's stdin is the /dev/tty that our line opened; at its prompt it is the PTY it began
+        with."""
+        return stdin_of(self.pid) == "/dev/tty"
+
     async def _interrupt(self, answer: asyncio.Future[tuple[int, str] | None]) -> bool:
         """The ladder. True: the shell answers again (or has died, which the answer says)."""
         assert self._live is not None
+        for _ in range(int(READ_S / READ_POLL_S)):
+            if answer.done() or self._live.has_begun or self._is_in_command():
+                break
+            await asyncio.wait([answer], timeout=READ_POLL_S)
         for signum, bound_s in LADDER:
+            if answer.done():
+                return True
             if signum is signal.SIGKILL:
                 self._live.terminal.kill_foreground(spare=self.pid)
             else:
                 self._live.terminal.interrupt(signum)
-            done, _ = await asyncio.wait([answer], timeout=bound_s)
-            if done:
-                return True
-        return False
+            await asyncio.wait([answer], timeout=bound_s)
+        return answer.done()
 
 
 # --- the tool -----------------------------------------------------------------------------------------
