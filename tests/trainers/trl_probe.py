@@ -1,18 +1,19 @@
 """Runs in TRL's own virtual environment: real trainers on a tiny random model, and what they made of our rollouts.
 
-    trl_probe.py async|again|killed|resumed|sync FOLDER TOKENIZER TASKS
-    trl_probe.py real FOLDER MODEL TASKS
-
-Writes FOLDER/seen.json, which the test compares with the service's traces. All but `sync` run
-examples/trainers/trl_grpo.py as it is, and take each loss once more, by a plain forward of each sample alone.
+Each line of stdin is an object: `mode` (async, again, killed, resumed, sync, real), `folder`, `model` (a tokenizer, or
+for `real` a model), `tasks` and `environ`. What was seen is written to FOLDER/seen.json, which the test compares with
+the service's traces, and a line of stdout says so. All but `sync` run examples/trainers/trl_grpo.py as it is, and take
+each loss once more, by a plain forward of each sample alone.
 """
 
 # pyright: reportMissingImports=false
+# ruff: noqa: E402
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import os
 import runpy
@@ -21,6 +22,8 @@ import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
+
+gc.disable()  # until all is imported: hundreds of thousands of objects, none of them garbage
 
 import torch
 from datasets import Dataset
@@ -31,8 +34,12 @@ from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, Dat
 import rollyard
 from rollyard.trainers.trl import RollyardRolloutFunc, RollyardRolloutWorker, RollyardWeights, rollyard_reward
 
+gc.freeze()
+gc.enable()
+
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "trainers" / "trl_grpo.py"
 WANT, SIZE = 2, 4
+SEEN = "seen.json is written"
 
 
 def tiny_model(folder: Path, tokenizer: str) -> Path:
@@ -76,17 +83,19 @@ class Died(Exception):
 
 
 class Spy:
-    """What AsyncGRPOTrainer made of its samples: each step's loss with its terms, and how it called the worker."""
+    """What AsyncGRPOTrainer made of its samples: each step's loss with its terms, and how it called the worker. One for
+    the process."""
 
     def __init__(self) -> None:
         self.collated: deque[list[dict[str, Any]]] = deque()
         self.steps: list[dict[str, Any]] = []
         self.calls: list[Any] = []
         self.dies_in: int | None = None
-        self._before(DataCollatorForRollout, "torch_call", self._collated)
-        self._before(RollyardRolloutWorker, "pause", lambda: self.calls.append("pause"))
-        self._before(RollyardRolloutWorker, "start", lambda: self.calls.append("start"))
-        self._before(RollyardRolloutWorker, "update_model_version", lambda version: self.calls.append(version))
+        self.workers: list[RollyardRolloutWorker] = []
+        self._before(DataCollatorForRollout, "torch_call", lambda _, rows: self._collated(rows))
+        self._before(RollyardRolloutWorker, "pause", lambda _: self.calls.append("pause"))
+        self._before(RollyardRolloutWorker, "start", self._started)
+        self._before(RollyardRolloutWorker, "update_model_version", lambda _, version: self.calls.append(version))
         compute_loss = AsyncGRPOTrainer.compute_loss
 
         def seen(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,10 +114,19 @@ class Spy:
         real = getattr(owner, name)
 
         def call(this: Any, *args: Any, **kwargs: Any) -> Any:
-            tell(*args)
+            tell(this, *args)
             return real(this, *args, **kwargs)
 
         setattr(owner, name, call)
+
+    def _started(self, worker: RollyardRolloutWorker) -> None:
+        self.workers.append(worker)
+        self.calls.append("start")
+
+    def end(self) -> None:
+        """Nothing of a training is left, not even of one that died."""
+        while self.workers:
+            self.workers.pop().stop()
 
     def _collated(self, rows: Any) -> None:
         self.collated.append([sample for row in rows[0] for sample in row.samples])
@@ -133,18 +151,18 @@ class Spy:
         return {"steps": self.steps, "calls": self.calls}
 
 
-def run_async(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
-    return Spy().run(folder, model, tasks, "--steps", 5)
+def run_async(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+    return spy.run(folder, model, tasks, "--steps", 5)
 
 
-def run_real(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_real(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     """One step, of the model that the engine has; groups are kept whatever it says."""
-    return Spy().run(folder, model, tasks, "--steps", 1, "--keep", "all", "--want", 1, "--group-size", 2)
+    return spy.run(folder, model, tasks, "--steps", 1, "--keep", "all", "--want", 1, "--group-size", 2)
 
 
-def run_again(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_again(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     """Dies in the fourth step, after the weights of the third were sent; then on from the checkpoint of the second."""
-    spy, save = Spy(), ("--steps", 4, "--save-steps", 2)
+    save = ("--steps", 4, "--save-steps", 2)
     spy.dies_in = 4
     with contextlib.suppress(Died):
         spy.run(folder, model, tasks, *save)
@@ -158,9 +176,9 @@ def run_again(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
 KILLED = ("--steps", 4, "--save-steps", 1)
 
 
-def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_killed(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     """Killed while it writes the weights of its third step. The policy is paused then."""
-    spy, send = Spy(), RollyardWeights.send_weights
+    send = RollyardWeights.send_weights
 
     def killing(weights: Any, iterator: Any) -> None:
         send(weights, iterator)
@@ -171,13 +189,13 @@ def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     return spy.run(folder, model, tasks, *KILLED)
 
 
-def run_resumed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_resumed(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     """From the first checkpoint, though the second acknowledged more."""
     checkpoint = folder / "out" / "checkpoint-1"
-    return Spy().run(folder, model, tasks, *KILLED, "--resume", checkpoint)
+    return spy.run(folder, model, tasks, *KILLED, "--resume", checkpoint)
 
 
-def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_sync(_: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     known = {f"task {n}": json.loads(line) for n, line in enumerate(tasks.read_text().splitlines())}
     batches: list[dict[str, Any]] = []
     with rollyard.Client() as yard:
@@ -221,12 +239,27 @@ def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     return {"batches": batches, "pushed": pushed}
 
 
+MODES = {
+    "async": run_async,
+    "again": run_again,
+    "killed": run_killed,
+    "resumed": run_resumed,
+    "real": run_real,
+    "sync": run_sync,
+}
+
+
 def main() -> None:
-    mode, folder, tokenizer, tasks = sys.argv[1], Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    model = Path(tokenizer) if mode == "real" else tiny_model(folder / "model", tokenizer)
-    modes = {"async": run_async, "again": run_again, "killed": run_killed, "resumed": run_resumed}
-    found = {**modes, "real": run_real, "sync": run_sync}[mode](folder, model, tasks)
-    (folder / "seen.json").write_text(json.dumps(found))
+    spy = Spy()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        mode, folder = asked["mode"], Path(asked["folder"])
+        os.environ.update(asked["environ"])
+        model = Path(asked["model"]) if mode == "real" else tiny_model(folder / "model", asked["model"])
+        found = MODES[mode](spy, folder, model, Path(asked["tasks"]))
+        spy.end()
+        (folder / "seen.json").write_text(json.dumps(found))
+        print(SEEN, flush=True)
 
 
 if __name__ == "__main__":
