@@ -45,12 +45,11 @@ def run_script(python: Path, *arguments: str | Path, environ: Mapping[str, str],
 
 
 class Script:
-    """A script of ours in a process of its own, which does what each line of its stdin says, and prints a word after
-    each: importing what a trainer needs takes longer than most of it."""
+    """A script of ours in a process of its own, which does what each line of its stdin says, and says `ended with` the
+    exit status of that."""
 
-    def __init__(self, python: Path, file: Path, log: Path, word: str) -> None:
+    def __init__(self, python: Path, file: Path, log: Path) -> None:
         self._log = log
-        self._word = word
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [str(python), str(file)],
@@ -62,22 +61,11 @@ class Script:
                 env=_environ(log),
             )
 
-    def tell(self, line: str) -> int | None:
-        """None when it has printed the word; the exit status of the process if it ends instead."""
+    def tell(self, line: str, expected: int = 0) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(line, file=self._process.stdin, flush=True)
-        for said in self._process.stdout:
-            if said.rstrip().endswith(self._word):
-                return None
-        return self._process.wait(LIMIT_S)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")[-6000:]
+        status = next((said.split()[-1] for said in self._process.stdout if "ended with" in said), "nothing")
+        assert status == str(expected), f"{status}: {self._log.read_text(errors='replace')[-6000:]}"
 
     def end(self) -> None:
         """Its process, and what that started."""

@@ -38,45 +38,35 @@ def every_second_one(turn: Turn) -> str:
 
 
 class Probe:
-    """TRL's process: one for all tests of this file but the one that kills it."""
+    """The process that has imported TRL."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._script: Script | None = None
+    def __init__(self, script: Script) -> None:
+        self._script = script
 
     async def run(
-        self, mode: str, yard: Yard, folder: Path, tasks: Sequence[Any] = TASKS, model: Path | None = None
+        self,
+        mode: str,
+        yard: Yard,
+        folder: Path,
+        tasks: Sequence[Any] = TASKS,
+        model: Path | None = None,
+        expected: int = 0,
     ) -> dict[str, Any]:
-        """What it saw, in a folder of that service."""
-        status = await self.tell(mode, yard, folder, tasks, model)
-        assert status is None and self._script is not None, (status, self._script and self._script.log)
-        return json.loads((folder / "seen.json").read_text())
-
-    async def tell(
-        self, mode: str, yard: Yard, folder: Path, tasks: Sequence[Any] = TASKS, model: Path | None = None
-    ) -> int | None:
-        """The exit status, if it ended of that."""
-        if self._script is None or not self._script.is_alive:
-            self.end()
-            self._script = Script(trainer_python("trl"), PROBE, self._folder / "log", "seen.json is written")
+        """What a fork of it saw."""
         file = folder / "tasks.jsonl"
         file.write_text("".join(json.dumps(one) + "\n" for one in tasks))
         asked = {"mode": mode, "folder": str(folder), "model": str(model or tokenizer_dir()), "tasks": str(file)}
-        return await asyncio.to_thread(self._script.tell, json.dumps({**asked, "environ": yard.environ()}))
-
-    def end(self) -> None:
-        if self._script is not None:
-            self._script.end()
+        await asyncio.to_thread(self._script.tell, json.dumps({**asked, "environ": yard.environ()}), expected)
+        return json.loads((folder / "seen.json").read_text()) if expected == 0 else {}
 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Generator[Probe, None, None]:
-    trainer_python("trl")
-    probe = Probe(tmp_path_factory.mktemp("probe"))
+    script = Script(trainer_python("trl"), PROBE, tmp_path_factory.mktemp("probe") / "log")
     try:
-        yield probe
+        yield Probe(script)
     finally:
-        probe.end()
+        script.end()
 
 
 def terms_of(trace: Trace, advantage: float) -> tuple[tuple[int, ...], tuple[float, ...], float]:
@@ -174,12 +164,7 @@ async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any
 ):
     async with served(tmp_path) as yard:
         yard.engine.script = every_second_one
-        (tmp_path / "killed").mkdir()
-        doomed = Probe(tmp_path / "killed")
-        try:
-            assert await doomed.tell("killed", yard, tmp_path) == -SIGKILL
-        finally:
-            doomed.end()
+        await probe.run("killed", yard, tmp_path, expected=-SIGKILL)
         async with AsyncClient(yard.url, yard.token) as client:
             policy = await client.policy().status()
             assert (policy["state"], policy["version"]) == ("paused", 3), policy

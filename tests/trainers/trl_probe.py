@@ -1,9 +1,10 @@
 """Runs in TRL's own virtual environment: real trainers on a tiny random model, and what they made of our rollouts.
 
 Each line of stdin is an object: `mode` (async, again, killed, resumed, sync, real), `folder`, `model` (a tokenizer, or
-for `real` a model), `tasks` and `environ`. What was seen is written to FOLDER/seen.json, which the test compares with
-the service's traces, and a line of stdout says so. All but `sync` run examples/trainers/trl_grpo.py as it is, and take
-each loss once more, by a plain forward of each sample alone.
+for `real` a model), `tasks` and `environ`. A fork of this process does that, and a line of stdout says how it ended: to
+import TRL takes longer than most of it. What was seen is in FOLDER/seen.json, which the test compares with the
+service's traces. All but `sync` run examples/trainers/trl_grpo.py as it is, and take each loss once more, by a plain
+forward of each sample alone.
 """
 
 # pyright: reportMissingImports=false
@@ -19,6 +20,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,6 @@ gc.enable()
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "trainers" / "trl_grpo.py"
 WANT, SIZE = 2, 4
-SEEN = "seen.json is written"
 
 
 def tiny_model(folder: Path, tokenizer: str) -> Path:
@@ -83,19 +84,17 @@ class Died(Exception):
 
 
 class Spy:
-    """What AsyncGRPOTrainer made of its samples: each step's loss with its terms, and how it called the worker. One for
-    the process."""
+    """What AsyncGRPOTrainer made of its samples: each step's loss with its terms, and how it called the worker."""
 
     def __init__(self) -> None:
         self.collated: deque[list[dict[str, Any]]] = deque()
         self.steps: list[dict[str, Any]] = []
         self.calls: list[Any] = []
         self.dies_in: int | None = None
-        self.workers: list[RollyardRolloutWorker] = []
-        self._before(DataCollatorForRollout, "torch_call", lambda _, rows: self._collated(rows))
-        self._before(RollyardRolloutWorker, "pause", lambda _: self.calls.append("pause"))
-        self._before(RollyardRolloutWorker, "start", self._started)
-        self._before(RollyardRolloutWorker, "update_model_version", lambda _, version: self.calls.append(version))
+        self._before(DataCollatorForRollout, "torch_call", self._collated)
+        self._before(RollyardRolloutWorker, "pause", lambda: self.calls.append("pause"))
+        self._before(RollyardRolloutWorker, "start", lambda: self.calls.append("start"))
+        self._before(RollyardRolloutWorker, "update_model_version", lambda version: self.calls.append(version))
         compute_loss = AsyncGRPOTrainer.compute_loss
 
         def seen(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,19 +113,10 @@ class Spy:
         real = getattr(owner, name)
 
         def call(this: Any, *args: Any, **kwargs: Any) -> Any:
-            tell(this, *args)
+            tell(*args)
             return real(this, *args, **kwargs)
 
         setattr(owner, name, call)
-
-    def _started(self, worker: RollyardRolloutWorker) -> None:
-        self.workers.append(worker)
-        self.calls.append("start")
-
-    def end(self) -> None:
-        """Nothing of a training is left, not even of one that died."""
-        while self.workers:
-            self.workers.pop().stop()
 
     def _collated(self, rows: Any) -> None:
         self.collated.append([sample for row in rows[0] for sample in row.samples])
@@ -151,18 +141,18 @@ class Spy:
         return {"steps": self.steps, "calls": self.calls}
 
 
-def run_async(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
-    return spy.run(folder, model, tasks, "--steps", 5)
+def run_async(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+    return Spy().run(folder, model, tasks, "--steps", 5)
 
 
-def run_real(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_real(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     """One step, of the model that the engine has; groups are kept whatever it says."""
-    return spy.run(folder, model, tasks, "--steps", 1, "--keep", "all", "--want", 1, "--group-size", 2)
+    return Spy().run(folder, model, tasks, "--steps", 1, "--keep", "all", "--want", 1, "--group-size", 2)
 
 
-def run_again(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_again(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     """Dies in the fourth step, after the weights of the third were sent; then on from the checkpoint of the second."""
-    save = ("--steps", 4, "--save-steps", 2)
+    spy, save = Spy(), ("--steps", 4, "--save-steps", 2)
     spy.dies_in = 4
     with contextlib.suppress(Died):
         spy.run(folder, model, tasks, *save)
@@ -176,9 +166,9 @@ def run_again(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any
 KILLED = ("--steps", 4, "--save-steps", 1)
 
 
-def run_killed(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     """Killed while it writes the weights of its third step. The policy is paused then."""
-    send = RollyardWeights.send_weights
+    spy, send = Spy(), RollyardWeights.send_weights
 
     def killing(weights: Any, iterator: Any) -> None:
         send(weights, iterator)
@@ -189,13 +179,13 @@ def run_killed(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, An
     return spy.run(folder, model, tasks, *KILLED)
 
 
-def run_resumed(spy: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_resumed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     """From the first checkpoint, though the second acknowledged more."""
     checkpoint = folder / "out" / "checkpoint-1"
-    return spy.run(folder, model, tasks, *KILLED, "--resume", checkpoint)
+    return Spy().run(folder, model, tasks, *KILLED, "--resume", checkpoint)
 
 
-def run_sync(_: Spy, folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
+def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     known = {f"task {n}": json.loads(line) for n, line in enumerate(tasks.read_text().splitlines())}
     batches: list[dict[str, Any]] = []
     with rollyard.Client() as yard:
@@ -249,17 +239,26 @@ MODES = {
 }
 
 
+def probe(mode: str, folder: Path, model: Path, tasks: Path) -> None:
+    given = model if mode == "real" else tiny_model(folder / "model", str(model))
+    (folder / "seen.json").write_text(json.dumps(MODES[mode](folder, given, tasks)))
+
+
 def main() -> None:
-    spy = Spy()
     for line in sys.stdin:
         asked = json.loads(line)
-        mode, folder = asked["mode"], Path(asked["folder"])
-        os.environ.update(asked["environ"])
-        model = Path(asked["model"]) if mode == "real" else tiny_model(folder / "model", asked["model"])
-        found = MODES[mode](spy, folder, model, Path(asked["tasks"]))
-        spy.end()
-        (folder / "seen.json").write_text(json.dumps(found))
-        print(SEEN, flush=True)
+        if (child := os.fork()) == 0:
+            os.environ.update(asked.pop("environ"))
+            status = 1
+            try:
+                probe(asked.pop("mode"), **{name: Path(value) for name, value in asked.items()})
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        print(f"ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}", flush=True)
 
 
 if __name__ == "__main__":
