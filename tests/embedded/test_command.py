@@ -29,6 +29,7 @@ def test_what_cannot_be_served_is_one_line(tiny_model: Path, tmp_path: Path):
         (["--model", model, "--max-context", "9000"], 1, "made for 8192"),
         (["--model", model, "--cache-gib", "0.002"], 1, "fewer than the context"),
         (["--model", model, "--device", "nowhere"], 1, "cannot be used"),
+        (["--model", model, "--host", "192.0.2.1"], 1, "cannot be listened on"),  # of no machine
         (["--model", model, "--dtype", "int3"], 2, "--dtype"),
     )
     found = commands(tmp_path, *(["engine", "--port", "0", *options] for options, _, _ in cases))

