@@ -30,6 +30,7 @@ gc.disable()  # until all is imported: hundreds of thousands of objects, none of
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers.initialization import no_init_weights
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
@@ -64,7 +65,8 @@ def tiny_model(folder: Path, tokenizer: str) -> Path:
 
 def plain_loss(trained: Any, samples: list[dict[str, Any]]) -> float:
     """GRPO's clipped loss over the masked tokens, each sample by itself, with ordinary attention."""
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(trained.config), attn_implementation="eager")
+    with no_init_weights():  # all of them are loaded
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(trained.config), attn_implementation="eager")
     model.load_state_dict(trained.state_dict())
     total, count = 0.0, 0
     for sample in samples:
