@@ -94,7 +94,9 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> Trouble:
-    return Trouble(f"{host}:{port} cannot be listened on: {error.strerror or error}")
+    number = error.errno or 0  # below 0: a name that cannot be resolved
+    why = os.strerror(number) if number > 0 else error.strerror or error
+    return Trouble(f"{host}:{port} cannot be listened on: {why}")
 
 
 def _check_folder(folder: Path) -> None:
