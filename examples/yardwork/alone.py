@@ -12,12 +12,15 @@ import argparse
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from train import OVER
 
 from rollyard.embedded.sources import WeightsError
 from rollyard.embedded.weights import find_model
@@ -81,13 +84,48 @@ def running(args: argparse.Namespace) -> Iterator[list[str]]:
             yield ["--model", str(folder), "--engine", url]
 
 
-def train(given: Sequence[str], share: int | None = None, stdout: int | None = None) -> int:
+def train(given: Sequence[str], share: int | None = None) -> int:
     command = [sys.executable, str(TRAIN), *given]
+    return subprocess.run(command, check=False, preexec_fn=_die_with_parent, env=_shared(share)).returncode
+
+
+@contextmanager
+def trainer(given: Sequence[str], share: int | None = None) -> Iterator[Callable[[Sequence[str]], bool]]:
+    """A process that runs one training after another: each call gives the options of one in addition, and returns
+    whether that came to its end. What it prints goes to stderr."""
+    command = [sys.executable, str(TRAIN), *given, "-"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=_die_with_parent,
+        env=_shared(share),
+    ) as started:
+        assert started.stdin is not None and started.stdout is not None
+        said, asked = started.stdout, started.stdin
+
+        def run(more: Sequence[str]) -> bool:
+            print(shlex.join(more), file=asked, flush=True)
+            for line in said:
+                if line.rstrip() == OVER:
+                    return True
+                print(line, end="", file=sys.stderr, flush=True)
+            return False
+
+        try:
+            yield run
+        except BaseException:
+            started.kill()
+            raise
+
+
+def _shared(share: int | None) -> dict[str, str]:
+    """The trainer's environment."""
     if share and not Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).exists():
         print("--trainer-share does nothing here: MPS does not run (nvidia-cuda-mps-control -d)", file=sys.stderr)
     more = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share), "CUDA_MPS_CLIENT_PRIORITY": "1"} if share else {}
-    done = subprocess.run(command, check=False, preexec_fn=_die_with_parent, stdout=stdout, env=os.environ | more)
-    return done.returncode
+    return os.environ | more
 
 
 @contextmanager

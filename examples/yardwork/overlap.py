@@ -3,9 +3,9 @@
     python examples/yardwork/overlap.py --start ADAPTER --out runs/overlap --json -- --run-slots 96 -- --want 16
 
 Decoupled is `--max-staleness 1`: the next batch is sampled while this one is learned from. Coupled is 0: the same code
-takes turns, in two ways (`pace` in train.py): `coupled` begins what the batch still needs, `coupled_oversampled` more
-than that at once, and throws away what is left over. Everything else is the same: one engine, one service, weights to
-begin with, tasks, seeds, sizes.
+takes turns, in two ways (`pace` in training.py): `coupled` begins what the batch still needs, `coupled_oversampled`
+more than that at once, and throws away what is left over. Everything else is the same: one engine, one service, one
+process that trains, weights to begin with, tasks, seeds, sizes.
 
 The engine records each size of batch when it first meets it, so some steps that do not count come first (`--warm-up`),
 and the first `--skip` of each run do not count either. Tokens are those that a gradient was taken of. What is there
@@ -58,7 +58,7 @@ def main() -> None:
         raise SystemExit(f"{args.out} is there already: give another --out, or delete it")
     found: dict[str, Any] = {}
     parts = alone.options(["--data", str(args.out / "service"), *services])
-    with alone.running(parts) as told:
+    with alone.running(parts) as told, alone.trainer([*told, *train], parts.trainer_share) as training:
 
         def run(name: str, latency_s: float, steps: int, way: Sequence[str]) -> _Busy:
             out = args.out / name
@@ -66,7 +66,7 @@ def main() -> None:
             fixed += ["--tool-latency-s", latency_s, "--validate-every", 10 * steps, "--save-every", 10 * steps]
             out.mkdir(parents=True)
             with _Busy(out / "gpu.csv") as busy:
-                if alone.train([*told, *train, *map(str, fixed), *way], parts.trainer_share, sys.stderr.fileno()):
+                if not training([*map(str, fixed), *way]):
                     raise SystemExit(f"{name} did not come to its end: see above")
             return busy
 

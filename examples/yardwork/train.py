@@ -13,37 +13,46 @@
 
 Everything is in `--out`. Cut it anywhere, run it again, and it goes on from the last checkpoint: what is random depends
 on the seed and the step alone, and the draw is told which batches the checkpoint knows. `--minutes 8` cuts it.
+
+With `-` at the end, one process runs several trainings, one after another: each line of stdin has the options of one,
+in addition to those of the command line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import secrets
-import time
-import urllib.request
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from hashlib import sha256
+import gc
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from learner import Learner, anchors, has_saved, in_rounds, rate
-from log import Log, by_lag, passed
-
-import rollyard
-from rollyard.client.batching import collate
-from rollyard.envs.yardwork import YardworkEnvironment
-
-WAIT_S = 60.0
-VALIDATION, TEST = 1, 2  # seeds of the held-out split: one decides when to stop, the other is only ever measured
+OVER = "this training is over"
+"""What the process says after each of several trainings."""
 
 
-def options() -> argparse.Namespace:
+def main() -> None:
+    given = sys.argv[1:]
+    if given[-1:] != ["-"]:
+        train(given)
+        return
+    for line in sys.stdin:
+        train([*given[:-1], *shlex.split(line)])
+        gc.collect()  # its model, before the next one is loaded
+        print(OVER, flush=True)
+
+
+def train(given: Sequence[str]) -> None:
+    args = options(given)  # wrong ones are refused before torch is imported, which takes seconds
+
+    gc.disable()  # while hundreds of thousands of objects are made, none of them garbage
+    from training import run
+
+    gc.enable()
+    run(args)
+
+
+def options(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="the folder of the model that the engine serves")
@@ -52,7 +61,7 @@ def options() -> argparse.Namespace:
     add("--token", help="its token; else $ROLLYARD_TOKEN")
     add("--out", type=Path, required=True, help="checkpoints and metrics; the same again goes on from there")
     add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", help="by default cuda where there is one, else cpu")
     add("--bf16", action="store_true", help="compute in bfloat16, if the device can; weights stay float32")
     add("--levels", default="1-2", help="of the tasks, in training and in testing")
     add("--families", default="all")
@@ -89,309 +98,10 @@ def options() -> argparse.Namespace:
     add("--minutes", type=float, help="save, and end, after so many")
     add("--tensorboard", action="store_true")
     add("--wandb", metavar="PROJECT")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if args.oversample and args.max_staleness:
         parser.error("--oversample: that is for --max-staleness 0, where sampling and learning take turns")
     return args
-
-
-class Cut(Exception):
-    """The time that was given is over, and everything is saved."""
-
-
-class Training:
-    """The two phases. `version` is that of the weights that the engine has."""
-
-    def __init__(self, args: argparse.Namespace, yard: rollyard.Client) -> None:
-        self.args = args
-        self.yard = yard
-        self.name = _name(args.out)
-        self.weights = ""  # the digest of those that the engine has
-        self.learner = Learner(args)
-        self.log = Log(args.out, has_tensorboard=args.tensorboard, wandb_project=args.wandb)
-        self.spent: dict[str, float] = defaultdict(float)
-        self.anchors: list[dict[str, np.ndarray]] = []
-        self.ends = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
-        self.agent = {"schemas": False}  # what the tools are, it learns from the demonstrations
-        latency = {"tool_latency_s": args.tool_latency_s}
-        limits = {"max_turns": args.max_turns, "max_tokens": 320, "max_context": 1024, "run_s": 120.0}
-        self.defaults: dict[str, Any] = {
-            "sampling": {"temperature": 1.0, "max_tokens": 80},
-            "limits": limits | {"tool_s": 10.0},  # one command without end would hold up a whole evaluation
-            "agent": {"name": "native", "options": self.agent | latency},
-        }
-        self.tasks = {"levels": args.levels, "families": args.families}
-
-    @contextmanager
-    def spending(self, what: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.spent[what] += time.monotonic() - started
-
-    # --- weights and scores
-
-    def push(self, version: int) -> None:
-        """Gives the engine the adapter as it is now. Calls in flight stop for it, and go on with the new weights."""
-        with self.spending("push_s"):
-            folder = self.learner.save_adapter(self.args.out / "pushed")
-            self.weights = sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[:12]
-            with self.yard.policy("default").update(version=version, mode="keep"):
-                body = json.dumps({"path": str(folder), "version": version}).encode()
-                request = urllib.request.Request(f"{self.args.engine}/update_weights_from_folder", body)
-                urllib.request.urlopen(request, timeout=120).close()
-
-    def score(self, what: str, seed: int, count: int, heat: float, rules: str = "trained") -> dict[str, Any]:
-        """Of the weights that the engine has, on the held-out split: pass@1 with its interval."""
-        chosen = {**self._options("held_out", seed, count), "rules": rules}
-        body = {"environment": "yardwork", "options": chosen}
-        defaults = {**self.defaults, "sampling": {**self.defaults["sampling"], "temperature": heat}}
-        for attempt in range(3):  # an id is an evaluation, for ever: of these weights, and of no others
-            id = f"{self.name}-{what}-{self.weights}" + (f"-{attempt}" if attempt else "")
-            with self.spending("score_s"):
-                found = self.yard.evaluate(
-                    source=body, id=id, seed=self.args.seed, pool_share=1.0, by="family", defaults=defaults
-                )
-            if found.state == "done" and found.result is not None:
-                return found.result
-        raise RuntimeError(f"evaluation {found.id} {found.state}: {found.reason} {found.detail}")
-
-    def _options(self, split: str, seed: int, count: int) -> dict[str, str]:
-        return {**self.tasks, "split": split, "seed": str(seed), "count": str(count)}
-
-    def test(self, what: str) -> None:
-        """The final word on some weights, by tasks that decided nothing: as it samples, greedily, and on new rules."""
-        ways = [("_greedy", 0.0, "trained"), ("_new_rules", 1.0, "new")] if what != "raw" else []
-        known = {line["phase"] for line in self.log.lines() if line.get("what") == what}
-        for tag, heat, rules in [*ways, ("", 1.0, "trained")]:
-            if f"test{tag}" in known or not self.args.test_tasks:
-                continue
-            result = self.score(f"{what}-test{tag}", TEST, self.args.test_tasks, heat, rules)
-            self.log.write(f"test{tag}", 0, what=what, **passed(result), result=result)
-
-    def wants_test(self, what: str) -> bool:
-        return bool(self.args.test_tasks) and not self.log.has_tested(what)
-
-    def cut(self) -> None:
-        if time.monotonic() > self.ends:
-            raise Cut
-
-    # --- 1. the warm start
-
-    def demonstrations(self) -> list[dict[str, np.ndarray]]:
-        """Traces of the tasks' own solutions, as the policy would have had to sample them."""
-        kept = self.args.out / "demonstrations.npz"
-        if not kept.exists():
-            run = f"{self.name}-demonstrations"
-            self.yard.create_run(
-                run, defaults={**self.defaults, "agent": {"name": "demonstrate", "options": self.agent}}
-            )
-            chosen = self._options("train", 1000 + self.args.seed, self.args.demonstrations)
-            tasks = [dict(task) for task in YardworkEnvironment().generate(chosen)]
-            records = self.yard.submit(tasks, run=run, ids=[f"{run}-{n}" for n in range(len(tasks))])
-            arrays = {}
-            for number, record in enumerate(self.yard.wait_all([record.id for record in records])):
-                for trace in self.yard.traces(record.id) if record.reward == 1.0 else ():
-                    arrays[f"ids{number}"], arrays[f"mask{number}"] = trace.token_ids, trace.mask
-            if not arrays:
-                raise SystemExit(f"none of {len(records)} demonstrations earned a reward: see rollyard rollouts list")
-            np.savez(kept.with_name("new.npz"), **arrays)
-            kept.with_name("new.npz").replace(kept)
-        found = np.load(kept)
-        return [{"ids": found[n], "mask": found[n.replace("ids", "mask")]} for n in found.files if n.startswith("ids")]
-
-    def warm(self) -> None:
-        """Until pass@1 has stopped rising. `warm` is the checkpoint at work, `best` the one that is left."""
-        out, args = self.args.out, self.args
-        state = {"epoch": 0, "best": -1.0, "waited": 0}
-        if has_saved(out / "warm"):
-            state = self.learner.load(out / "warm")
-        self.log.rewind("warm", state["epoch"])
-        rows = self.demonstrations()
-        while state["epoch"] < args.max_epochs and state["waited"] < args.patience:
-            epoch = state["epoch"] + 1
-            loss = self._epoch(rows, epoch)
-            self.push(epoch)
-            result = self.score(f"warm-{epoch}", VALIDATION, args.validate_tasks, 1.0)
-            score = passed(result)["pass_at_1"]
-            is_best = score > state["best"]
-            waited = 0 if is_best else state["waited"] + 1
-            state = {"epoch": epoch, "best": max(score, state["best"]), "waited": waited}
-            self.log.write("warm", epoch, loss=loss, **passed(result), busy_s=self.learner.busy_s)
-            if is_best:
-                self.learner.save(out / "best", state)
-            self.learner.save(out / "warm", state)
-            self.cut()
-
-    def _epoch(self, rows: Sequence[dict[str, np.ndarray]], epoch: int) -> float:
-        shuffled = random.Random(f"{self.args.seed}/{epoch}")
-        order = [row for _ in range(self.args.passes) for row in shuffled.sample(rows, len(rows))]
-        losses: list[float] = []
-        for start in range(0, len(order), self.args.warm_batch):
-            _, logprobs = self.learner.learn(order[start : start + self.args.warm_batch], self.args.warm_lr)
-            losses.append(-float(torch.cat(logprobs).mean()))
-        return sum(losses) / len(losses)
-
-    def more_warm(self) -> None:
-        """What the same time on the device gives without RL: at its end, and where validation found it best. It has no
-        checkpoints: cut, it begins again."""
-        if self.log.has_tested("more-warm-best"):
-            return
-        args, learner, rows, best = self.args, self.learner, self.demonstrations(), -1.0
-        self.log.forget("more_warm", "more-warm", "more-warm-best")
-        started, epoch = learner.busy_s, 0
-        while learner.busy_s - started < args.more_warm_s:
-            epoch += 1
-            loss = self._epoch(rows, 1000 + epoch)
-            if epoch.bit_count() == 1:  # 1, 2, 4, 8…
-                self.push(1000 + epoch)
-                found = passed(self.score(f"more-warm-{epoch}", VALIDATION, args.validate_tasks, 1.0))
-                self.log.write("more_warm", epoch, loss=loss, **found, busy_s=learner.busy_s - started)
-                if found["pass_at_1"] > best:
-                    best = found["pass_at_1"]
-                    learner.save(args.out / "more-warm-best", {"epoch": epoch})
-        self.push(1000 + epoch)
-        self.test("more-warm")
-        learner.load(args.out / "more-warm-best")
-        self.push(1)
-        self.test("more-warm-best")
-
-    # --- 2. RL
-
-    def reinforce(self) -> None:
-        out, args, yard = self.args.out, self.args, self.yard
-        done = self.learner.load(out / "rl")["step"] if has_saved(out / "rl") else 0
-        self.log.rewind("rl", done)
-        yard.create_run(f"{self.name}-rl", defaults=self.defaults, seed=args.seed)
-        draw = yard.draw(
-            f"{self.name}-rl",
-            source={"environment": "yardwork", "options": self._options("train", args.seed, 40 * args.steps)},
-            id=f"{self.name}-rl",
-            group_size=args.group_size,
-            keep=args.keep,
-            **pace(args.max_staleness, oversample=args.oversample),
-            seed=args.seed,
-            epochs=1000,
-        )
-        self.anchors = self.demonstrations() if args.anchor and not args.start else []
-        self.push(done)
-        draw.rewind(batch=done, version=done)
-        for step in range(done + 1, args.steps + 1):
-            before, started = dict(self.spent), time.monotonic()
-            with self.spending("wait_s"):
-                batch = self._next(draw, step)
-            with self.spending("learn_s"):
-                facts = self._learn(batch, step)
-            self.push(step)
-            if step % args.validate_every == 0:
-                facts |= passed(self.score(f"rl-{step}", VALIDATION, args.validate_tasks, 1.0))
-            facts |= {name: self.spent[name] - before.get(name, 0.0) for name in self.spent}
-            self.log.write("rl", step, **facts, step_s=time.monotonic() - started, figures=batch.figures)
-            is_over = time.monotonic() > self.ends
-            if step % args.save_every == 0 or is_over:
-                self.learner.save(out / "rl", {"step": step})
-                draw.ack(batch)
-            self.cut()
-        self.learner.save(out / "rl", {"step": args.steps})
-        draw.close()
-
-    def _next(self, draw: Any, step: int) -> Any:
-        """The next batch. One that is long in coming is told of; it is the time to be cut, too."""
-        while True:
-            try:
-                return draw.batch(want=self.args.want, timeout_s=WAIT_S)
-            except rollyard.DrawEnded as ended:
-                raise SystemExit(f"the draw has no more to learn from: {ended}") from ended
-            except TimeoutError:
-                seen = draw.status().get("figures") or {}
-                print(f"step {step} waits for groups: {seen.get('all_zero')} all zero, {seen.get('all_one')} all one")
-                if time.monotonic() > self.ends and step > 1:
-                    self.learner.save(self.args.out / "rl", {"step": step - 1})
-                self.cut()
-
-    def _learn(self, batch: Any, step: int) -> dict[str, Any]:
-        arrays = collate(batch.groups, advantages="grpo")
-        assert np.isfinite(arrays["logprobs"]).all(), "a token without a logprob"
-        sizes = arrays["attention_mask"].sum(1)
-        rows = [
-            {
-                "ids": arrays["input_ids"][n, :size],
-                "mask": arrays["loss_mask"][n, :size],
-                "old": arrays["logprobs"][n, :size],
-                "versions": arrays["versions"][n, :size],
-                "advantage": arrays["advantages"][n],
-            }
-            for n, size in enumerate(sizes)
-        ]
-        parts = in_rounds(rows, f"{self.args.seed}/{step}", self.args.rounds, self.args.minibatches)
-        lr = rate(self.args.lr, step, self.args.rise, self.args.steps, self.args.fall)
-        places = [f"{self.args.seed}/{step}/{number}" for number in range(len(parts))]
-        more = [
-            anchors(self.anchors, place, round(self.args.anchor * len(part)))
-            for place, part in zip(places, parts, strict=True)
-        ]
-        learned = (self.learner.learn([*part, *some], lr) for part, some in zip(parts, more, strict=True))
-        norms, logprobs = zip(*learned, strict=True)
-        records = [rollout.record for group in batch.groups for rollout in group.rollouts]
-        timings = [record.timings or {} for record in records]
-        return {
-            "reward_before": batch.figures.get("reward_before"),
-            "staleness": float(np.mean([group.staleness or 0 for group in batch.groups])),
-            "grad_norm": float(np.mean(norms)),
-            "rollouts": len(records),
-            "tokens_trained": int(arrays["loss_mask"].sum()),
-            "tokens_seen": int(sizes.sum()),
-            "stages_s": {n: float(np.mean([t.get(n) or 0.0 for t in timings])) for n in ("init_s", "run_s", "eval_s")},
-            "by_lag": by_lag(parts[0], logprobs[0][: len(parts[0])], step - 1),
-        }
-
-
-def pace(max_staleness: int, *, oversample: bool) -> dict[str, Any]:
-    """Of a draw. With 0 nothing is sampled while a batch is learned from: no more is begun than the batch still needs,
-    again and again, and nothing is lost. Oversampled, as many are begun as the kept share asks for, and what is left
-    over is thrown away, at work or done: that takes less time, and leans towards short rollouts."""
-    if max_staleness:
-        return {"max_staleness": max_staleness}
-    strict = {"on_stale": "drop", "surplus": "cancel"} if oversample else {"on_stale": "wait"}
-    return {"max_staleness": 0, **strict}
-
-
-def _name(out: Path) -> str:
-    """Of its runs, draws and evaluations: those of a folder that was deleted are not taken for this one's."""
-    kept = out / "id"
-    if not kept.exists() or not kept.read_text():
-        kept.write_text(f"{out.resolve().name}-{secrets.token_hex(3)}")
-    return kept.read_text()
-
-
-def main() -> None:
-    args = options()
-    args.out.mkdir(parents=True, exist_ok=True)
-    torch.set_float32_matmul_precision("high")
-    with rollyard.Client(args.service, args.token) as yard:
-        training = Training(args, yard)
-        try:
-            if training.wants_test("raw"):
-                training.push(0)  # an adapter that has learned nothing adds nothing
-                training.test("raw")
-            if args.start:
-                training.learner.lora.load(args.start)
-            else:
-                training.warm()
-                has_saved(args.out / "best")
-                training.learner.load(args.out / "best", with_optimizer=bool(args.more_warm_s))
-            if training.wants_test("warm"):
-                training.push(1)
-                training.test("warm")
-            if args.more_warm_s:
-                training.more_warm()
-                return
-            training.learner.optimizer = training.learner.new_optimizer()
-            training.reinforce()
-            if training.wants_test("rl"):
-                training.test("rl")
-            print(f"done: see it at work with rollyard demo --adapter {args.out / 'rl'}")
-        except Cut:
-            print("the time is over, and everything is saved: run the same command again to go on")
 
 
 if __name__ == "__main__":

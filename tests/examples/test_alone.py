@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import signal
 import socket
 import subprocess
@@ -32,24 +33,31 @@ def test_an_engine_whose_port_is_taken_is_a_sentence(tiny_model: Path, tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         (tmp_path / "data" / "engine-port").write_text(str(taken.getsockname()[1]))
         done = subprocess.run(
-            alone(tiny_model, tmp_path), env=environ(tmp_path), capture_output=True, text=True, timeout=120
+            alone(tiny_model, tmp_path),
+            env=environ(tmp_path) | {"PYTHONPROFILEIMPORTTIME": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
     assert done.returncode == 1
+    assert "cannot be listened on: Address already in use" in done.stderr
     assert "rollyard engine ended with 1" in done.stderr and "Traceback" not in done.stderr
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "it takes seconds to import, and is not needed"
+
+
+def inside(folder: Path, script: str, program: str) -> subprocess.CompletedProcess[str]:
+    """A program that has imported `alone`, with a script in the place of `train.py`. There is no MPS."""
+    (folder / "train.py").write_text(script)
+    environment = {**environ(folder), "CUDA_MPS_PIPE_DIRECTORY": str(folder / "none")}
+    environment["PYTHONPATH"] += f":{ROOT / 'examples' / 'yardwork'}"
+    place = f"import alone, pathlib; alone.TRAIN = pathlib.Path({str(folder / 'train.py')!r})\n"
+    command = [str(trainer_python("local")), "-c", place + program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_a_share_of_the_gpu_is_the_trainers_alone(tmp_path: Path):
-    """`train.py` is a script here that tells its environment; there is no MPS, which is said."""
-    script = tmp_path / "train.py"
-    script.write_text("import os; print({n: v for n, v in os.environ.items() if 'CUDA_MPS' in n})")
-    program = (
-        f"import alone, pathlib; alone.TRAIN = pathlib.Path({str(script)!r}); alone.train([], 30); alone.train([])"
-    )
-    folder = str(ROOT / "examples" / "yardwork")
-    environment = {**environ(tmp_path), "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "none")}
-    environment["PYTHONPATH"] += f":{folder}"
-    command = [str(trainer_python("local")), "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    script = "import os; print({n: v for n, v in os.environ.items() if 'CUDA_MPS' in n})"
+    done = inside(tmp_path, script, "alone.train([], 30); alone.train([])")
     first, second = map(ast.literal_eval, done.stdout.splitlines())
     assert first.items() - second.items() == {
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "30"),
@@ -58,25 +66,54 @@ def test_a_share_of_the_gpu_is_the_trainers_alone(tmp_path: Path):
     assert "--trainer-share does nothing here" in done.stderr
 
 
+def test_one_trainer_runs_one_training_after_another_and_is_never_left(tmp_path: Path):
+    script = """
+import os, sys, time
+for line in sys.stdin:
+    if "bad" in line:
+        sys.exit(3)
+    print("told", sys.argv[1:], line.strip(), os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
+    print("this training is over", flush=True)
+    if "endless" in line:
+        time.sleep(3600)
+"""
+    program = """
+with alone.trainer(["--fixed"], 30) as run:
+    print(run(["--out", "a b"]), run(["good"]), run(["bad"]))
+try:
+    with alone.trainer([], 30) as run:
+        run(["endless"])
+        raise KeyError
+except KeyError:
+    print("gone")
+"""
+    done = inside(tmp_path, script, program)
+    assert done.stdout.splitlines() == ["True True False", "gone"], done.stderr
+    assert "told ['--fixed', '-'] --out 'a b' 30\n" in done.stderr and "told ['--fixed', '-'] good 30\n" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_who_ends_it_ends_what_it_started(tiny_model: Path, tmp_path: Path, number: signal.Signals):
     mark = uuid4().hex
-    environment = {**environ(tmp_path), "ALONE_MARK": mark, "PYTHONUNBUFFERED": "1"}
+    environment = {**environ(tmp_path), "ALONE_MARK": mark}
     with (
         (tmp_path / "errors").open("wb") as errors,
-        subprocess.Popen(
-            alone(tiny_model, tmp_path), env=environment, stdout=subprocess.PIPE, stderr=errors
-        ) as process,
+        subprocess.Popen(alone(tiny_model, tmp_path), env=environment, stdout=errors, stderr=errors) as process,
     ):
         try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith(b"test raw"), (tmp_path / "errors").read_text()
-            assert len(marked(mark)) >= 4  # itself, the engine, the service, the trainer
+            while not {"alone.py", "engine", "serve", "train.py"} <= (found := words(mark)):
+                assert process.poll() is None, (tmp_path / "errors").read_text()
+                time.sleep(0.1)
             process.send_signal(number)
-            assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+            assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL), found
             give_up = time.monotonic() + 60
             while (left := marked(mark)) and time.monotonic() < give_up:  # they are told, and end by themselves
                 time.sleep(0.1)
             assert left == []
         finally:
             process.kill()
+
+
+def words(mark: str) -> set[str]:
+    """Of the command lines of what was started, without the folders."""
+    return {Path(word).name for line in marked(mark) for word in line.split()}

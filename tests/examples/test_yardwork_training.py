@@ -1,14 +1,18 @@
 """The reference trainer as a person starts it, with a tiny model: cut after each phase, killed, and run to its end.
 
-Engine, service and trainer are real processes of `alone.py`, and all of them end with each life of a run. The model is
-random and earns no reward. So these tests look at which steps there are, what a step reports, and whether a new life
-goes on where the checkpoint is; `tests/with_torch` shows what is learned.
+Engine, service and trainer are real processes of `alone.py`. The lives of a run that are cut, or have nothing left to
+do, are trainings of one process; the one that is killed ends with all its processes, and the last one has new ones. The
+model is random and earns no reward. So these tests look at which steps there are, what a step reports, and whether a
+new life goes on where the checkpoint is; `tests/with_torch` shows what is learned.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +32,7 @@ from tests.trainers.environment import ROOT, trainer_python
 pytestmark = [pytest.mark.local, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TRAIN = ROOT / "examples" / "yardwork" / "train.py"
-LIFE_S = 120.0
+OVER = "this training is over"
 STEPS, SAVE_EVERY, KILLED_AT = 5, 2, 3
 AT_ONCE = ("--minutes", "0.0001")  # over when it is first looked at: after an epoch, or after a step
 SMALL = (
@@ -42,11 +46,18 @@ NUMBERS = ("grad_norm", "rollouts", "tokens_trained", "tokens_seen", "push_s", "
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What there was at its end."""
+    """What it said, and a copy of its folder as it was at its end."""
 
     said: Sequence[str]
-    lines: Sequence[dict[str, Any]]
-    saved_step: int
+    folder: Path
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def saved_step(self) -> int:
+        return json.loads((self.folder / "rl" / "state.json").read_text())["step"]
 
     def steps(self, phase: str) -> list[int]:
         return [line["step"] for line in self.lines if line["phase"] == phase]
@@ -55,103 +66,146 @@ class Life:
         (found,) = (line for line in self.lines if (line["phase"], line["step"]) == ("rl", number))
         return found
 
+    def tests(self, phase: str) -> list[str]:
+        return [line["what"] for line in self.lines if line["phase"] == phase]
 
-@dataclass(frozen=True, slots=True)
+
 class Yard:
-    """A folder for one run of training, and the model that it starts from."""
+    """`alone.py` in a folder. All its processes are in one group, so that nothing is left."""
 
-    folder: Path
-    model: Path
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self._folder = folder
+        self._process = process
 
-    @property
-    def out(self) -> Path:
-        return self.folder / "out"
-
-    def live(self, *options: str, killed_at: int | None = None) -> Life:
-        with self._alone(options) as process:
-            said: list[str] = []
-            assert process.stdout is not None
-            for line in process.stdout:
-                said.append(line)
-                if killed_at is not None and line.startswith(f"rl {killed_at}:"):
-                    os.killpg(process.pid, signal.SIGKILL)
-            status = process.wait(LIFE_S)
-            log = (self.folder / "log").read_text(errors="replace")
-            assert status == (0 if killed_at is None else -signal.SIGKILL), "".join(said)[-2000:] + log[-4000:]
-        state = self.out / "rl" / "state.json"
-        return Life(said, self.lines(), json.loads(state.read_text())["step"] if state.exists() else 0)
-
-    def finished(self, *options: str) -> None:
-        """Starts the trainer alone: one that has done everything needs neither an engine nor a service."""
-        nowhere = "http://127.0.0.1:9"
-        places = ["--model", str(self.model), "--out", str(self.out), "--engine", nowhere, "--service", nowhere]
-        command = [str(trainer_python("local")), str(TRAIN), *places, "--token", "none", *SMALL, *options]
-        done = subprocess.run(command, env=environ(self.folder), capture_output=True, text=True, timeout=LIFE_S)
-        assert done.returncode == 0, done.stderr[-4000:]
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
-
+    @classmethod
     @contextmanager
-    def _alone(self, options: Sequence[str]) -> Generator[subprocess.Popen[str], None, None]:
-        """All of it in one process group, so that nothing is left."""
-        places = ["--model", str(self.model), "--data", str(self.folder / "data")]
+    def running(cls, folder: Path, model: Path, *options: str) -> Generator[Yard, None, None]:
+        places = ["--model", str(model), "--data", str(folder / "data")]
         places += ["--service-python", sys.executable, "--device", "cpu"]
         small = ["--run-slots", "4", "--init-slots", "2", "--max-running", "8", "--cache-gib", "0.1"]
-        with (self.folder / "log").open("ab") as errors:
-            process = subprocess.Popen(
-                [
-                    *(str(trainer_python("local")), str(ROOT / "examples" / "yardwork" / "alone.py")),
-                    *(*places, *small, "--", "--out", str(self.out), *SMALL, *options),
-                ],
+        command = [str(trainer_python("local")), str(ROOT / "examples" / "yardwork" / "alone.py"), *places, *small]
+        with (
+            (folder / "log").open("ab") as errors,
+            subprocess.Popen(
+                [*command, "--", *SMALL, *options],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=environ(self.folder),
+                env=environ(folder),
                 start_new_session=True,
-            )
+            ) as process,
+        ):
+            yard = cls(folder, process)
             try:
-                yield process
+                yield yard
             finally:
-                try:
-                    os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-                process.wait()
-                assert process.stdout is not None
-                process.stdout.close()
+                yard.kill()
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def train(self, out: Path, *options: str, killed_at: int | None = None) -> Life:
+        """One more training of the process, until it is over, or until all are killed after that step of RL."""
+        print(shlex.join(["--out", str(out), *options]), file=self._process.stdin, flush=True)
+        until = OVER if killed_at is None else f"rl {killed_at}:"
+        said: list[str] = []
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(until):
+                if killed_at is not None:
+                    self.kill()
+                return self._life(said, out)
+            said.append(line)
+        log = (self._folder / "log").read_text(errors="replace")
+        pytest.fail("".join(said)[-2000:] + log[-4000:])
+
+    def finish(self, out: Path) -> Life:
+        """Its only training, to the end of all its processes."""
+        said, _ = self._process.communicate()
+        assert self._process.returncode == 0, said[-2000:] + (self._folder / "log").read_text(errors="replace")[-4000:]
+        return self._life(said.splitlines(), out)
+
+    def _life(self, said: Sequence[str], out: Path) -> Life:
+        copy = self._folder / f"{out.name}-{len(list(self._folder.iterdir()))}"
+        shutil.copytree(out, copy)
+        return Life(said, copy)
 
 
-async def delivered(yard: Yard) -> tuple[dict[str, Any], list[list[Any]]]:
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """Those of a run with RL, and those of one with further warm start, which begins after the first life of the
+    other."""
+
+    folder: Path
+    warm: Life
+    cut: Life
+    killed: Life
+    last: Life
+    more: Life
+    nothing_left: Life
+    again: Life
+
+
+@pytest.fixture(scope="module")
+def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    folder = tmp_path_factory.mktemp("lives")
+    out, more_out = folder / "out", folder / "more"
+    with Yard.running(folder, tiny_model, "-") as yard:
+        warm = yard.train(out, *AT_ONCE)
+        for seconds in ("2", "20"):  # the first in which this machine, as busy as it is, trains more than one epoch
+            shutil.rmtree(more_out, ignore_errors=True)
+            shutil.copytree(out, more_out, ignore=shutil.ignore_patterns("id"))
+            options = ("--more-warm-s", seconds, "--test-tasks", "2")
+            more = yard.train(more_out, *options)
+            if len(more.steps("more_warm")) > 1:
+                break
+        # One that has done everything needs neither an engine nor a service.
+        nowhere = "http://127.0.0.1:9"
+        places = ("--engine", nowhere, "--service", nowhere, "--token", "none")
+        nothing_left = yard.train(more_out, *options, *places)
+        file = more_out / "metrics.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in more.lines[:-1]))  # cut before its last test
+        again = yard.train(more_out, *options)
+        cut = yard.train(out, *AT_ONCE)
+        killed = yard.train(out, killed_at=KILLED_AT)
+    with Yard.running(folder, tiny_model, "--out", str(out)) as yard:
+        last = yard.finish(out)
+    return Lives(folder, warm, cut, killed, last, more, nothing_left, again)
+
+
+async def delivered(folder: Path, out: Path) -> tuple[dict[str, Any], list[list[Any]]]:
     """What the service knows of the draw, and the tasks of each of its batches."""
-    async with service(yard.folder, {}) as served, AsyncClient(served.url, served.token) as client:
-        draw = await client.get_draw((yard.out / "id").read_text() + "-rl")
+    async with service(folder, {}) as served, AsyncClient(served.url, served.token) as client:
+        draw = await client.get_draw((out / "id").read_text() + "-rl")
         batches = [await draw.batch(number=number) for number in range(1, STEPS + 1)]
         return dict(await draw.status()), [[(group.epoch, group.item) for group in batch.groups] for batch in batches]
 
 
-async def test_a_run_in_pieces_goes_on_where_it_was_cut(tiny_model: Path, tmp_path: Path):
-    yard = Yard(tmp_path, tiny_model)
-
-    first = yard.live(*AT_ONCE)
+async def test_a_run_in_pieces_goes_on_where_it_was_cut(lives: Lives):
+    first = lives.warm
     assert "everything is saved" in first.said[-1]
-    assert (first.steps("warm"), first.steps("rl"), first.saved_step) == ([1], [], 0)
+    assert (first.steps("warm"), first.steps("rl")) == ([1], []) and not (first.folder / "rl").exists()
     assert {"loss", "pass_at_1", "low", "high", "busy_s"} <= first.lines[0].keys()
     for name in ("warm", "best"):
-        assert {file.name for file in (yard.out / name).iterdir()} == CHECKPOINT
+        assert {file.name for file in (first.folder / name).iterdir()} == CHECKPOINT
 
-    second = yard.live(*AT_ONCE)
+    second = lives.cut
     assert "everything is saved" in second.said[-1]
     assert (second.steps("warm"), second.steps("rl"), second.saved_step) == ([1], [1], 1)
     assert second.lines[0] == first.lines[0], "the warm start is not done again"
 
-    third = yard.live(killed_at=KILLED_AT)
+    third = lives.killed
     assert third.saved_step % SAVE_EVERY == 0, "what was not saved was lost"
     assert third.steps("rl") == list(range(1, len(third.steps("rl")) + 1)) and len(third.steps("rl")) >= KILLED_AT
 
-    last = yard.live()
+    last = lives.last
     assert (last.steps("warm"), last.steps("rl")) == ([1], list(range(1, STEPS + 1))), "each step once"
-    assert last.saved_step == STEPS and {file.name for file in (yard.out / "rl").iterdir()} == CHECKPOINT
+    assert last.saved_step == STEPS and {file.name for file in (last.folder / "rl").iterdir()} == CHECKPOINT
     assert next(line for line in last.said if line.startswith("rl ")).startswith(f"rl {third.saved_step + 1}:")
     for step in range(1, third.saved_step + 1):
         assert last.step(step) == third.step(step), "what the checkpoint knew stays"
@@ -175,41 +229,31 @@ async def test_a_run_in_pieces_goes_on_where_it_was_cut(tiny_model: Path, tmp_pa
         assert line["by_lag"] and all(int(lag) >= 0 for lag in line["by_lag"])
         assert line["by_lag"].get("0", {"mean": 0.0})["mean"] < 1e-3, "the engine has the weights that are trained"
 
-    facts, batches = await delivered(yard)
+    facts, batches = await delivered(lives.folder, last.folder)
     assert (facts["state"], facts["reason"], facts["batch"], facts["version"]) == ("ended", "closed", STEPS, STEPS)
     assert [len(batch) for batch in batches] == [1] * STEPS
     assert len({task for (task,) in batches}) == STEPS, "no task came twice"
 
 
-def test_further_warm_start_is_tested_at_its_end_and_at_its_best(tiny_model: Path, tmp_path: Path):
-    for seconds in (3.0, 20.0):  # the first in which this machine, as busy as it is, trains more than one epoch
-        folder = tmp_path / str(seconds)
-        folder.mkdir()
-        yard = Yard(folder, tiny_model)
-        options = ("--more-warm-s", str(seconds), "--test-tasks", "2")
-        life = yard.live(*options)
-        epochs = life.steps("more_warm")
-        if len(epochs) > 1:
-            break
+def test_further_warm_start_is_tested_at_its_end_and_at_its_best(lives: Lives):
+    life = lives.more
+    epochs = life.steps("more_warm")
     assert epochs == [2**n for n in range(len(epochs))] and len(epochs) > 1 and not life.steps("rl")
     looks = [line for line in life.lines if line["phase"] == "more_warm"]
     assert looks[0]["busy_s"] < looks[-1]["busy_s"] and looks[-1]["loss"] < looks[0]["loss"]
     tests = ["raw", "warm", "more-warm", "more-warm-best"]
-    assert [line["what"] for line in life.lines if line["phase"] == "test"] == tests
-    best = yard.out / "more-warm-best"
+    assert life.tests("test") == tests
+    best = life.folder / "more-warm-best"
     assert json.loads((best / "state.json").read_text())["epoch"] == 1, "none earns a reward, so the first stays"
-    pushed = (yard.out / "pushed" / "adapter_model.safetensors").read_bytes()
+    pushed = (life.folder / "pushed" / "adapter_model.safetensors").read_bytes()
     assert pushed == (best / "adapter_model.safetensors").read_bytes(), "what was tested last"
 
-    yard.finished(*options)
-    assert yard.lines() == life.lines, "nothing was left to do"
+    assert lives.nothing_left.lines == life.lines
 
-    file = yard.out / "metrics.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in life.lines[:-1]))  # cut before its last test
-    again = yard.live(*options)
-    assert again.steps("more_warm")[:2] == [1, 2], "it begins again"
-    assert [line["what"] for line in again.lines if line["phase"] == "test"] == tests
-    assert [line["what"] for line in again.lines if line["phase"] == "test_greedy"] == tests[1:]
+    epochs = lives.again.steps("more_warm")
+    assert epochs and epochs == [2**n for n in range(len(epochs))], "it begins again"
+    assert lives.again.tests("test") == tests
+    assert lives.again.tests("test_greedy") == tests[1:]
 
 
 def test_what_is_for_turns_is_refused_without_them(tmp_path: Path):
@@ -223,6 +267,8 @@ def test_what_is_for_turns_is_refused_without_them(tmp_path: Path):
         "--out",
         str(tmp_path / "out"),
     ]
-    done = subprocess.run([*command, "--oversample"], env=environ(tmp_path), capture_output=True, text=True, timeout=60)
+    env = environ(tmp_path) | {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run([*command, "--oversample"], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--oversample: that is for --max-staleness 0" in done.stderr
     assert not (tmp_path / "out").exists()
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "it takes seconds to import, and is not needed"

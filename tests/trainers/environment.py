@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,28 +25,66 @@ def trainer_python(name: str) -> Path:
     return root / name / "bin" / "python"
 
 
-def run_script(python: Path, *arguments: str | Path, environ: Mapping[str, str], log: Path, expected: int = 0) -> str:
-    """What it printed; its exit status must be the expected one. Its process and what that started are gone
-    afterwards."""
-    quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    paths = {"PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(log.parent / "hf"), "CUDA_VISIBLE_DEVICES": ""}
-    quiet["OMP_NUM_THREADS"] = "1"  # beside the service, more of them only wait for each other
+def run_script(python: Path, *arguments: str | Path, environ: Mapping[str, str], log: Path) -> str:
+    """What it printed. Its process and what that started are gone afterwards."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             [str(python), *map(str, arguments)],
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **quiet, **paths, **environ},
+            env={**_environ(log), **environ},
         )
         try:
             status = process.wait(LIMIT_S)
         finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+            _end_group(process)
     printed = log.read_text(errors="replace")
-    assert status == expected, printed[-6000:]
+    assert status == 0, printed[-6000:]
     return printed
+
+
+class Script:
+    """A script of ours in a process of its own, which does what each line of its stdin says, and says `ended with` the
+    exit status of that."""
+
+    def __init__(self, python: Path, file: Path, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [str(python), str(file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                env=_environ(log),
+            )
+
+    def tell(self, line: str, expected: int = 0) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        status = next((said.split()[-1] for said in self._process.stdout if "ended with" in said), "nothing")
+        assert status == str(expected), f"{status}: {self._log.read_text(errors='replace')[-6000:]}"
+
+    def end(self) -> None:
+        """Its process, and what that started."""
+        _end_group(self._process)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _environ(log: Path) -> dict[str, str]:
+    quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    paths = {"PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(log.parent / "hf"), "CUDA_VISIBLE_DEVICES": ""}
+    quiet["OMP_NUM_THREADS"] = "1"  # beside the service, more of them only wait for each other
+    return {**os.environ, **quiet, **paths}
+
+
+def _end_group(process: subprocess.Popen[Any]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()

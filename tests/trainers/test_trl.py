@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -21,7 +21,7 @@ from rollyard.testing.script import Turn
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.trainers.trl import LEASE_S
 from tests.client.served import Yard, call, served, task
-from tests.trainers.environment import run_script, trainer_python
+from tests.trainers.environment import Script, trainer_python
 
 pytestmark = [pytest.mark.trainers, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -37,16 +37,36 @@ def every_second_one(turn: Turn) -> str:
     return call("shell", command="echo hello > done" if is_doing else "echo nothing")
 
 
-async def probe(
-    mode: str, yard: Yard, folder: Path, tasks: Sequence[Any] = TASKS, model: Path | None = None, expected: int = 0
-) -> dict[str, Any]:
-    python = trainer_python("trl")
-    file = folder / "tasks.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in tasks))
-    arguments = (PROBE, mode, folder, model or tokenizer_dir(), file)
-    given = {"environ": yard.environ(), "log": folder / "log", "expected": expected}
-    await asyncio.to_thread(run_script, python, *arguments, **given)
-    return json.loads((folder / "seen.json").read_text()) if expected == 0 else {}
+class Probe:
+    """The process that has imported TRL."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def run(
+        self,
+        mode: str,
+        yard: Yard,
+        folder: Path,
+        tasks: Sequence[Any] = TASKS,
+        model: Path | None = None,
+        expected: int = 0,
+    ) -> dict[str, Any]:
+        """What a fork of it saw."""
+        file = folder / "tasks.jsonl"
+        file.write_text("".join(json.dumps(one) + "\n" for one in tasks))
+        asked = {"mode": mode, "folder": str(folder), "model": str(model or tokenizer_dir()), "tasks": str(file)}
+        await asyncio.to_thread(self._script.tell, json.dumps({**asked, "environ": yard.environ()}), expected)
+        return json.loads((folder / "seen.json").read_text()) if expected == 0 else {}
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Generator[Probe, None, None]:
+    script = Script(trainer_python("trl"), PROBE, tmp_path_factory.mktemp("probe") / "log")
+    try:
+        yield Probe(script)
+    finally:
+        script.end()
 
 
 def terms_of(trace: Trace, advantage: float) -> tuple[tuple[int, ...], tuple[float, ...], float]:
@@ -75,11 +95,10 @@ def newest_of(group: Group) -> int:
     return max(int(trace.versions.max()) for rollout in group.rollouts for trace in rollout.traces)
 
 
-async def test_async_grpo_learns_from_exactly_what_was_sampled(tmp_path: Path):
-    trainer_python("trl")
+async def test_async_grpo_learns_from_exactly_what_was_sampled(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as yard:
         yard.engine.script = every_second_one
-        seen = await probe("async", yard, tmp_path)
+        seen = await probe.run("async", yard, tmp_path)
         async with AsyncClient(yard.url, yard.token) as client:
             (facts,) = await client.draws()
             draw = await client.get_draw(facts["id"])
@@ -99,16 +118,17 @@ async def test_async_grpo_learns_from_exactly_what_was_sampled(tmp_path: Path):
 
 
 @pytest.mark.vllm
-async def test_what_a_real_engine_sampled_has_the_ratio_one(vllm_url: str, vllm_model: Path, tmp_path: Path):
+async def test_what_a_real_engine_sampled_has_the_ratio_one(
+    probe: Probe, vllm_url: str, vllm_model: Path, tmp_path: Path
+):
     """The trainer has the engine's own weights: it must find each token as likely as the engine did."""
-    trainer_python("trl")
     model = vllm_model
     short = {"max_tokens": 12}
     sums = [
         {"environment": "math", "data": {"question": f"{n} + 5?", "answer": "1"}, "sampling": short} for n in (2, 3)
     ]
     async with served(tmp_path, engines=[{"url": vllm_url, "id": "e0", "tokenizer": str(model)}]) as yard:
-        seen = await probe("real", yard, tmp_path, sums, model)
+        seen = await probe.run("real", yard, tmp_path, sums, model)
         async with AsyncClient(yard.url, yard.token) as client:
             (facts,) = await client.draws()
             groups = (await (await client.get_draw(facts["id"])).batch(number=1)).groups
@@ -116,11 +136,10 @@ async def test_what_a_real_engine_sampled_has_the_ratio_one(vllm_url: str, vllm_
     assert seen["steps"][0]["ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
-async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(tmp_path: Path):
-    trainer_python("trl")
+async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as yard:
         yard.engine.script = every_second_one
-        seen = await probe("again", yard, tmp_path)
+        seen = await probe.run("again", yard, tmp_path)
         state = seen["state"]
         async with AsyncClient(yard.url, yard.token) as client:
             draw = await client.get_draw("trl-draw")
@@ -140,11 +159,12 @@ async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(tmp_
     assert policy["version"] == 3 + 1 + 2, "the checkpoint's weights, then two steps"
 
 
-async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any_checkpoint(tmp_path: Path):
-    trainer_python("trl")
+async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any_checkpoint(
+    probe: Probe, tmp_path: Path
+):
     async with served(tmp_path) as yard:
         yard.engine.script = every_second_one
-        await probe("killed", yard, tmp_path, expected=-SIGKILL)
+        await probe.run("killed", yard, tmp_path, expected=-SIGKILL)
         async with AsyncClient(yard.url, yard.token) as client:
             policy = await client.policy().status()
             assert (policy["state"], policy["version"]) == ("paused", 3), policy
@@ -152,7 +172,7 @@ async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any
             acked = (await (await client.get_draw("trl-draw")).status())["acked"]
             state = json.loads((tmp_path / "out" / "checkpoint-1" / "rollyard.json").read_text())
             assert acked > state["batch"] == 0, "a later checkpoint has acknowledged what this one does not know"
-            seen = await probe("resumed", yard, tmp_path)
+            seen = await probe.run("resumed", yard, tmp_path)
             draw = await client.get_draw("trl-draw")
             batches = [await draw.batch(number=n + 1) for n in range(len(seen["steps"]))]
             policy = await client.policy().status()
@@ -164,11 +184,10 @@ async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any
     assert {newest_of(group) for group in first if group.rollouts[0].traces} <= {state["version"] + 1}
 
 
-async def test_grpo_gets_a_rollout_for_each_prompt_in_order(tmp_path: Path):
-    trainer_python("trl")
+async def test_grpo_gets_a_rollout_for_each_prompt_in_order(probe: Probe, tmp_path: Path):
     async with served(tmp_path) as yard:
         yard.engine.script = every_second_one
-        seen = await probe("sync", yard, tmp_path)
+        seen = await probe.run("sync", yard, tmp_path)
         async with AsyncClient(yard.url, yard.token) as client:
             for batch in seen["batches"]:
                 for place, id in enumerate(batch["rollyard_rollout"]):

@@ -1,35 +1,44 @@
 """Runs in TRL's own virtual environment: real trainers on a tiny random model, and what they made of our rollouts.
 
-    trl_probe.py async|again|killed|resumed|sync FOLDER TOKENIZER TASKS
-    trl_probe.py real FOLDER MODEL TASKS
-
-Writes FOLDER/seen.json, which the test compares with the service's traces. All but `sync` run
-examples/trainers/trl_grpo.py as it is, and take each loss once more, by a plain forward of each sample alone.
+Each line of stdin is an object: `mode` (async, again, killed, resumed, sync, real), `folder`, `model` (a tokenizer, or
+for `real` a model), `tasks` and `environ`. A fork of this process does that, and a line of stdout says how it ended: to
+import TRL takes longer than most of it. What was seen is in FOLDER/seen.json, which the test compares with the
+service's traces. All but `sync` run examples/trainers/trl_grpo.py as it is, and take each loss once more, by a plain
+forward of each sample alone.
 """
 
 # pyright: reportMissingImports=false
+# ruff: noqa: E402
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import os
 import runpy
 import signal
 import sys
+import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+gc.disable()  # until all is imported: hundreds of thousands of objects, none of them garbage
+
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers.initialization import no_init_weights
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
 import rollyard
 from rollyard.trainers.trl import RollyardRolloutFunc, RollyardRolloutWorker, RollyardWeights, rollyard_reward
+
+gc.freeze()
+gc.enable()
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "trainers" / "trl_grpo.py"
 WANT, SIZE = 2, 4
@@ -56,7 +65,8 @@ def tiny_model(folder: Path, tokenizer: str) -> Path:
 
 def plain_loss(trained: Any, samples: list[dict[str, Any]]) -> float:
     """GRPO's clipped loss over the masked tokens, each sample by itself, with ordinary attention."""
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(trained.config), attn_implementation="eager")
+    with no_init_weights():  # all of them are loaded
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(trained.config), attn_implementation="eager")
     model.load_state_dict(trained.state_dict())
     total, count = 0.0, 0
     for sample in samples:
@@ -221,12 +231,36 @@ def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     return {"batches": batches, "pushed": pushed}
 
 
+MODES = {
+    "async": run_async,
+    "again": run_again,
+    "killed": run_killed,
+    "resumed": run_resumed,
+    "real": run_real,
+    "sync": run_sync,
+}
+
+
+def probe(mode: str, folder: Path, model: Path, tasks: Path) -> None:
+    given = model if mode == "real" else tiny_model(folder / "model", str(model))
+    (folder / "seen.json").write_text(json.dumps(MODES[mode](folder, given, tasks)))
+
+
 def main() -> None:
-    mode, folder, tokenizer, tasks = sys.argv[1], Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    model = Path(tokenizer) if mode == "real" else tiny_model(folder / "model", tokenizer)
-    modes = {"async": run_async, "again": run_again, "killed": run_killed, "resumed": run_resumed}
-    found = {**modes, "real": run_real, "sync": run_sync}[mode](folder, model, tasks)
-    (folder / "seen.json").write_text(json.dumps(found))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if (child := os.fork()) == 0:
+            os.environ.update(asked.pop("environ"))
+            status = 1
+            try:
+                probe(asked.pop("mode"), **{name: Path(value) for name, value in asked.items()})
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        print(f"ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ All but the GPU's work is verl's own: settings by hydra, rows by its RLHFDataset
 """
 
 # pyright: reportMissingImports=false
+# ruff: noqa: E402
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import runpy
 import sys
@@ -19,6 +21,8 @@ import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+gc.disable()  # until all is imported: hundreds of thousands of objects, none of them garbage
 
 import numpy as np
 import ray
@@ -45,6 +49,9 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 import rollyard
+
+gc.freeze()
+gc.enable()
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "trainers" / "verl_grpo.py"
 SIZE = 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 from learner import Learner, anchors, has_saved, in_rounds, rate
 from log import Log, by_lag
-from train import pace
+from training import pace
 
 from tests.with_torch.parts import prompt_of, tiny
 

@@ -24,7 +24,7 @@ def test_the_precision_is_what_was_asked_for(is_asked: bool, precision: str, mon
     monkeypatch.setattr(command, "run", run)
     try:
         torch.set_float32_matmul_precision("highest")
-        command.engine(model="anything", tf32=is_asked)
+        command.engine(model="anything", port=0, tf32=is_asked)
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen == [precision]

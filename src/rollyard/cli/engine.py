@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +53,7 @@ def engine(
     --json as one object on stdout.
     """
     from rollyard.embedded import missing_packages
+    from rollyard.embedded.weights import KNOWN
 
     if missing := missing_packages():
         names = " and ".join(missing)
@@ -58,13 +61,15 @@ def engine(
         raise Trouble(f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'")
     if dtype not in DTYPES:
         raise Trouble(f"--dtype {dtype}: it is {', '.join(DTYPES)}", status=2)
-    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else torch leaves a /tmp/perf-PID.map on some CPUs
-
-    from rollyard.embedded.batching import Settings
-    from rollyard.embedded.weights import KNOWN
-
-    settings = Settings(max_running, chunk_tokens, int(cache_gib * (1 << 30)))
+    _check_port(host, port)
     folder = get_model(model) if model in KNOWN else Path(model)
+    _check_folder(folder)
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else torch leaves a /tmp/perf-PID.map on some CPUs
+    sizes = {
+        "max_running": max_running,
+        "chunk_tokens": chunk_tokens,
+        "cache_bytes": int(cache_gib * (1 << 30)),
+    }
     place = {
         "host": host,
         "port": port,
@@ -76,17 +81,45 @@ def engine(
         import torch  # type: ignore[import-not-found]
 
         torch.set_float32_matmul_precision("high")
-    run(_serve(str(folder), device, dtype, adapter, settings, place, as_json))
+    run(_serve(str(folder), device, dtype, adapter, sizes, place, as_json))
+
+
+def _check_port(host: str, port: int) -> None:
+    """One that is taken is refused before torch is imported and the model is loaded, which takes seconds."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:  # the rest, a host without IPv4 for one, is for the server to find
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> Trouble:
+    number = error.errno or 0  # below 0: a name that cannot be resolved
+    why = os.strerror(number) if number > 0 else error.strerror or error
+    return Trouble(f"{host}:{port} cannot be listened on: {why}")
+
+
+def _check_folder(folder: Path) -> None:
+    """One without a model is refused before torch is imported."""
+    if folder.is_dir() and not any([*folder.glob("*config.json"), *folder.glob("*.gguf")]):
+        raise Trouble(f"{folder} cannot be loaded: it has neither a config.json nor a GGUF file")
 
 
 async def _serve(
-    model: str, device: str, dtype: str, adapter: Path | None, settings: Any, place: dict[str, Any], as_json: bool
+    model: str,
+    device: str,
+    dtype: str,
+    adapter: Path | None,
+    sizes: dict[str, Any],
+    place: dict[str, Any],
+    as_json: bool,
 ) -> None:
     import asyncio
 
     with quick_imports():
         from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
 
+        from rollyard.embedded.batching import Settings
         from rollyard.embedded.model import Unsupported, choose_device, choose_dtype, load_module, load_tokenizer
         from rollyard.embedded.server import Engine
 
@@ -101,7 +134,7 @@ async def _serve(
         with quick_imports():  # transformers imports most of itself only now
             module = await asyncio.to_thread(load_module, model, device=chosen, dtype=choose_dtype(dtype, chosen))
             tokenizer = await asyncio.to_thread(load_tokenizer, model)
-        async with Engine.serve(module, tokenizer, settings=settings, adapter=adapter, **place) as served:
+        async with Engine.serve(module, tokenizer, settings=Settings(**sizes), adapter=adapter, **place) as served:
             note(f"rollyard engine at {served.url}, model {served.name}; use it: rollyard serve --engine {served.url}")
             if as_json:
                 print_json({"url": served.url, "model": served.name})
@@ -110,4 +143,4 @@ async def _serve(
     except (Unsupported, ValueError) as error:
         raise Trouble(str(error)) from error
     except OSError as error:
-        raise Trouble(f"{place['host']}:{place['port']} cannot be listened on: {error.strerror or error}") from error
+        raise _cannot_listen(place["host"], place["port"], error) from error

@@ -1,0 +1,46 @@
+# pyright: reportMissingImports=false
+"""`rollyard engine` as a person types it: what cannot be served is one line that says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollyard.cli import main
+from tests.with_torch.parts import tiny, tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        (["--model", "nothing"], 1, "cannot be loaded"),
+        (["--max-context", "9000"], 1, "made for 8192"),
+        (["--cache-gib", "0.001"], 1, "fewer than the context"),
+        (["--device", "nowhere"], 1, "cannot be used"),
+        (["--host", "192.0.2.1"], 1, "cannot be listened on"),  # of no machine
+        (["--dtype", "int3"], 2, "--dtype"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    model: str,
+    options: list[str],
+    status: int,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)  # where "nothing" is
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["engine", "--port", "0", "--model", model, *options]) == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert says in last and last.startswith("rollyard: ")
