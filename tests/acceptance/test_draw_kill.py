@@ -86,7 +86,7 @@ class Trainer:
 
 @pytest.mark.parametrize("on_stale", ["deliver", "wait"])
 async def test_batches_with_deaths_on_both_sides(tmp_path: Path, on_stale: str) -> None:
-    await deaths_on_both_sides(tmp_path, on_stale, batches=12, kills=2)
+    await deaths_on_both_sides(tmp_path, on_stale, batches=8, kills=2)
 
 
 async def deaths_on_both_sides(folder: Path, on_stale: str, *, batches: int, kills: int) -> dict[str, int]:

@@ -127,7 +127,7 @@ def sandboxes_below(folder: Path) -> list[str]:
 
 
 async def test_nothing_is_lost_or_invented_when_the_service_is_killed(tmp_path: Path):
-    await killed_service(tmp_path, rollouts=75, kills=4)
+    await killed_service(tmp_path, rollouts=50, kills=3)
 
 
 async def killed_service(folder: Path, *, rollouts: int, kills: int) -> dict[str, int]:

@@ -119,6 +119,7 @@ class SlurmCluster:
             found.update(self.object("slurm", "status", "--data-dir", self.folder / name))
             return found["service"] is not None and len(found["service"].get("nodes", ())) >= nodes
 
+        wait_for((self.folder / name / "url").exists, f"the address of {name}")
         wait_for(has_come, f"the service of {name}", every_s=1.5)  # a command takes half a second of CPU time
         return found
 

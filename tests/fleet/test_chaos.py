@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 LATENCY_S = 0.2
 LEASE_S = 5.0
 RUN_S = 200.0
-DEEDS = ("kill_node", "freeze_node", "kill_head", "kill_node")
+DEEDS = ("kill_node", "kill_head", "kill_node", "freeze_node")
+"""The freeze comes last: it takes a lease's time, in which the other nodes would do what later deeds are to hit."""
+
 ROWS = "SELECT COUNT(*), COUNT(DISTINCT ended_seq), COUNT(node), MIN(state), MAX(state) FROM rollouts"
 
 
@@ -55,7 +57,7 @@ async def broken_fleet(
 
 
 async def test_rollouts_outlive_nodes_and_heads(tmp_path: Path) -> None:
-    count = 320  # `make soak` runs 2,000
+    count = 160  # `make soak` runs 2,000
     async with broken_fleet(tmp_path, nodes=3, count=count, deeds=DEEDS) as fleet:
         pass
     assert rows_of(fleet) == (count, count, 0, "ended", "ended")
@@ -67,10 +69,10 @@ def rows_of(fleet: Fleet) -> tuple[object, ...]:
 
 
 async def test_with_a_shared_store_all_of_them_do_too(tmp_path: Path, postgres: PgServer) -> None:
-    count = 120
+    count = 64
     deeds = ("kill_node", "kill_head")
     url = postgres.create_database("chaos")
-    async with broken_fleet(tmp_path, nodes=3, count=count, deeds=deeds, store=url):
+    async with broken_fleet(tmp_path, nodes=2, count=count, deeds=deeds, store=url):
         pass
     connection = await asyncpg.connect(url)
     try:

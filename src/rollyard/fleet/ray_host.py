@@ -56,6 +56,7 @@ QUIET = {
 LOCAL = {
     # of a cluster that we start: at 95 % of the machine's memory Ray would end the node, with all its rollouts
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_prestart_worker_first_driver": "0",  # else one idle Python process for each CPU; we need one in all
     "RAY_AUTH_MODE": "token",
 }
 

@@ -11,6 +11,7 @@ SCRATCH=$SCRATCH-$SLURM_JOB_ID
 RAY=$(dirname "$PYTHON")/ray
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$FOLDER/ray-token RAY_USAGE_STATS_ENABLED=0
 export RAY_memory_monitor_refresh_ms=0 # else Ray ends a node, with all its rollouts, when memory is short
+export RAY_prestart_worker_first_driver=0 # else one idle Python process for each CPU, on every node
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # the service drains; Ray's own would wait for nodes that stay
 
 say() { printf '%(%F %T)T %s\n' -1 "$*"; }
@@ -46,7 +47,7 @@ ray_here() {
   [ "$memory_mib" -gt 0 ] && sizes+=(--memory="$((memory_mib << 20))")
   export ROLLYARD_DATA_DIR=$SCRATCH/node-$SLURMD_NODENAME
   mkdir -p "$ROLLYARD_DATA_DIR"
-  bare "$RAY" start "$@" --block --disable-usage-stats --log-color=false "${sizes[@]}"
+  bare "$RAY" start "$@" --block --disable-usage-stats --log-color=false --include-log-monitor=false "${sizes[@]}"
 }
 
 as_node() { # ADDRESS of the first node's Ray
@@ -106,10 +107,11 @@ as_first() {
   for url in "${ENGINES[@]}"; do options+=(--engine "$url"); done
 
   if [ "$USES_RAY" = 1 ]; then
-    # A Ray that has its client's server starts it, and takes port 10001 unless told otherwise.
+    # A Ray that has its client's server starts it, and takes port 10001 unless told otherwise. Nobody needs the
+    # dashboard, or the monitor that scales clusters.
     "$PYTHON" -c 'import grpc' 2>/dev/null && client=(--ray-client-server-port="$RAY_CLIENT_PORT")
     (ray_here --head --node-ip-address="$host" --port="$RAY_PORT" "${client[@]}" --include-dashboard=false \
-      --temp-dir="$SCRATCH") &
+      --no-monitor --temp-dir="$SCRATCH") &
     ray=$!
     until (exec 3<>"/dev/tcp/$host/$RAY_PORT") 2>/dev/null; do
       kill -0 "$ray" 2>/dev/null || { say "Ray did not start" && rm -rf "$SCRATCH" && return 1; }

@@ -16,10 +16,9 @@ def main() -> None:
     import ray.util
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"node_ip_address": "127.0.0.1", "num_cpus": 1, "memory": MEMORY, "include_dashboard": False},
-    )
+    node = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "memory": MEMORY}
+    unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, **unused})
     say({"address": cluster.address})
     cluster.connect()  # to end actors
     nodes: dict[str, Any] = {}

@@ -1,4 +1,8 @@
-"""Nodes on a real Ray cluster, which all tests share but those that break it."""
+"""Nodes on a real Ray cluster, which all tests share; the last one breaks it.
+
+A driver and a node cost over a second of CPU time each, so one test follows a host, a node or a row of heads as far as
+it can.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,17 @@ from tests.fleet.inside.ray_parts import ENTRY, RAY_TOKEN, Cluster, Front, alive
 pytestmark = pytest.mark.timeout(100)
 
 
-async def test_every_ray_node_has_one_node_and_they_come_and_go_with_it(cluster: Cluster, front: Front):
+async def test_every_ray_node_with_cpus_has_one_node_which_comes_and_goes_with_it(cluster: Cluster, front: Front):
     second = cluster.do("add", cpus=2)["ray_id"]
+    idle = cluster.do("add", cpus=0)["ray_id"]
     async with host_of(cluster.address, front) as host:
         hellos = [await front.hello(), await front.hello()]
         assert len({hello["pid"] for hello in hellos}) == len({hello["folder"] for hello in hellos}) == 2
         await until(lambda: alive(host) == {hello["name"] for hello in hellos})
         assert {hello["run_slots"] for hello in hellos} == {32, 64}
+        (without,) = [node for node in host.nodes() if node.ray_id == idle]
+        assert not without.is_alive and "no CPU" in without.error
+        cluster.do("remove", ray_id=idle)
 
         third = cluster.do("add")["ray_id"]
         hello = await front.hello()
@@ -36,36 +44,18 @@ async def test_every_ray_node_has_one_node_and_they_come_and_go_with_it(cluster:
         await until(lambda: len(host.nodes()) == 2)
         assert second not in {node.ray_id for node in host.nodes()}
         assert len(alive(host)) == 2
-        assert front.hellos.empty()
 
-
-async def test_a_ray_node_without_cpus_gets_no_node_and_the_host_says_so(cluster: Cluster, front: Front):
-    idle = cluster.do("add", cpus=0)["ray_id"]
-    async with host_of(cluster.address, front, run_slots=7) as host:
-        assert (await front.hello())["run_slots"] == 7
-        await until(lambda: len(alive(host)) == 1)
-        (node,) = [node for node in host.nodes() if node.ray_id == idle]
-        assert not node.is_alive and "no CPU" in node.error
-
-
-async def test_a_driver_that_is_killed_is_replaced_and_finds_the_same_nodes(cluster: Cluster, front: Front):
-    cluster.do("add")
-    async with host_of(cluster.address, front) as host:
-        for _ in range(2):
-            await front.hello()
-        await until(lambda: len(alive(host)) == 2)
         before, killed = set(host.nodes()), host.driver_pid
         assert killed is not None
         os.kill(killed, signal.SIGKILL)
         await until(lambda: bool(host.error))
         await until(lambda: host.error == "" and len(alive(host)) == 2)
         assert host.driver_pid not in {None, killed}
-        assert set(host.nodes()) == before
+        assert set(host.nodes()) == before, "a new driver finds the same nodes"
         assert front.hellos.empty(), "a node was started again"
 
 
-async def test_a_new_head_finds_the_nodes_of_one_that_was_killed(cluster: Cluster, front: Front):
-    cluster.do("add")
+async def test_heads_follow_each_other_on_the_same_nodes(cluster: Cluster, front: Front):
     code = """
 import asyncio, sys
 from rollyard.fleet.ray_host import RayHost
@@ -75,6 +65,7 @@ async def main():
         await asyncio.Event().wait()
 asyncio.run(main())
 """
+    cluster.do("add")
     argv = [sys.executable, "-c", code, cluster.address, front.url, front.token, ENTRY]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
@@ -82,61 +73,53 @@ asyncio.run(main())
         before = [await front.hello(), await front.hello()]
         head.kill()
     await gone(driver)
-    async with Front("second") as new:
-        async with host_of(cluster.address, new) as host:
+    async with Front("second") as second, Front("third") as third:
+        async with host_of(cluster.address, second) as old:
             await front.__aexit__(None, None, None)
-            after = [await new.hello(), await new.hello()]
+            assert pids([await second.hello(), await second.hello()]) == pids(before), "a killed head's nodes are found"
+            await until(lambda: len(alive(old)) == 2)
+            async with host_of(cluster.address, third) as newer:
+                await until(lambda: "another head" in old.error)
+                await second.__aexit__(None, None, None)
+                assert pids([await third.hello(), await third.hello()]) == pids(before), "a superseded head lets go"
+                await until(lambda: len(alive(newer)) == 2)
+                assert newer.error == ""
+        ended = [os.pidfd_open(pid) for pid in pids(before)]
+        async with host_of(cluster.address, third) as host:
             await until(lambda: len(alive(host)) == 2)
-        assert sorted(hello["pid"] for hello in after) == sorted(hello["pid"] for hello in before)
-        assert new.hellos.empty()
+            assert third.hellos.empty(), "a head that closed took its nodes along"
+            await host.stop_nodes(20)
+            for process in ended:
+                await gone(process)
+            assert all((Path(hello["folder"]) / "ended in good order").exists() for hello in before)
+            assert host.nodes() == []
+        assert second.hellos.empty() and third.hellos.empty()
 
 
-async def test_a_head_that_was_superseded_lets_go(cluster: Cluster, front: Front):
-    async with host_of(cluster.address, front) as old:
-        hello = await front.hello()
-        async with Front("second") as newer, host_of(cluster.address, newer) as host:
-            await until(lambda: "another head" in old.error)
-            await front.__aexit__(None, None, None)
-            assert (await newer.hello())["pid"] == hello["pid"]
-            await until(lambda: len(alive(host)) == 1)
-            assert host.error == ""
+def pids(hellos: list[dict[str, int]]) -> list[int]:
+    return sorted(hello["pid"] for hello in hellos)
 
 
-async def test_ray_restarts_a_node_whose_process_is_killed(cluster: Cluster, front: Front):
-    async with host_of(cluster.address, front) as host:
+async def test_a_node_that_is_killed_or_crashes_or_was_stopped_is_started_again(cluster: Cluster, front: Front):
+    async with host_of(cluster.address, front, run_slots=7) as host:
         first = await front.hello()
+        assert first["run_slots"] == 7
         os.kill(first["pid"], signal.SIGKILL)
         again = await front.hello()
         assert again["name"] == first["name"] and again["pid"] != first["pid"]
         assert again["folder"] == first["folder"]
         await until(lambda: alive(host) == {first["name"]})
 
-
-async def test_a_node_that_crashes_says_why_and_is_started_again(cluster: Cluster, front: Front):
-    async with host_of(cluster.address, front) as host:
-        first = await front.hello()
         front.breaks.set()
         await until(lambda: [node.error for node in host.nodes()] == ["RuntimeError: break, said the head"])
         assert not alive(host)
         front.breaks.clear()
-        assert (await front.hello())["pid"] != first["pid"]
+        assert (third := await front.hello())["pid"] != again["pid"]
         await until(lambda: alive(host) == {first["name"]})
-
-
-async def test_closing_leaves_the_nodes_and_stopping_ends_them(cluster: Cluster, front: Front):
-    async with host_of(cluster.address, front):
-        first = await front.hello()
-    async with host_of(cluster.address, front) as host:
-        await until(lambda: len(alive(host)) == 1)
-        assert front.hellos.empty(), "a node was started again"
-        ended = os.pidfd_open(first["pid"])
         await host.stop_nodes(20)
-        await gone(ended)
-        assert (Path(first["folder"]) / "ended in good order").exists()
-        assert host.nodes() == []
     assert front.hellos.empty()
     async with host_of(cluster.address, front):
-        assert (await front.hello())["pid"] != first["pid"]
+        assert (await front.hello())["pid"] != third["pid"]
 
 
 async def test_ray_wants_its_token(cluster: Cluster, front: Front, monkeypatch: pytest.MonkeyPatch):
@@ -145,3 +128,18 @@ async def test_ray_wants_its_token(cluster: Cluster, front: Front, monkeypatch: 
         async with host_of(cluster.address, front):
             pass
     assert front.hellos.empty()
+
+
+async def test_the_head_outlives_ray(
+    shared_cluster: Cluster, token: None, front: Front, monkeypatch: pytest.MonkeyPatch
+):
+    """The last one of this file: no other can use the cluster afterwards."""
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")  # 60 where nobody says otherwise
+    async with host_of(shared_cluster.address, front) as host:
+        await front.hello()
+        driver = host.driver_pid
+        assert driver is not None
+        ended = os.pidfd_open(driver)
+        shared_cluster.do("kill_gcs")
+        await gone(ended)
+        await until(lambda: "driver ended" in host.error)

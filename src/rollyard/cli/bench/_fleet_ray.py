@@ -67,6 +67,7 @@ async def measure(plan: RayPlan) -> list[Throughput]:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_BACKEND_LOG_LEVEL": "error",  # it warns of a machine without a network, which this is meant to be
             "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_prestart_worker_first_driver": "0",
             "ROLLYARD_DATA_DIR": name,  # of the nodes; the head has its own
             "ROLLYARD_LOG_LEVEL": "warning",
         }
@@ -96,7 +97,8 @@ def _cluster() -> Any:
     from ray.cluster_utils import Cluster
 
     node = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
-    return Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    return Cluster(initialize_head=True, head_node_args={**node, **unused})
 
 
 def _add(cluster: Any) -> None:
