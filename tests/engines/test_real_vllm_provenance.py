@@ -38,6 +38,7 @@ class Balancer:
         self.url = ""
         self.waited = asyncio.Event()  # a connection came while there was none
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._joined: set[asyncio.Task[None]] = set()
 
     def lead_to(self, url: str) -> None:
         self._port.set_result(int(url.rpartition(":")[2]))
@@ -46,31 +47,46 @@ class Balancer:
         self._port = asyncio.get_running_loop().create_future()
         self.waited.clear()
 
-    async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._port.done():
-            self.waited.set()
-        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", await asyncio.shield(self._port))
-        ways = [_copy(reader, other_writer), _copy(other_reader, writer)]
-        await asyncio.wait(map(asyncio.ensure_future, ways), return_when=asyncio.FIRST_COMPLETED)
-        for one in (writer, other_writer):
-            one.close()
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._join(reader, writer))
+        self._joined.add(task)
+        task.add_done_callback(self._joined.discard)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if not self._port.done():
+                self.waited.set()
+            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", await asyncio.shield(self._port))
+            await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
+        finally:
+            writer.close()
+
+    async def close(self) -> None:
+        for task in (joined := list(self._joined)):
+            task.cancel()
+        await asyncio.gather(*joined, return_exceptions=True)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(ConnectionError):
-        while data := await reader.read(65_536):
-            writer.write(data)
+    """Until one side closes: that closes the other one, too."""
+    try:
+        with suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+    finally:
+        writer.close()
 
 
 @asynccontextmanager
 async def balanced() -> AsyncGenerator[Balancer, None]:
     balancer = Balancer()
-    server = await asyncio.start_server(balancer.join, "127.0.0.1")
+    server = await asyncio.start_server(balancer.accept, "127.0.0.1")
     balancer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield balancer
     finally:
         server.close()
+        await balancer.close()
 
 
 async def said(session: Session, tokens: int, **fields: Any) -> Generation:
@@ -103,7 +119,8 @@ async def test_no_token_of_a_vllm_that_was_replaced_has_the_version_of_the_one_b
     with vllm_servers.serving() as first, vllm_servers.serving() as second:
         for server in (first, second):
             await asyncio.to_thread(server.wait)
-        async with balanced() as balancer, Router(NOT_WATCHED) as router, real(vllm_url):
+        async with balanced() as balancer, Router(NOT_WATCHED) as router, real(vllm_url) as last:
+            await last.post("/update_weight_version", {"new_version": "default"})  # as it was when it started
             balancer.lead_to(first.url)
             await router.add(EngineSpec("real", balancer.url, Kind.VLLM, tokenizer=str(vllm_model)))
             await router.policies.pause("default", holder="trainer")
@@ -151,5 +168,5 @@ async def test_no_token_of_a_vllm_that_was_replaced_has_the_version_of_the_one_b
                         found = versions(generation)
                         assert set(found) <= {-1, 5} and bool(generation.untrainable) is (-1 in found)
                     assert any(RESTARTED.format(4) in generation.untrainable for generation in generations)
-                    last = await said(new, SHORT)
-                assert (versions(last), last.untrainable, health(router)) == ([5] * SHORT, "", Health.UP)
+                    after = await said(new, SHORT)
+                assert (versions(after), after.untrainable, health(router)) == ([5] * SHORT, "", Health.UP)
