@@ -204,10 +204,20 @@ def vllm_model(vllm_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_url(vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
+def vllm_servers(
+    vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[real_vllm.Servers, None, None]:
+    """Starts real vLLMs, for a test that needs one of its own."""
+    with real_vllm.servers(vllm_folder, tmp_path_factory.mktemp("vllm")) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def vllm_url(vllm_servers: real_vllm.Servers) -> Generator[str, None, None]:
     """A real vLLM, started once for all tests: those that use it are in the group `vllm`."""
-    with real_vllm.serving(vllm_folder, tmp_path_factory.mktemp("vllm") / "log") as url:
-        yield url
+    with vllm_servers.serving() as server:
+        server.wait()
+        yield server.url
 
 
 @pytest.fixture(scope="session")

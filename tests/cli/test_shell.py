@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Cli
 from tests.client.served import task
 
 pytestmark = pytest.mark.slow
@@ -78,12 +79,12 @@ async def test_what_is_left_is_scored_where_it_is(folder: Path, runtime: str):
         (["broken.json"], "exit 3"),
     ],
 )
-async def test_what_is_wrong_is_one_line(folder: Path, argv: list[str], says: str):
+async def test_what_is_wrong_is_one_line(folder: Path, cli: Cli, argv: list[str], says: str):
     (folder / "bad.json").write_text('{"environment": "shell", "data": {"instruction": 1}}')
     (folder / "broken.json").write_text(json.dumps({**TASK, "data": {**TASK["data"], "setup": ["exit 3"]}}))
-    status, out, err = await shell(folder, *argv)
-    assert (status, out) == (1, "")
-    assert err.startswith("rollyard: ") and says in err and "Traceback" not in err
+    said = await cli("shell", *argv)
+    assert (said.status, said.out) == (1, "")
+    assert said.err.startswith("rollyard: ") and says in said.err and "Traceback" not in said.err
 
 
 async def test_a_terminal_is_joined_to_the_sandbox_and_put_back(folder: Path):

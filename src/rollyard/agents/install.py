@@ -152,6 +152,7 @@ def _pip(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
     """Into one folder, for the Python that runs us: our portable one is a copy of it."""
     if importlib.util.find_spec("pip") is not None:
         argv = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
+        argv.append("--no-warn-conflicts")  # with the packages beside us, which are not beside these: two seconds
     elif uv := shutil.which("uv"):
         argv = [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode"]
     else:

@@ -6,7 +6,9 @@ instead of 6.6), and only of what normal programs read.
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 UID = 1000  # inside
@@ -33,24 +35,41 @@ SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 def make_etc(etc: Path) -> None:
     """Readable for whatever user the sandboxes have."""
     shutil.rmtree(etc, ignore_errors=True)
-    etc.mkdir()
+    _make_folder(etc)
     for pattern in _ETC.split():
         for path in Path("/etc").glob(pattern):
             target = etc / path.relative_to("/etc")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True)
-                else:
-                    shutil.copy2(path, target, follow_symlinks=False)
-            except (OSError, shutil.Error):  # what this user may not read, the sandbox does without
-                continue
+            if target.parent != etc:
+                _make_folder(target.parent)
+            _copy(str(path), str(target))
     for name, text in _OWN_ETC.items():
         (etc / name).unlink(missing_ok=True)
         (etc / name).write_text(text)
-    for path in [etc, *etc.rglob("*")]:
-        if not path.is_symlink():
-            path.chmod(0o755 if path.is_dir() else 0o644)
+        (etc / name).chmod(0o644)
+
+
+def _make_folder(path: Path) -> None:
+    """And its parents below our /etc."""
+    if not path.exists():
+        if path.name != "etc":
+            _make_folder(path.parent)
+        path.mkdir()
+        path.chmod(0o755)
+
+
+def _copy(source: str, target: str) -> None:
+    """Not shutil.copytree, which also copies times and attributes, and no paths as objects: 42 ms of CPU time for 700
+    links, this 18."""
+    with suppress(OSError):  # what this user may not read, the sandbox does without
+        if os.path.islink(source):  # noqa: PTH114
+            os.symlink(os.readlink(source), target)  # noqa: PTH115, PTH211
+        elif os.path.isdir(source):  # noqa: PTH112
+            _make_folder(Path(target))
+            for name in os.listdir(source):  # noqa: PTH208
+                _copy(f"{source}/{name}", f"{target}/{name}")
+        elif os.path.isfile(source):  # noqa: PTH113
+            shutil.copyfile(source, target)
+            Path(target).chmod(0o644)
 
 
 def make_skeleton(folder: Path) -> None:

@@ -1,0 +1,172 @@
+"""Real vLLMs that are killed and replaced behind one address: no token has a version that it was not sampled by.
+
+`test_provenance.py` proves each case with the scripted engine; this proves that vLLM is as that one claims. A start of
+vLLM is expensive, so one test has two kills. The last of the three is the vLLM of the other tests, which lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollyard.core import Deadline, Sampling
+from rollyard.engines import EngineSpec, Health, Kind, Router
+from rollyard.engines.base import Generation, Session
+from rollyard.engines.router_settings import RouterSettings
+from tests.pipeline.test_real_vllm_weights import real
+from tests.real_vllm import Servers
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+NOT_WATCHED = RouterSettings(watch_s=600.0, backoff_s=0.01, probe_s=60.0, max_tries=20, trip_after=20)
+"""No health check looks at it, and it is not taken down if calls use connections that have not yet been seen closed."""
+
+LONG = 150
+SHORT = 12
+RESTARTED = "reports no version where it had version {}: was it restarted?"
+
+
+class Balancer:
+    """One address for whichever vLLM is there. A connection that comes while there is none waits for the next one."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.waited = asyncio.Event()  # a connection came while there was none
+        self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._joined: set[asyncio.Task[None]] = set()
+
+    def lead_to(self, url: str) -> None:
+        self._port.set_result(int(url.rpartition(":")[2]))
+
+    def lead_nowhere(self) -> None:
+        self._port = asyncio.get_running_loop().create_future()
+        self.waited.clear()
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._join(reader, writer))
+        self._joined.add(task)
+        task.add_done_callback(self._joined.discard)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if not self._port.done():
+                self.waited.set()
+            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", await asyncio.shield(self._port))
+            await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
+        finally:
+            writer.close()
+
+    async def close(self) -> None:
+        for task in (joined := list(self._joined)):
+            task.cancel()
+        await asyncio.gather(*joined, return_exceptions=True)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until one side closes: that closes the other one, too."""
+    try:
+        with suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def balanced() -> AsyncGenerator[Balancer, None]:
+    balancer = Balancer()
+    server = await asyncio.start_server(balancer.accept, "127.0.0.1")
+    balancer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield balancer
+    finally:
+        server.close()
+        await balancer.close()
+
+
+async def said(session: Session, tokens: int, **fields: Any) -> Generation:
+    sampling = Sampling(temperature=0.8, extra={"min_tokens": tokens, "ignore_eos": True})
+    values: dict[str, Any] = {"seed": 1, "stop_token_ids": (), "clock": Deadline(), "model_s": 200.0, **fields}
+    return await session.generate(tuple(range(100, 150)), sampling=sampling, max_tokens=tokens, **values)
+
+
+def versions(generation: Generation) -> list[int]:
+    """One per token."""
+    assert [span.start for span in generation.versions] == [0, *(span.end for span in generation.versions[:-1])]
+    assert generation.versions[-1].end == len(generation.token_ids)
+    return [span.version for span in generation.versions for _ in range(span.start, span.end)]
+
+
+def health(router: Router) -> Health:
+    (status,) = router.list()
+    return status.health
+
+
+async def quarantined(router: Router) -> None:
+    async with asyncio.timeout(120):
+        while health(router) is not Health.QUARANTINED:
+            await asyncio.sleep(0.01)
+
+
+async def test_no_token_of_a_vllm_that_was_replaced_has_the_version_of_the_one_before(
+    vllm_servers: Servers, vllm_url: str, vllm_model: Path
+) -> None:
+    with vllm_servers.serving() as first, vllm_servers.serving() as second:
+        for server in (first, second):
+            await asyncio.to_thread(server.wait)
+        async with balanced() as balancer, Router(NOT_WATCHED) as router, real(vllm_url) as last:
+            await last.post("/update_weight_version", {"new_version": "default"})  # as it was when it started
+            balancer.lead_to(first.url)
+            await router.add(EngineSpec("real", balancer.url, Kind.VLLM, tokenizer=str(vllm_model)))
+            await router.policies.pause("default", holder="trainer")
+            await router.policies.resume("default", 3)
+            async with router.session("default", "s1") as session, router.session("default", "s2") as other:
+                before = await said(session, SHORT)
+                assert (versions(before), before.untrainable) == ([3] * SHORT, "")
+
+                # Between two tokens of a stream, and of a call that is answered whole.
+                told: list[int] = []
+                streamed = asyncio.create_task(said(session, LONG, on_tokens=told.extend))
+                whole = asyncio.create_task(said(other, LONG))
+                while len(told) < 5:
+                    await asyncio.sleep(0.001)
+                assert health(router) is Health.UP
+                balancer.lead_nowhere()
+                first.kill()
+                await balancer.waited.wait()
+                by_first = len(told)
+                assert by_first < LONG and not whole.done(), "it was killed too late"
+                balancer.lead_to(second.url)
+                await quarantined(router)
+                await router.policies.resume("default", 4)
+                for generation, kept in ((await streamed, by_first), (await whole, 0)):
+                    found = versions(generation)
+                    assert found[:kept] == [3] * kept and 3 not in found[kept:], "more than the first one sampled"
+                    assert set(found[kept:]) <= {-1, 4} and len(found) == LONG
+                    assert not generation.untrainable or RESTARTED.format(3) in generation.untrainable
+                    assert bool(generation.untrainable) is (-1 in found)
+                assert streamed.result().untrainable or whole.result().untrainable
+
+                # Between two calls of one session, and between the rollouts of two.
+                again = await said(session, SHORT)
+                assert (versions(again), again.untrainable, health(router)) == ([4] * SHORT, "", Health.UP)
+                balancer.lead_nowhere()
+                second.kill()
+                balancer.lead_to(vllm_url)
+                async with router.session("default", "s3") as new:
+                    calls = [asyncio.create_task(said(one, SHORT)) for one in (session, new)]
+                    await quarantined(router)
+                    assert not all(call.done() and not call.result().untrainable for call in calls)
+                    await router.policies.resume("default", 5)
+                    generations = await asyncio.gather(*calls)
+                    for generation in generations:
+                        found = versions(generation)
+                        assert set(found) <= {-1, 5} and bool(generation.untrainable) is (-1 in found)
+                    assert any(RESTARTED.format(4) in generation.untrainable for generation in generations)
+                    after = await said(new, SHORT)
+                assert (versions(after), after.untrainable, health(router)) == ([5] * SHORT, "", Health.UP)

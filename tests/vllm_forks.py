@@ -1,0 +1,64 @@
+"""Servers of the real vLLM that share one import of it. Run by vLLM's own Python; see `tests/real_vllm.py`.
+
+vLLM imports itself in three processes for each server: most of what a start costs without a GPU. This process imports
+it once. Each line of its input is a JSON object with the port, the log and the environment of one more server; its
+answer is the server's process id. Only the way in which vLLM's processes start is changed: by fork, not by spawn, which
+vLLM insists on for CPUs so that each worker can have OpenMP settings of its own. Here all have the same.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from importlib import import_module
+
+STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator", "vllm.v1.executor.multiproc_executor")
+USED_LATER = (
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.layers.quantization.online.base",
+    "torch.distributed.tensor.experimental._attention",
+)
+
+
+def main() -> None:
+    command = sys.argv[1:]
+    for name in USED_LATER:
+        import_module(name)
+    forking = multiprocessing.get_context("fork")
+    for name in STARTERS:
+        starter = import_module(name)
+        assert hasattr(starter, "get_mp_context"), f"{name} starts its processes in another way now"
+        starter.get_mp_context = lambda: forking  # type: ignore[attr-defined]
+    print("ready", flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers
+    while line := os.read(0, 1 << 16):
+        asked = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            serve(command, **asked)
+        print(child, flush=True)
+
+
+def serve(command: list[str], *, port: int, log: str, env: dict[str, str]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    os.environ.update(env)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, replaced in enumerate((nothing, file, file)):
+        os.dup2(replaced, number)
+    at = command.index("--port") + 1
+    sys.argv = ["vllm", *command[:at], str(port), *command[at + 1 :]]
+    from vllm.entrypoints.cli.main import main as vllm_main  # type: ignore[import-not-found]
+
+    sys.exit(vllm_main())
+
+
+if __name__ == "__main__":
+    main()
