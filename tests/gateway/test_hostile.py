@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 
 from rollyard.core.failure import InvalidRequest
 from rollyard.gateway import aside as aside_module
-from rollyard.gateway import intake
+from rollyard.gateway import intake, parser
 from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES
 from rollyard.gateway.aside import LARGE_BYTES, Aside
 from rollyard.gateway.base import Problem
+from rollyard.gateway.counts import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from rollyard.gateway.intake import (
     MOST_BYTES_PER_TOKEN,
-    MOST_MESSAGES,
-    MOST_PARTS,
-    MOST_TOOLS,
     MOST_VALUES,
     PIECE_CHARS,
     SLACK_BYTES,
@@ -104,7 +102,7 @@ async def test_more_messages_parts_or_tools_than_the_bound_are_refused_by_name(d
 async def test_a_body_of_too_many_values_is_never_parsed(dialect: Any, monkeypatch: pytest.MonkeyPatch):
     parsed: list[int] = []
     loads = orjson.loads
-    monkeypatch.setattr(intake.orjson, "loads", lambda raw: (parsed.append(len(raw)), loads(raw))[1])
+    monkeypatch.setattr(parser.orjson, "loads", lambda raw: (parsed.append(len(raw)), loads(raw))[1])
     bodies = [
         b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * 578_000) + b"]}",
         b'{"messages":[' + b"[]," * 5_000_000 + b"[]]}",

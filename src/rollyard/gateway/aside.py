@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from rollyard.core import Json, Message
+from rollyard.core import Message
+from rollyard.gateway.counts import weigh
 
 LONG_CHARS = 12 << 10
 """About 10 ms of tokenizing: what is longer is done in a thread."""
@@ -65,18 +66,4 @@ class Aside:
 
 def text_size(messages: Sequence[Message]) -> int:
     """Roughly how much there is to tokenize: the strings in it."""
-    return sum(_size(value) for message in messages for value in message.values())
-
-
-def _size(value: Json) -> int:
-    """Without recursion: what it is given may be nested as deeply as JSON can be."""
-    total, left = 0, [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            total += len(item)
-        elif isinstance(item, dict):
-            left += item.values()
-        elif isinstance(item, list | tuple):
-            left += item
-    return total
+    return sum(weigh(value)[0] for message in messages for value in message.values())

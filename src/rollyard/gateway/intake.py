@@ -1,22 +1,24 @@
 """From a request's bytes to the tokens that it is sent with: read, bounded, matched with its history, rendered.
 
-What is light is done at once; anything else in a thread (`aside.py`). What is bounded, and why:
+What is light is done at once; anything else in a thread (`aside.py`). A thread helps only where its steps are short: a
+call of C holds the interpreter until it returns. What is bounded, and why:
 
-- JSON values: a parser makes objects of all of them in one step that holds up every thread;
-- messages, parts and tools: each costs some Python;
-- bytes, by the context: a parser makes a text of 16 MiB in one step, too;
-- text: more characters than the context has room for, at the longest token's length, cannot fit, and neither can a text
-  of more tokens. That is found by tokenizing it piece by piece until there are too many, never as a whole.
+- JSON values: a parser makes objects of all of them in one call;
+- messages, parts and tools, and what is in one of them (`counts.py`): each costs some Python, or is written as JSON
+  again in one call;
+- bytes, by the context;
+- characters: long texts are decoded piece by piece (`parser.py`), but joined in one call;
+- text that has to be tokenized: more characters than the context has room for, at the longest token's length, cannot
+  fit, and neither can a text of more tokens. A long text is tokenized piece by piece until there are too many; as a
+  whole only if it fits.
 
 A refusal names the bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-
-import orjson
 
 from rollyard.core import Json, Message
 from rollyard.core.failure import InvalidRequest, TaskInvalid
@@ -24,22 +26,23 @@ from rollyard.engines.base import Generation
 from rollyard.gateway.aside import Aside, text_size
 from rollyard.gateway.base import Ask, Dialect, Problem, TokenLogprob
 from rollyard.gateway.bounds import Bounds
+from rollyard.gateway.counts import check_counts
+from rollyard.gateway.parser import TooMuchStructure, TooMuchText, parse
 from rollyard.gateway.weight import Weight, has_more_values, weight_of
 from rollyard.tokens import Renderer
+from rollyard.tokens.base import ToolSchema
 from rollyard.tokens.splice import Book, Turn
 
-MOST_VALUES = 50_000
-"""About 10 ms of parsing. 4,096 messages with a call each have 40,000."""
-MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 4096, 16_384, 1024
-"""OpenAI's API takes 2,048 messages and 128 tools."""
-MOST_MODEL_CHARS = 256
-"""It is echoed in every event of a stream."""
-
+MOST_VALUES = 32_768
+"""About 10 ms of parsing. 3,000 messages with a call each have 30,000."""
 MOST_BYTES_PER_TOKEN, SLACK_BYTES = 32, 1 << 20
 """A body of more bytes than that for its context is not read. English has 5 bytes per token, Chinese written as \\uXXXX
 has 9; reasoning that a template leaves out counts, too."""
 LIKELY_CHARS = 6
-"""Per token. A text that is shorter than that for its context is tokenized once, as a whole; English has 4 to 5."""
+"""Per token; English has 4 to 5."""
+SURE_BYTES = 256 << 10
+"""A text has at most as many tokens as bytes. Up to here it is tokenized as a whole, whatever it is: to make a list of
+the tokens holds the interpreter for 35 ns each, 9 ms. A longer one is counted first."""
 PIECE_CHARS = 32 << 10
 MOST_THOUGHT = 16
 """Times the context: what all earlier turns may have thought, which templates leave out."""
@@ -67,7 +70,13 @@ class Intake:
             raise self._does_not_fit(_DoesNotFit.by_bytes(weight.bytes, room))
         if weight.is_light:
             return read(dialect, raw), key_of(dialect, raw), weight
-        ask, key = await self._aside.thread(weight.bytes, lambda it: (read(dialect, it), key_of(dialect, it)), raw)
+        try:
+            ask, key = await self._aside.thread(weight.bytes, lambda it: (read(dialect, it), key_of(dialect, it)), raw)
+        except TooMuchText as error:
+            if room is None:
+                raise Problem("too_large", str(error), code="too_much_text") from None
+            least = max(room + 1, error.chars // LIKELY_CHARS)
+            raise self._does_not_fit(_DoesNotFit(least, room, str(error))) from None
         return ask, key, weight
 
     async def begin(self, ask: Ask, weight: Weight) -> Turn:
@@ -100,19 +109,25 @@ class Intake:
         return self._bounds.too_long(error.least, error.room, is_first=is_first, detail=str(error))
 
     def _begun(self, ask: Ask) -> Turn:
-        room = self._bounds.room
-        if room is not None:
-            self._check_text(ask, room)
-        return self._book.begin(ask.messages, ask.tools)
+        place = self._book.find(ask.messages, ask.tools)
+        if place.leaf is not None:
+            self._check_text(place.new, ())
+            turn = self._book.extended(place)
+            if turn is not None:
+                return turn
+        self._check_text(ask.messages, ask.tools)
+        return self._book.rendered(place)
 
-    def _check_text(self, ask: Ask, room: int) -> None:
+    def _check_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
         """_DoesNotFit if it cannot, before anything works on all of it."""
+        room = self._bounds.room
+        if room is None:
+            return
         longest = self._renderer.longest_token_chars
-        chars = sum(map(len, _said(ask)))
-        least = -(-chars // longest)
-        if least <= room and chars > room * LIKELY_CHARS:
-            least = max(least, self._counted(_said(ask), room))
-        thought = [len(text) for text in _thought(ask.messages)]
+        least = -(-sum(map(len, _said(messages, tools))) // longest)
+        if least <= room and sum(map(_bytes, _said(messages, tools))) > SURE_BYTES:
+            least = max(least, self._counted(_said(messages, tools), room))
+        thought = [len(text) for text in _thought(messages)]
         if max(thought, default=0) > room * longest or sum(thought) > MOST_THOUGHT * room * LIKELY_CHARS:
             least = max(least, room + 1)  # no model of this context thought that
         if least > room:
@@ -147,12 +162,14 @@ def read(dialect: Dialect, raw: bytes | bytearray) -> Ask:
     if has_more_values(raw, MOST_VALUES):
         raise Problem("too_large", f"the body has more than {MOST_VALUES} JSON values", code="too_many_values")
     try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        body = parse(raw)
+    except ValueError as error:
         raise Problem("invalid", f"the body is not JSON: {error}") from None
+    except TooMuchStructure as error:
+        raise Problem("too_large", str(error), code="too_much_structure") from None
     if not isinstance(body, dict):
         raise Problem("invalid", "the body has to be a JSON object")
-    _check_counts(body)
+    check_counts(body)
     try:
         return dialect.read(body)
     except RecursionError:
@@ -164,55 +181,17 @@ def key_of(dialect: Dialect, raw: bytes | bytearray) -> bytes:
     return blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
 
 
-def _check_counts(body: Mapping[str, Json]) -> None:
-    """The lists that every dialect has, whatever else is in them."""
-    for name in ("messages", "input"):
-        items = body.get(name)
-        if isinstance(items, list):
-            _check_length(name, len(items), MOST_MESSAGES)
-            parts = sum(map(_parts, items))
-            if parts > MOST_PARTS:
-                message = f"Invalid '{name}': they have {parts} parts in all, and {MOST_PARTS} is the maximum."
-                raise Problem("invalid", message, code="array_above_max_length", param=name)
-    tools = body.get("tools")
-    if isinstance(tools, list):
-        _check_length("tools", len(tools), MOST_TOOLS)
-    model = body.get("model")
-    if isinstance(model, str) and len(model) > MOST_MODEL_CHARS:
-        message = f"Invalid 'model': a name has at most {MOST_MODEL_CHARS} characters, this one {len(model)}."
-        raise Problem("invalid", message, code="string_above_max_length", param="model")
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _check_length(name: str, length: int, most: int) -> None:
-    if length > most:
-        message = (
-            f"Invalid '{name}': array too long. Expected an array with maximum length {most}, "
-            f"but got an array with length {length} instead."
-        )
-        raise Problem("invalid", message, code="array_above_max_length", param=name)
-
-
-def _parts(item: Json) -> int:
-    """Of one message: its content, calls and what else is a list, and the lists of content in those."""
-    if not isinstance(item, dict):
-        return 0
-    count = 0
-    for value in item.values():
-        if isinstance(value, list):
-            count += len(value)
-            for part in value:
-                inner = part.get("content") if isinstance(part, dict) else None
-                count += len(inner) if isinstance(inner, list) else 0
-    return count
-
-
-def _said(ask: Ask) -> Iterator[str]:
+def _said(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Iterator[str]:
     """The texts that are surely rendered: without what a template may leave out."""
-    for message in ask.messages:
+    for message in messages:
         for text in _content(message):
             yield text.rpartition(_THINK_CLOSE)[2]
         yield from _strings(message.get("tool_calls"))
-    for tool in ask.tools:
+    for tool in tools:
         yield from _strings(tool.get("function"))
 
 

@@ -55,7 +55,7 @@ def _values(raw: bytes | bytearray, most: int) -> int:
         count += _structure(raw, at, quote if quote >= 0 else len(raw), most - count)
         if quote < 0:
             break
-        at = _behind_string(raw, quote + 1)
+        at = behind_string(raw, quote + 1)
     return count
 
 
@@ -69,7 +69,7 @@ def _structure(raw: bytes | bytearray, start: int, end: int, most: int | None = 
     return count
 
 
-def _behind_string(raw: bytes | bytearray, at: int) -> int:
+def behind_string(raw: bytes | bytearray, at: int) -> int:
     """A step may end before an escape that it has only half of: the next one begins there."""
     while True:
         found = _INSIDE.match(raw, at, at + STEP_BYTES)

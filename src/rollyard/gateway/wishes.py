@@ -26,6 +26,7 @@ import orjson
 from rollyard.core import Json, Sampling
 from rollyard.engines.base import Kind
 from rollyard.gateway.base import Ask, Problem, Wish
+from rollyard.gateway.counts import weigh
 
 OVERRULED = "the task's sampling counts"
 UNKNOWN = "unknown here, and ignored"
@@ -118,13 +119,18 @@ class Wishes:
         if _CONSTRAINTS & self._sampling.extra.keys():
             return OVERRULED, {}
         schema = wanted.get("schema")
-        if schema is not None and len(orjson.dumps(schema)) > MOST_SCHEMA_BYTES:
+        if schema is not None and _is_long(schema):
             return f"its schema has more than {MOST_SCHEMA_BYTES} bytes", {}
         if kind is Kind.VLLM:
             return "", {"structured_outputs": {"json_object": True} if schema is None else {"json": schema}}
         if kind is Kind.SGLANG:
             return "", {"json_schema": json.dumps({"type": "object"} if schema is None else schema)}
         return f"engines of kind {kind} have no structured output", {}
+
+
+def _is_long(schema: Json) -> bool:
+    """Weighed first: to write a long one takes long, too."""
+    return weigh(schema)[0] > MOST_SCHEMA_BYTES or len(orjson.dumps(schema)) > MOST_SCHEMA_BYTES
 
 
 def _warnings(refused: Mapping[str, str]) -> tuple[str, ...]:

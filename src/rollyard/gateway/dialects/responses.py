@@ -25,6 +25,7 @@ import orjson
 
 from rollyard.core import Json
 from rollyard.gateway.base import Ask, Problem, Told, Wish, Writer
+from rollyard.gateway.counts import weigh
 from rollyard.gateway.dialects import _wished
 from rollyard.gateway.dialects._responses_calls import Toolbox
 from rollyard.gateway.dialects._responses_input import Transcript
@@ -148,7 +149,8 @@ def _echo(body: Mapping[str, Json], name: str) -> orjson.Fragment | None:
     """As it stands in the answer, written once: a stream says it three times. What is long is left out."""
     value = body.get(name)
     try:
-        written = orjson.dumps(value) if value else b""
+        is_short = weigh(value)[0] <= MOST_ECHO_BYTES
+        written = orjson.dumps(value) if value and is_short else b""
         return orjson.Fragment(written) if 0 < len(written) <= MOST_ECHO_BYTES else None
     except orjson.JSONEncodeError:  # it reads four times as deep as it writes
         raise Problem("invalid", f"{name} is nested too deeply", param=name) from None
