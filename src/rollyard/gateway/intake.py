@@ -98,11 +98,19 @@ class Intake:
         """Of each sampled token, with its text; None if the engine gave none."""
         if generation.logprobs is None:
             return None
-        return await self._aside.run(8 * len(generation.token_ids), self._logprobs, generation)
+        tokens = len(generation.token_ids) + sum(map(len, generation.tops or ()))
+        return await self._aside.run(8 * tokens, self._logprobs, generation)
 
     def _logprobs(self, generation: Generation) -> tuple[TokenLogprob, ...]:
-        pairs = zip(generation.token_ids, generation.logprobs or (), strict=True)
-        return tuple(TokenLogprob(self._renderer.decode([token]), value) for token, value in pairs)
+        tops = generation.tops or [()] * len(generation.token_ids)
+        rows = zip(generation.token_ids, generation.logprobs or (), tops, strict=True)
+        return tuple(
+            TokenLogprob(self._decoded(token), value, tuple(TokenLogprob(self._decoded(it), one) for it, one in top))
+            for token, value, top in rows
+        )
+
+    def _decoded(self, token: int) -> str:
+        return self._renderer.decode([token])
 
     def _does_not_fit(self, error: _DoesNotFit) -> Problem:
         is_first = not self._book.turns

@@ -86,7 +86,10 @@ class GatewaySession:
             reasoning=options.reasoning,
         )
         self._wishes = Wishes(
-            task.sampling, is_strict=options.is_strict, has_structured_output=options.has_structured_output
+            task.sampling,
+            is_strict=options.is_strict,
+            has_structured_output=options.has_structured_output,
+            call_grammar=lambda names, is_one: renderer.call_grammar(names, is_one=is_one),
         )
         self._asked = Remembered()
         self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
@@ -317,7 +320,7 @@ class GatewaySession:
                 prompt_tokens=exchange.prompt_tokens,
                 stop=exchange.granted.stop,
                 logprobs=logprobs,
-                warnings=exchange.granted.warnings,
+                warnings=exchange.granted.warnings_of(told.tool_calls),
             )
         exchange.sampled, exchange.engine, exchange.is_late = generation, self._session.engine, self._clock.is_expired
         if generation.token_ids:
