@@ -5,6 +5,7 @@ import io
 import json
 import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from rollyard.core.failure import InvalidRequest
 from rollyard.gateway import aside as aside_module
 from rollyard.gateway import intake, parser
-from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES
+from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES, GatewayApp
 from rollyard.gateway.aside import LARGE_BYTES, Aside
 from rollyard.gateway.base import Problem
 from rollyard.gateway.counts import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
@@ -126,6 +127,37 @@ async def test_a_body_that_is_far_beyond_the_context_is_not_read(monkeypatch: py
             assert status == 400 and "1000" in answer["error"]["message"], answer
         monkeypatch.undo()
         assert (await post(site, raw[:-1]))[0] == 413
+
+
+async def test_a_body_that_is_too_long_for_the_context_is_not_kept_while_it_arrives():
+    """A sandbox has 16 connections, and 16 MiB for each would be kept until the last byte."""
+    chunk = b"x" * (256 << 10)
+    received: list[int] = []
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        received.append(len(chunk))
+        return {"type": "http.request", "body": chunk, "more_body": len(received) < 64}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with gateway(says("ok"), engine_options={"max_context": 1000}) as site:
+        scope = {"headers": [], "path": "/v1/chat/completions", "method": "POST"}
+        await GatewayApp(site.session)(scope, receive, send)
+    assert sent[0]["status"] == 400 and b"context_length_exceeded" in sent[1]["body"]
+    assert sum(received) <= SLACK_BYTES + 1000 * MOST_BYTES_PER_TOKEN + len(chunk)
+
+
+async def test_a_piece_that_cannot_be_started_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch):
+    aside = Aside()
+    closed = ThreadPoolExecutor(1)
+    closed.shutdown()
+    with monkeypatch.context() as patched:
+        patched.setattr(aside_module, "_SMALL", closed)
+        with pytest.raises(RuntimeError):
+            await aside.thread(1, len, "abc")
+    assert await aside.thread(1, len, "abc") == 3
 
 
 def test_a_long_text_full_of_commas_is_not_taken_for_many_values():

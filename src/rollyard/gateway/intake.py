@@ -62,12 +62,18 @@ class Intake:
         self._bounds = bounds
         self._aside = Aside()
 
+    def check_size(self, size: int) -> None:
+        """Raises Problem if a body of so many bytes is too long for the context. Checked while it arrives: a sandbox
+        may have several connections, and each would keep 16 MiB."""
+        room = self._bounds.room
+        if room is not None and size > SLACK_BYTES + room * MOST_BYTES_PER_TOKEN:
+            raise self._does_not_fit(_DoesNotFit.by_bytes(size, room))
+
     async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
-        """What it says, its key among requests that may be retries, and how much work it is. Raises Problem."""
+        """Returns the request, its key among requests that may be retries, and its weight. Raises Problem."""
         weight = weight_of(raw)
         room = self._bounds.room
-        if room is not None and weight.bytes > SLACK_BYTES + room * MOST_BYTES_PER_TOKEN:
-            raise self._does_not_fit(_DoesNotFit.by_bytes(weight.bytes, room))
+        self.check_size(weight.bytes)
         if weight.is_light:
             return read(dialect, raw), key_of(dialect, raw), weight
         try:
@@ -162,7 +168,7 @@ class _DoesNotFit(Exception):
     @classmethod
     def by_bytes(cls, size: int, room: int) -> _DoesNotFit:
         most = SLACK_BYTES + room * MOST_BYTES_PER_TOKEN
-        detail = f"the body has {size} bytes; for a context of {room} tokens at most {most} are read"
+        detail = f"the body has {size} bytes or more; for a context of {room} tokens at most {most} are read"
         return cls(max(room + 1, size // MOST_BYTES_PER_TOKEN), room, detail)
 
 

@@ -167,6 +167,10 @@ class GatewaySession:
 
     # --- a request
 
+    def check_size(self, size: int) -> None:
+        """Raises Problem if a body of so many bytes is too long for the context."""
+        self._intake.check_size(size)
+
     async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
         """What a request says, its key, and its weight: see `Intake.read`."""
         return await self._intake.read(dialect, raw)

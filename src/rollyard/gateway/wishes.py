@@ -3,11 +3,11 @@
 The task's sampling is the ceiling: a client may end a completion earlier and ask to see more of it, and changes nothing
 that the task or the operator has fixed. What is granted:
 
-- `stop`: given to the engine; whatever the engine makes of it, the client is told nothing behind the first such text.
+- `stop`: given to the engine. Whether or not the engine obeys, the client receives nothing after the first such text.
 - `seed`: mixed with the run's seed and the rollout: two requests with the same seed are alike in one rollout, and the
   members of a group, which may all send 42, are not.
 - `logprobs`: those of the trace. `top_logprobs`: asked of the engine, and not recorded.
-- no calls (`tool_choice: none`): a call is told as the text that the model wrote.
+- no calls (`tool_choice: none`): a call is returned as the text that the model wrote.
 - calls (`tool_choice`: required, or one tool) and a format (`response_format`): by the engine's structured output,
   where the task allows it (`structured_output`); calls only where the renderer has their grammar. A client that
   constrains what is sampled writes tokens in the policy's name, so such a trace is not trained on. That is also why it
@@ -44,7 +44,7 @@ _WITH_TOPS = (Kind.VLLM, Kind.SGLANG)
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """How one completion is sampled and told. `warnings` are for the client, each `field: why`."""
+    """How one completion is sampled and returned. `warnings` are for the client, each `field: why`."""
 
     sampling: Sampling
     stop: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Granted:
         return self.warnings if is_kept else (*self.warnings, f"{self.constraint}: the model called no tool")
 
     def plain(self, sampling: Sampling, why: str) -> Granted:
-        """The same for an engine that refuses what was asked for. What is told still ends at a stop text."""
+        """The same for an engine that refuses what was asked for. The reply still ends at a stop text."""
         warnings = list(self.warnings)
         if self.constraint:
             warnings.append(f"{self.constraint}: {why}")
