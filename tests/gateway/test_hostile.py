@@ -84,7 +84,9 @@ async def test_more_messages_parts_or_tools_than_the_bound_are_refused_by_name(d
     parts = [{"role": "user", "content": [part] * (MOST_PARTS // 2)}] * 2
     result = {"type": "tool_result", "tool_use_id": "a", "content": [part] * MOST_PARTS}
     hostile = {
-        f"maximum length {MOST_MESSAGES}": messages_of(dialect, [{"role": "user", "content": ""}] * 10_000),
+        f"maximum length {MOST_MESSAGES}": messages_of(
+            dialect, [{"role": "user", "content": ""}] * (MOST_MESSAGES + 1)
+        ),
         f"{MOST_PARTS} is the maximum": messages_of(dialect, [*parts, {"role": "user", "content": [part]}]),
         f"maximum length {MOST_TOOLS}": messages_of(dialect, [USER], tools=[{}] * (MOST_TOOLS + 1)),
         "at most 256 characters": messages_of(dialect, [USER], model="m" * 257),

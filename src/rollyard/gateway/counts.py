@@ -14,7 +14,7 @@ from rollyard.core import Json
 from rollyard.gateway.base import Problem
 from rollyard.gateway.weight import has_more_values
 
-MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 4096, 8192, 1024
+MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 4096, 4096, 1024
 """OpenAI's API takes 2,048 messages and 128 tools."""
 MOST_MODEL_CHARS = 256
 """It is echoed in every event of a stream."""
