@@ -249,6 +249,19 @@ async def test_a_continued_call_does_not_reuse_its_seed() -> None:
         assert seeds[0] == 5 and seeds[1] != 5
 
 
+@pytest.mark.parametrize(("dialect", "name"), [("vllm", "structured_outputs"), ("sglang", "ebnf")])
+async def test_a_form_does_not_begin_anew_in_the_middle_of_a_completion(dialect: Any, name: str) -> None:
+    """An engine knows nothing of the tokens that were sampled before: it would ask for the whole form again."""
+    sampling = Sampling(extra={name: {"grammar": "root ::= x"} if dialect == "vllm" else "root ::= x", "min_p": 0.1})
+    async with ScriptedEngine(stalls_at_first(9), dialect=dialect) as server, routed(server) as router:
+        async with router.session("default", "s1") as session:
+            generation = await complete(session, model_s=0.2, sampling=sampling)
+        first, second = (call.body["sampling_params"] for call in server.calls)
+        assert name in first and name not in second and second["min_p"] == 0.1
+        assert "not constrained as its beginning" in generation.untrainable
+        assert text_of(generation) == WORDS
+
+
 async def test_chat_goes_elsewhere_too() -> None:
     async with (
         ScriptedEngine(lambda _: "yes") as one,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -27,7 +28,9 @@ from rollyard.engines import (
     wire,
 )
 from rollyard.engines import http as http_module
+from rollyard.engines.base import Generation
 from rollyard.engines.http import Http
+from rollyard.engines.joining import Kept
 from rollyard.testing.script import Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import END_ID, PROMPT, TOKENIZER, probed
@@ -454,3 +457,36 @@ async def test_what_sglang_refuses_in_a_stream(
             await engine.generate(request(), Told())
         assert bool(caught.value.data.get("context")) is is_context
         await engine.close()
+
+
+# --- the likeliest tokens at each place
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_the_likeliest_tokens_are_those_of_each_place(dialect: str, is_stream: bool, http: Http) -> None:
+    async with ScriptedEngine(lambda _: Reply(WORDS, tokens_per_s=400), **DIALECTS[dialect]) as server:
+        engine = await probed(server, http)
+        told = Told() if is_stream else None
+        found = await engine.generate(request("a", top_logprobs=2), told)
+        assert found.tops is not None and len(found.tops) == len(found.token_ids)
+        for token, top in zip(found.token_ids, found.tops, strict=True):
+            assert len(top) == 2 and top[0][0] == token and top[0][1] > top[1][1]
+        plain = await engine.generate(request("b"), told)
+        assert plain.tops is None and plain.token_ids == found.token_ids and plain.logprobs == found.logprobs
+
+
+async def test_a_masked_neighbour_is_left_out(http: Http) -> None:
+    tops = [{"token_id": 8, "logprob": -9999.0}, {"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": -0.7}]
+    entry = {"token_id": 7, "logprob": -0.5, "top_logprobs": tops}
+    async with streaming(vllm_event(7, finish="stop", logprobs={"content": [entry]})) as url:
+        found = await vllm_at(url, http).generate(request(top_logprobs=3), Told())
+        assert found.tops == (((7, -0.5), (9, -0.7)),)
+
+
+@pytest.mark.parametrize("first", [(((7, -0.5),),), None])
+def test_the_likeliest_tokens_of_several_calls_are_joined_or_none(first: Any) -> None:
+    kept = Kept()
+    for token, tops in ((7, first), (8, (((8, -0.1),),))):
+        kept.add(Generation(array("i", [token]), array("f", [-0.5]), "stop", tops=tops))
+    assert kept.generation("stop").tops == (None if first is None else (((7, -0.5),), ((8, -0.1),)))

@@ -52,7 +52,7 @@ async def test_what_goes_wrong_there_is_told():
 def test_the_size_of_a_message_is_that_of_its_strings():
     call = {"function": {"name": "f", "arguments": "12345"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "abc"}], "tool_calls": [call]}]
-    assert text_size(messages) == len("user") + len("textabc") + len("f12345")
+    assert text_size(messages) == len("user") + len("typetexttextabc") + len("functionnamefarguments12345")
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]

@@ -5,6 +5,7 @@ import io
 import json
 import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,15 +17,13 @@ from hypothesis import strategies as st
 
 from rollyard.core.failure import InvalidRequest
 from rollyard.gateway import aside as aside_module
-from rollyard.gateway import intake
-from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES
+from rollyard.gateway import intake, parser
+from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES, GatewayApp
 from rollyard.gateway.aside import LARGE_BYTES, Aside
 from rollyard.gateway.base import Problem
+from rollyard.gateway.counts import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from rollyard.gateway.intake import (
     MOST_BYTES_PER_TOKEN,
-    MOST_MESSAGES,
-    MOST_PARTS,
-    MOST_TOOLS,
     MOST_VALUES,
     PIECE_CHARS,
     SLACK_BYTES,
@@ -85,7 +84,9 @@ async def test_more_messages_parts_or_tools_than_the_bound_are_refused_by_name(d
     parts = [{"role": "user", "content": [part] * (MOST_PARTS // 2)}] * 2
     result = {"type": "tool_result", "tool_use_id": "a", "content": [part] * MOST_PARTS}
     hostile = {
-        f"maximum length {MOST_MESSAGES}": messages_of(dialect, [{"role": "user", "content": ""}] * 10_000),
+        f"maximum length {MOST_MESSAGES}": messages_of(
+            dialect, [{"role": "user", "content": ""}] * (MOST_MESSAGES + 1)
+        ),
         f"{MOST_PARTS} is the maximum": messages_of(dialect, [*parts, {"role": "user", "content": [part]}]),
         f"maximum length {MOST_TOOLS}": messages_of(dialect, [USER], tools=[{}] * (MOST_TOOLS + 1)),
         "at most 256 characters": messages_of(dialect, [USER], model="m" * 257),
@@ -104,7 +105,7 @@ async def test_more_messages_parts_or_tools_than_the_bound_are_refused_by_name(d
 async def test_a_body_of_too_many_values_is_never_parsed(dialect: Any, monkeypatch: pytest.MonkeyPatch):
     parsed: list[int] = []
     loads = orjson.loads
-    monkeypatch.setattr(intake.orjson, "loads", lambda raw: (parsed.append(len(raw)), loads(raw))[1])
+    monkeypatch.setattr(parser.orjson, "loads", lambda raw: (parsed.append(len(raw)), loads(raw))[1])
     bodies = [
         b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * 578_000) + b"]}",
         b'{"messages":[' + b"[]," * 5_000_000 + b"[]]}",
@@ -128,6 +129,37 @@ async def test_a_body_that_is_far_beyond_the_context_is_not_read(monkeypatch: py
             assert status == 400 and "1000" in answer["error"]["message"], answer
         monkeypatch.undo()
         assert (await post(site, raw[:-1]))[0] == 413
+
+
+async def test_a_body_that_is_too_long_for_the_context_is_not_kept_while_it_arrives():
+    """A sandbox has 16 connections, and 16 MiB for each would be kept until the last byte."""
+    chunk = b"x" * (256 << 10)
+    received: list[int] = []
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        received.append(len(chunk))
+        return {"type": "http.request", "body": chunk, "more_body": len(received) < 64}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with gateway(says("ok"), engine_options={"max_context": 1000}) as site:
+        scope = {"headers": [], "path": "/v1/chat/completions", "method": "POST"}
+        await GatewayApp(site.session)(scope, receive, send)
+    assert sent[0]["status"] == 400 and b"context_length_exceeded" in sent[1]["body"]
+    assert sum(received) <= SLACK_BYTES + 1000 * MOST_BYTES_PER_TOKEN + len(chunk)
+
+
+async def test_a_piece_that_cannot_be_started_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch):
+    aside = Aside()
+    closed = ThreadPoolExecutor(1)
+    closed.shutdown()
+    with monkeypatch.context() as patched:
+        patched.setattr(aside_module, "_SMALL", closed)
+        with pytest.raises(RuntimeError):
+            await aside.thread(1, len, "abc")
+    assert await aside.thread(1, len, "abc") == 3
 
 
 def test_a_long_text_full_of_commas_is_not_taken_for_many_values():

@@ -18,8 +18,9 @@ from rollyard.gateway.base import Ask, Problem, Wish
 from rollyard.gateway.intake import read
 from rollyard.gateway.options import options_of
 from rollyard.gateway.telling import cut_at
-from rollyard.gateway.wishes import MOST_SCHEMA_BYTES, MOST_WARNINGS, Wishes
+from rollyard.gateway.wishes import MOST_SCHEMA_BYTES, MOST_WARNINGS, Granted, Wishes
 from rollyard.testing import scripted_engine
+from rollyard.tokens.grammar import hermes_calls
 from tests.gateway.site import Site, gateway
 from tests.gateway.test_openai_sdk import LS, TWO_CALLS, says
 
@@ -53,7 +54,7 @@ async def test_a_client_learns_what_was_overruled_and_what_is_unknown():
             model="m", messages=HELLO, temperature=0.2, tool_choice="required", extra_body={"frobnicate": 1}
         )
         said = "temperature: the task's sampling counts"
-        for word in (said, "tool_choice: the task's", "frobnicate: unknown here"):
+        for word in (said, "tool_choice: the task", "frobnicate: unknown here"):
             assert word in chat.headers[WARNINGS]
         assert said in chat.parse().warnings
         responses = await ours.responses.with_raw_response.create(
@@ -217,14 +218,14 @@ async def test_a_seed_is_the_same_in_one_rollout_and_another_in_the_next():
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_logprobs_are_those_of_the_trace(is_stream: bool):
     async with clients("hi there") as (site, ours, _):
-        asked: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+        asked: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True}
         found: list[Any] = []
         if is_stream:
             async for chunk in await ours.chat.completions.create(**asked, stream=True):
                 found += [it for choice in chunk.choices if choice.logprobs for it in choice.logprobs.content]
         else:
             answer = await ours.chat.completions.with_raw_response.create(**asked)
-            assert "top_logprobs: the task's" in answer.headers[WARNINGS]
+            assert WARNINGS not in answer.headers
             found = answer.parse().choices[0].logprobs.content
         (trace,) = site.verified().traces
         span = trace.spans[0]
@@ -247,6 +248,65 @@ async def test_logprobs_of_a_response(is_stream: bool):
         assert "".join(it.token for it in response.output[0].content[0].logprobs).startswith("hi there")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_top_logprobs_are_the_engines_and_change_nothing_in_the_trace(api: str, is_stream: bool):
+    async with clients("hi there") as (site, ours, _):
+        found: list[Any] = []
+        if api == "chat":
+            asked: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+            if is_stream:
+                async for chunk in await ours.chat.completions.create(**asked, stream=True):
+                    found += [it for choice in chunk.choices if choice.logprobs for it in choice.logprobs.content]
+            else:
+                found = (await ours.chat.completions.create(**asked)).choices[0].logprobs.content
+        else:
+            asked = {"model": "m", "input": "hello", "top_logprobs": 3}
+            if is_stream:
+                async with ours.responses.stream(**asked) as stream:
+                    response = await stream.get_final_response()
+            else:
+                response = await ours.responses.create(**asked)
+            found = response.output[0].content[0].logprobs
+        assert params(site)["logprobs"] == 3
+        assert "".join(it.token for it in found).startswith("hi there")
+        for it in found:
+            values = [top.logprob for top in it.top_logprobs]
+            assert len(values) == 3 and values == sorted(values, reverse=True)
+            assert it.top_logprobs[0].token == it.token
+        assert site.verified().traces[0].is_trainable
+
+
+async def test_an_engine_that_refuses_top_logprobs_is_asked_without_them():
+    async with clients("hi there") as (site, ours, _):
+        known = site.engine._check
+
+        def check(body: Any, prompt: Any) -> None:
+            known(body, prompt)
+            if body["sampling_params"].get("logprobs"):
+                raise scripted_engine._Refusal("at most 0 logprobs", 400)
+
+        site.engine._check = check  # type: ignore[method-assign]
+        asked: dict[str, Any] = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+        reply = await ours.chat.completions.create(**asked)
+        assert reply.warnings == ["top_logprobs: this engine refuses it"]
+        assert all(it.top_logprobs == [] for it in reply.choices[0].logprobs.content)
+        assert site.verified().traces[0].is_trainable
+
+
+def test_top_logprobs_are_bounded_and_need_logprobs():
+    for top in (-1, 21, True, "3", 1.5):
+        for dialect in (CHAT, RESPONSES):
+            body = {"model": "m", "messages": HELLO, "input": "hello", "logprobs": True, "top_logprobs": top}
+            with pytest.raises(Problem, match=r"top_logprobs.*from 0 to 20"):
+                read(dialect, orjson.dumps(body))
+    with pytest.raises(Problem, match="it needs 'logprobs'"):
+        read(CHAT, orjson.dumps({"model": "m", "messages": HELLO, "top_logprobs": 3}))
+    asked = Ask((), wishes=(Wish("top_logprobs", "top_logprobs", 3),))
+    granted = Wishes(Sampling(), is_strict=False, has_structured_output=False).grant(asked, Kind.PRORL)
+    assert granted.warnings == ("top_logprobs: engines of kind prorl give none",) and not granted.top_logprobs
+
+
 # --- tools
 
 
@@ -260,6 +320,84 @@ async def test_without_tool_choice_a_call_is_told_as_text(is_stream: bool):
         await chatted(ours, again, is_stream, tools=[LS], tool_choice="none")
         (trace,) = site.verified().traces
         assert len(trace.spans) == 2
+
+
+CHOICES: Any = {
+    "chat": lambda ours, _, name: ours.chat.completions.with_raw_response.create(
+        model="m",
+        messages=HELLO,
+        tools=[LS],
+        tool_choice={"type": "function", "function": {"name": name}} if name else "required",
+    ),
+    "responses": lambda ours, _, name: ours.responses.with_raw_response.create(
+        model="m",
+        input="hello",
+        tools=[{"type": "function", **LS["function"]}],
+        tool_choice={"type": "function", "name": name} if name else "required",
+    ),
+    "messages": lambda _, theirs, name: theirs.messages.with_raw_response.create(
+        model="m",
+        max_tokens=99,
+        messages=HELLO,
+        tools=[{"name": "ls", "input_schema": {"type": "object"}}],
+        tool_choice={"type": "tool", "name": name} if name else {"type": "any"},
+    ),
+}
+CALL = '<tool_call>\n{"name": "ls", "arguments": {"path": "/"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("name", ["ls", ""])
+@pytest.mark.parametrize("dialect", CHOICES)
+async def test_a_call_is_forced_by_grammar_where_the_task_allows_it(dialect: str, name: str):
+    async with clients(CALL, options={"structured_output": True}) as (site, ours, theirs):
+        answer = await CHOICES[dialect](ours, theirs, name)
+        assert WARNINGS not in answer.headers
+        assert params(site)["structured_outputs"] == {"grammar": hermes_calls(["ls"], is_one=bool(name))}
+        (trace,) = site.verified().traces
+        assert not trace.is_trainable and "constrained by the client: tool_choice" in str(trace.untrainable_reason)
+    async with clients(CALL) as (site, ours, theirs):
+        answer = await CHOICES[dialect](ours, theirs, name)
+        assert "tool_choice: the task does not allow it" in answer.headers[WARNINGS]
+        assert "structured_outputs" not in params(site) and site.verified().traces[0].is_trainable
+    async with clients(CALL, options={"strict": True}) as (_, ours, theirs):
+        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="'tool_choice'"):
+            await CHOICES[dialect](ours, theirs, name)
+    async with clients(CALL, options={"structured_output": True}) as (_, ours, theirs):
+        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="a tool that is not in 'tools'"):
+            await CHOICES[dialect](ours, theirs, "rm")
+
+
+async def test_a_client_learns_that_no_call_came_of_it():
+    async with clients("no call", options={"structured_output": True}) as (site, ours, _):
+        answer = await CHOICES["chat"](ours, None, "ls")
+        assert answer.parse().warnings == ["tool_choice: the model called no tool"]
+        refuse(site, "structured_outputs")
+        answer = await CHOICES["chat"](ours, None, "")
+        assert answer.parse().warnings == ["tool_choice: this engine refuses it"]
+        assert [trace.is_trainable for trace in site.verified().traces] == [False, True]
+
+
+def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
+    def grant(*wishes: Wish, tools: Any = (LS,), grammar: Any = hermes_calls, kind: Kind = Kind.SGLANG) -> Granted:
+        ours = Wishes(
+            Sampling(),
+            is_strict=False,
+            has_structured_output=True,
+            call_grammar=lambda names, is_one: grammar(names, is_one=is_one),
+        )
+        return ours.grant(Ask((), tools=tools, wishes=wishes), kind)
+
+    any_call, json_object = Wish("calls", "tool_choice", ""), Wish("format", "f", {"type": "json_object"})
+    assert grant(any_call).sampling.extra == {"ebnf": hermes_calls(["ls"], is_one=False)}
+    assert grant(any_call, tools=()).warnings == ("tool_choice: no tools are offered",)
+    assert "not known" in grant(any_call, grammar=lambda *_, is_one: None).warnings[0]
+    assert "no structured output" in grant(any_call, kind=Kind.PRORL).warnings[0]
+    many = [{"type": "function", "function": {"name": f"{n:0100}"}} for n in range(300)]
+    assert f"more than {MOST_SCHEMA_BYTES} bytes" in grant(any_call, tools=many).warnings[0]
+    odd = {"type": "function", "function": {"name": 'x" | root'}}
+    assert "not known" in grant(any_call, tools=[LS, odd]).warnings[0]
+    both = grant(json_object, any_call)
+    assert both.warnings == ("tool_choice: f constrains the completion already",) and not both.has_to_call
 
 
 # --- formats

@@ -39,6 +39,7 @@ __all__ = [
     "PauseMode",
     "Role",
     "Session",
+    "Top",
     "VersionSpan",
 ]
 
@@ -69,6 +70,7 @@ class GenerateRequest:
     cache_salt: str = ""
     priority: int = 0
     stop: tuple[str, ...] = ()  # texts that end it; the ids that say them are part of it
+    top_logprobs: int = 0  # how many of the likeliest tokens are returned for each sampled one
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,10 @@ class VersionSpan:
     version: int
     start: int
     end: int
+
+
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one place with their logprobs, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ class Generation:
     columns: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     untrainable: str = ""  # why it must not be trained on; empty: it may be
     is_tokenizer_verified: bool = True
+    tops: tuple[Top, ...] | None = None  # one for each token; None: not asked for, or the engine gave none
 
 
 OnTokens = Callable[[Sequence[int]], None]
@@ -230,6 +237,7 @@ class Session(Protocol):
         resume: Generation | None = None,
         stop: asyncio.Future[None] | None = None,
         stop_texts: tuple[str, ...] = (),
+        top_logprobs: int = 0,
     ) -> Generation:
         """One completion, its `versions` covering every token. When `clock` runs out the call is aborted, what
         was sampled goes to `salvage`, and DeadlineExpired is raised. An EngineFailure after something had been

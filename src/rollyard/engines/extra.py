@@ -29,6 +29,14 @@ _OPENAI = _COMMON | {
     *("reasoning_effort", "response_format", "seed", "service_tier", "stop", "thinking", "top_k", "verbosity"),
 }
 
+CONSTRAINTS = frozenset(
+    (
+        *("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
+        *("ebnf", "json_schema", "regex", "structural_tag"),
+    )
+)
+"""What binds a completion to a form, from its first token on."""
+
 ALLOWED: Mapping[Kind, frozenset[str]] = {
     Kind.VLLM: _VLLM,
     Kind.SGLANG: _SGLANG,

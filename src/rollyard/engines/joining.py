@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Literal
 
-from rollyard.engines.base import Generation, VersionSpan
+from rollyard.engines.base import Generation, Top, VersionSpan
 
 NOTHING = Generation(array("i"), array("f"), "abort")
 
@@ -16,6 +16,7 @@ class Kept:
     def __init__(self) -> None:
         self.token_ids: array[int] = array("i")
         self._logprobs: array[float] | None = array("f")
+        self._tops: tuple[Top, ...] | None = ()
         self._versions: list[VersionSpan] = []
         self._parts: list[Generation] = []
         self._untrainable = ""
@@ -31,6 +32,10 @@ class Kept:
             self._logprobs += part.logprobs
         elif part.token_ids:
             self._logprobs = None  # a hole in them: better none than a guess
+        if self._tops is not None and part.tops is not None:
+            self._tops += part.tops
+        elif part.token_ids:
+            self._tops = None
         for span in part.versions:
             last = self._versions[-1] if self._versions else None
             if last is not None and last.version == span.version:
@@ -51,4 +56,5 @@ class Kept:
             columns=first.columns if len(self._parts) == 1 else {},
             untrainable=self._untrainable,
             is_tokenizer_verified=self._is_tokenizer_verified,
+            tops=self._tops or None,
         )

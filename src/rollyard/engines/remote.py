@@ -251,7 +251,7 @@ class RemoteEngine(ABC):
             if stream.finish is not None:  # it is whole: an engine that does not close is not waited for
                 reading.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
 
-        path, body = self._question(request, top=0, stream=True)
+        path, body = self._question(request, top=request.top_logprobs, stream=True)
         headers = session_headers(request.session_id, request.request_id)
         try:
             async with asyncio.timeout(None) as reading:  # which `hang_up` makes end now

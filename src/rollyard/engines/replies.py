@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from rollyard.engines.base import Generation, VersionSpan
+from rollyard.engines.base import Generation, Top, VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -33,6 +33,12 @@ def ids_of(values: Sequence[int]) -> array[int]:
     if ids and min(ids) < 0:
         raise ValueError(f"token id {min(ids)} is negative")
     return ids
+
+
+def top_of(pairs: Iterable[tuple[int, float | None]], most: int) -> Top:
+    """So many of the likeliest, in order. Engines add the sampled token to them, and a masked one has no logprob."""
+    found = [(token, value) for token, value in pairs if value is not None and value > MISSING and math.isfinite(value)]
+    return tuple(sorted(found, key=lambda pair: -pair[1])[:most])
 
 
 def logprobs_of(values: Sequence[float | None] | None, token_count: int) -> array[float] | None:

@@ -26,8 +26,11 @@ from rollyard.core import Deadline, DeadlineExpired, Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout, EngineUnavailable
 from rollyard.engines.base import ChatReply, Engine, GenerateRequest, Generation, OnTokens
 from rollyard.engines.calling import Caller, RouterStats, SessionSettings
+from rollyard.engines.extra import CONSTRAINTS
 from rollyard.engines.joining import Kept
 from rollyard.engines.pool import Call, Health, Member, Pool
+
+UNBOUND = "the rest of an interrupted completion is not constrained as its beginning was"
 
 
 class RoutedSession:
@@ -77,6 +80,7 @@ class RoutedSession:
         resume: Generation | None = None,
         stop: asyncio.Future[None] | None = None,
         stop_texts: tuple[str, ...] = (),
+        top_logprobs: int = 0,
     ) -> Generation:
         kept = Kept()
         if resume is not None and resume.token_ids:
@@ -109,6 +113,7 @@ class RoutedSession:
                     seed=seed if seed is None or not at else (seed + 1_000_003 * at) % (1 << 31),
                     stop_token_ids=stop_token_ids,
                     stop=stop_texts,
+                    top_logprobs=top_logprobs,
                     session_id=self._id,
                     cache_salt=f"{self._pool.name}:{member.version}",
                     priority=self._priority,
@@ -124,7 +129,7 @@ class RoutedSession:
                     await tries.spend(member, error)
                     continue
                 if part is not None:
-                    kept.add(part)
+                    kept.add(_unbound(part) if at and CONSTRAINTS & sampling.extra.keys() else part)
                 if ended == "clock":
                     raise DeadlineExpired(f"{clock.budget_s} s are used up")
                 if part is not None and part.finish_reason != "abort":
@@ -252,10 +257,18 @@ class _Stopped(Exception):
 
 
 def _rest_of(sampling: Sampling, at: int) -> Sampling:
-    """The same when so many tokens are there already: an engine refuses a least number above the most."""
+    """The same when so many tokens are there already: an engine refuses a least number above the most. A form that the
+    completion is bound to would begin anew in the middle of it, so the rest is not bound."""
     least = {name: sampling.extra.get(name) for name in ("min_tokens", "min_new_tokens")}
     left = {name: max(0, count - at) for name, count in least.items() if isinstance(count, int)}
-    return replace(sampling, extra={**sampling.extra, **left}) if left else sampling
+    bound = CONSTRAINTS & sampling.extra.keys()
+    if not left and not bound:
+        return sampling
+    return replace(sampling, extra={key: it for key, it in {**sampling.extra, **left}.items() if key not in bound})
+
+
+def _unbound(part: Generation) -> Generation:
+    return replace(part, untrainable=part.untrainable or UNBOUND)
 
 
 def _check_versions(part: Generation) -> None:

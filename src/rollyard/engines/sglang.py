@@ -23,7 +23,7 @@ import msgspec
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
 from rollyard.engines import replies
-from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation
+from rollyard.engines.base import EngineInfo, EngineSpec, GenerateRequest, Generation, Top
 from rollyard.engines.control import SglangControl
 from rollyard.engines.extra import allowed_extra
 from rollyard.engines.http import Http
@@ -118,9 +118,9 @@ class SglangEngine(RemoteEngine):
             return None
 
     async def _generate(self, request: GenerateRequest) -> Generation:
-        reply = self._wire.read(await self._ask(request, top=0), _Reply, "a generation")
+        reply = self._wire.read(await self._ask(request, top=request.top_logprobs), _Reply, "a generation")
         try:
-            return replies.check_length(self._read(reply), request.max_tokens)
+            return replies.check_length(self._read(reply, request.top_logprobs), request.max_tokens)
         except ValueError as error:
             raise self._wire.broken(str(error)) from None
 
@@ -155,7 +155,7 @@ class SglangEngine(RemoteEngine):
             body["priority"] = request.priority  # SGLang: the higher the earlier, as with us
         return Question("/generate", body)
 
-    def _read(self, reply: _Reply) -> Generation:
+    def _read(self, reply: _Reply, top: int) -> Generation:
         meta = reply.meta_info
         if meta.finish_reason is None:
             raise ValueError("a generation has no finish_reason")
@@ -179,6 +179,7 @@ class SglangEngine(RemoteEngine):
             else replies.spans_of([(meta.weight_version, 0, len(ids))], len(ids)),
             prompt_tokens=meta.prompt_tokens,
             cached_tokens=meta.cached_tokens,
+            tops=_tops(meta.output_top_logprobs, top),
         )
 
     def _take(self, stream: Stream, raw: bytes) -> Sequence[int]:
@@ -199,12 +200,16 @@ class SglangEngine(RemoteEngine):
             if finish is None or finish.type != "abort":
                 raise
             ids, entries = [], []
+        tops = meta.output_top_logprobs
+        if tops is not None and meta.completion_tokens is not None:  # more: see `_rest`
+            tops = tops[: meta.completion_tokens]
         return stream.take(
             ids,
             None if entries is None else [entry[0] for entry in entries],
             None if entries is None else [entry[1] for entry in entries],
             finish=None if finish is None else finish.type,
             version=meta.weight_version,
+            tops=None if tops is None else _tops(tops[-len(ids) :] if ids else (), stream.top),
         )
 
     def _check_finish(self, finish: _Finish, token_count: int) -> None:
@@ -234,6 +239,13 @@ class SglangEngine(RemoteEngine):
             return self._wire.read(await self._wire.get("/get_server_info"), _ServerInfo, "/get_server_info").version
         except (EngineRefused, EngineUnavailable, EngineBroken):
             return ""  # only for people to read
+
+
+def _tops(columns: Sequence[Sequence[_Logprob] | None] | None, most: int) -> tuple[Top, ...] | None:
+    """The likeliest tokens at each place, if they were asked for and all places have them."""
+    if not most or columns is None or None in columns:
+        return None
+    return tuple(replies.top_of(((token, value) for value, token, _ in found or ()), most) for found in columns)
 
 
 def _new(

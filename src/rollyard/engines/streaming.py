@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from rollyard.engines import replies
-from rollyard.engines.base import GenerateRequest, Generation
+from rollyard.engines.base import GenerateRequest, Generation, Top
 from rollyard.engines.replies import FinishReason
 
 
@@ -23,7 +23,9 @@ class Stream:
         self.finish: FinishReason | None = None  # set: it is complete, whatever becomes of its connection
         self.prompt_tokens = len(request.prompt_ids)
         self.cached_tokens: int | None = None
+        self.top = request.top_logprobs
         self._max_tokens = request.max_tokens
+        self._tops: list[Top] | None = [] if self.top else None
         self._logprobs: array[float] | None = array("f")
         self._spans: list[tuple[str, int, int]] = []
         self._columns: Mapping[str, bytes] = {}
@@ -38,6 +40,7 @@ class Stream:
         version: str | None = None,
         spans: Sequence[tuple[str, int, int]] | None = None,
         columns: Mapping[str, bytes] | None = None,
+        tops: Sequence[Top] | None = None,
     ) -> array[int]:
         """The new tokens, now taken. `listed` are the ids beside the logprobs; `version` is that of these tokens,
         `spans` are those of all of them, told at the end."""
@@ -63,6 +66,10 @@ class Stream:
             self._logprobs = None  # a hole in them: better none than a guess
         elif self._logprobs is not None and values is not None:
             self._logprobs += values
+        if tops is None or len(tops) != len(fresh):
+            self._tops = self._tops if not fresh else None
+        elif self._tops is not None:
+            self._tops += tops
         self._spans = all_spans
         self.finish = reason
         self._columns = columns or {}
@@ -79,6 +86,7 @@ class Stream:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             columns=self._columns,
+            tops=tuple(self._tops) if self._tops else None,
         )
 
     def _spans_cover(self) -> bool:

@@ -37,10 +37,13 @@ from rollyard.engines.vllm_shapes import (
     Event,
     Reply,
     Tokens,
+    ToppedEvent,
     Version,
     cached,
+    column_tops_of,
     only,
     token_of,
+    tops_of,
 )
 
 GENERATE = "inference/v1/generate"
@@ -102,9 +105,10 @@ class VllmEngine(RemoteEngine):
     # --- one generation
 
     async def _generate(self, request: GenerateRequest) -> Generation:
-        raw = await self._ask(request, top=0)
+        top = request.top_logprobs
+        raw = await self._ask(request, top=top)
         try:
-            generation = self._read_generate(raw) if self._api == GENERATE else self._read_completion(raw)
+            generation = self._read_generate(raw, top) if self._api == GENERATE else self._read_completion(raw, top)
             return replies.check_length(generation, request.max_tokens)
         except ValueError as error:
             raise self._wire.broken(str(error)) from None
@@ -139,7 +143,7 @@ class VllmEngine(RemoteEngine):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return Question(f"/{self._api}", body)
 
-    def _read_generate(self, raw: bytes) -> Generation:
+    def _read_generate(self, raw: bytes, top: int) -> Generation:
         reply = self._wire.read(raw, Reply, "a generation")
         choice = only(reply.choices)
         ids = replies.ids_of(choice.token_ids)
@@ -160,9 +164,10 @@ class VllmEngine(RemoteEngine):
             prompt_tokens=reply.usage.prompt_tokens if reply.usage else 0,
             cached_tokens=cached(reply.usage),
             columns=columns,
+            tops=tops_of(choice.logprobs.content, top) if choice.logprobs else None,
         )
 
-    def _read_completion(self, raw: bytes) -> Generation:
+    def _read_completion(self, raw: bytes, top: int) -> Generation:
         reply = self._wire.read(raw, CompletionReply, "a completion")
         choice = only(reply.choices)
         if choice.token_ids is None:
@@ -175,10 +180,12 @@ class VllmEngine(RemoteEngine):
             finish_reason=replies.finish_of(choice.finish_reason),
             prompt_tokens=reply.usage.prompt_tokens if reply.usage else 0,
             cached_tokens=cached(reply.usage),
+            tops=column_tops_of(choice.logprobs, top),
         )
 
     def _take(self, stream: Stream, raw: bytes) -> Sequence[int]:
-        shape = Event if self._api == GENERATE else CompletionEvent
+        with_tops = ToppedEvent if stream.top else Event  # else they are not even read
+        shape = with_tops if self._api == GENERATE else CompletionEvent
         event = self._wire.read(raw, shape, "an event of a stream")
         if event.error is not None:
             raise self._stream_failure(event.error)
@@ -192,7 +199,8 @@ class VllmEngine(RemoteEngine):
             raise ValueError("an event of a stream has no token_ids")
         if isinstance(choice, CompletionChoice):
             values = choice.logprobs.token_logprobs if choice.logprobs else None
-            return stream.take(choice.token_ids, values, finish=choice.finish_reason)
+            tops = column_tops_of(choice.logprobs, stream.top)
+            return stream.take(choice.token_ids, values, finish=choice.finish_reason, tops=tops)
         content = choice.logprobs.content if choice.logprobs else None
         experts = choice.routed_experts
         return stream.take(
@@ -202,6 +210,7 @@ class VllmEngine(RemoteEngine):
             finish=choice.finish_reason,
             spans=[(span.version, span.start, span.end) for span in choice.weight_versions or ()],
             columns={} if experts is None else {"routed_experts": base64.b64decode(experts, validate=True)},
+            tops=tops_of(content, stream.top) if stream.top else None,
         )
 
     async def _abort(self, request_ids: Sequence[str]) -> None:

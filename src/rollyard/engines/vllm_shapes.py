@@ -10,18 +10,19 @@ import msgspec
 
 from rollyard.core.failure import EngineRefused
 from rollyard.engines import replies
+from rollyard.engines.base import Top
 from rollyard.engines.remote import StreamError
 
 
-class Top(msgspec.Struct):
+class Neighbour(msgspec.Struct):
     logprob: float
     token_id: int | None = None
     token: str | None = None
 
 
-class Entry(Top):
+class Entry(Neighbour):
     logprob: float | None = None  # type: ignore[assignment]  # the sampled token's may be missing
-    top_logprobs: list[Top] | None = None
+    top_logprobs: list[Neighbour] | None = None
 
 
 class Content(msgspec.Struct):
@@ -98,6 +99,14 @@ class Event(msgspec.Struct):
     error: StreamError | None = None
 
 
+class ToppedEvent(msgspec.Struct):
+    """An `Event` with the neighbours of each token."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: StreamError | None = None
+
+
 class CompletionEvent(msgspec.Struct):
     choices: list[CompletionChoice] = []
     usage: Usage | None = None
@@ -112,12 +121,31 @@ class Version(msgspec.Struct):
     version: str = ""
 
 
-def token_of(entry: Top | Named) -> int:
+def token_of(entry: Neighbour | Named) -> int:
     if entry.token_id is not None:
         return entry.token_id
     if entry.token is None:
         raise ValueError("a logprob names no token")
     return replies.placeholder_id(entry.token)
+
+
+def tops_of(content: Sequence[Entry] | None, most: int) -> tuple[Top, ...] | None:
+    """The likeliest tokens at each place, if they were asked for and all places have them."""
+    if not most or content is None or any(entry.top_logprobs is None for entry in content):
+        return None
+    return tuple(
+        replies.top_of(((token_of(top), top.logprob) for top in entry.top_logprobs or ()), most) for entry in content
+    )
+
+
+def column_tops_of(columns: Columns | None, most: int) -> tuple[Top, ...] | None:
+    """The same of `/v1/completions`."""
+    if not most or columns is None or columns.top_logprobs is None or None in columns.top_logprobs:
+        return None
+    return tuple(
+        replies.top_of(((replies.placeholder_id(name), value) for name, value in (found or {}).items()), most)
+        for found in columns.top_logprobs
+    )
 
 
 def only(choices: Sequence[Any]) -> Any:

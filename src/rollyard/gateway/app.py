@@ -78,7 +78,7 @@ class GatewayApp:
                 return
             if scope["method"] != "POST" or (path not in DIALECTS and path != COUNT):
                 raise Problem("not_found", f"there is no {scope['method']} {scope['path']} here")
-            raw = await _body(receive)
+            raw = await _body(receive, self._session.check_size)
             ask, key, weight = await self._session.read(dialect, raw)
             del raw  # 16 MiB, for as long as the answer takes
             if path == COUNT:
@@ -226,12 +226,14 @@ def _retries(headers: Mapping[bytes, bytes]) -> int:
     return int(value[:9]) if value.isdigit() else 0
 
 
-async def _body(receive: Receive) -> bytes | bytearray:
+async def _body(receive: Receive, check_size: Callable[[int], None]) -> bytes | bytearray:
+    """The whole body. `check_size` raises where it becomes too long: the rest is not kept."""
     message = await receive()
     if not message.get("more_body", False) and message["type"] == "http.request":
         return message.get("body", b"")
     chunks = bytearray(message.get("body", b""))
     while message["type"] == "http.request" and message.get("more_body", False):
+        check_size(len(chunks))
         message = await receive()
         chunks += message.get("body", b"")
     if message["type"] != "http.request":

@@ -1,13 +1,14 @@
-"""Work that grows with what was sent, apart from the event loop.
+"""Runs work whose cost grows with the request apart from the event loop.
 
-Reading a request, matching its history, rendering and tokenizing it cost up to seconds. Whoever is in a sandbox may ask
-for that, and may not hold up anybody else: so what is not small goes to threads that all sessions share. The
-tokenizer gives up the interpreter while it works; Python code gives it up every 0.5 ms.
+To read a request, match its history, render and tokenize it takes up to seconds. A program in a sandbox may cause that
+work and must not delay others, so anything that is not small runs in threads that all sessions share. The tokenizer
+releases the interpreter while it works; Python code releases it every 0.5 ms. A call of C that does neither is bounded
+in size by its caller (`intake.py`).
 
-A fair share. A session has one piece of work there at a time, so those who wait take turns. What is large has threads
-of its own: it never stands before something small.
+Fair share. A session has one piece of work in the threads at a time, so sessions that wait take turns. Large pieces
+have threads of their own: a small piece never waits for a large one.
 
-A client that goes away does not stop its piece; the session's next one still waits for it, so nobody can pile them up.
+A client that disconnects does not stop its piece. The session's next piece still waits for it, so they cannot pile up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from rollyard.core import Json, Message
+from rollyard.core import Message
+from rollyard.gateway.counts import weigh
 
 LONG_CHARS = 12 << 10
 """About 10 ms of tokenizing: what is longer is done in a thread."""
@@ -37,46 +39,36 @@ R = TypeVar("R")
 
 
 class Aside:
-    """One session's way there."""
+    """Runs the pieces of one session, one at a time."""
 
     def __init__(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._turn = asyncio.Lock()
 
     async def run(self, size: int, work: Callable[[A], R], what: A) -> R:
-        """What is short is done here and now."""
+        """Runs a short piece at once, on the event loop; any other in a thread."""
         if size <= LONG_CHARS:
             return work(what)
         return await self.thread(size, work, what)
 
     async def thread(self, size: int, work: Callable[[A], R], what: A) -> R:
-        """In a thread, whatever its size."""
+        """Runs a piece in a thread, whatever its size."""
         await self._turn.acquire()
         threads = _SMALL if size <= LARGE_BYTES else _LARGE
-        job = asyncio.get_running_loop().run_in_executor(threads, work, what)
+        try:
+            job = asyncio.get_running_loop().run_in_executor(threads, work, what)
+        except BaseException:
+            self._turn.release()  # nothing runs that would
+            raise
         job.add_done_callback(self._ended)
         return await asyncio.shield(job)
 
     def _ended(self, job: asyncio.Future[R]) -> None:
         self._turn.release()
         if not job.cancelled():
-            job.exception()  # looked at, whether or not somebody still waits for it
+            job.exception()  # retrieved, or asyncio logs it when the client has gone
 
 
 def text_size(messages: Sequence[Message]) -> int:
     """Roughly how much there is to tokenize: the strings in it."""
-    return sum(_size(value) for message in messages for value in message.values())
-
-
-def _size(value: Json) -> int:
-    """Without recursion: what it is given may be nested as deeply as JSON can be."""
-    total, left = 0, [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            total += len(item)
-        elif isinstance(item, dict):
-            left += item.values()
-        elif isinstance(item, list | tuple):
-            left += item
-    return total
+    return sum(weigh(value)[0] for message in messages for value in message.values())

@@ -75,11 +75,12 @@ class Problem(Exception):
 class Wish:
     """A parameter that is granted where it can be (`wishes.py`), by the name that its dialect has for it.
 
-    stop: a list of texts. seed: a whole number. logprobs, no_calls: true. format: {"type": "json_object"}, or
-    {"type": "json_schema", "schema": …}. same: granted if the task's sampling has that very value.
+    stop: a list of texts. seed: a whole number. logprobs, no_calls: true. top_logprobs: how many. calls: the name of
+    the tool that has to be called, or "" for any. format: {"type": "json_object"}, or {"type": "json_schema",
+    "schema": …}. same: granted if the task's sampling has that very value.
     """
 
-    kind: Literal["stop", "seed", "logprobs", "no_calls", "format", "same"]
+    kind: Literal["stop", "seed", "logprobs", "top_logprobs", "no_calls", "calls", "format", "same"]
     name: str
     value: Json = True
 
@@ -118,8 +119,11 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
+    """A sampled token, and the likeliest ones in its place if they were asked for."""
+
     token: str
     logprob: float
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

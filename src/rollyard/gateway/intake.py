@@ -1,22 +1,24 @@
 """From a request's bytes to the tokens that it is sent with: read, bounded, matched with its history, rendered.
 
-What is light is done at once; anything else in a thread (`aside.py`). What is bounded, and why:
+What is light is done at once; anything else in a thread (`aside.py`). A thread helps only where its steps are short: a
+call of C holds the interpreter until it returns. What is bounded, and why:
 
-- JSON values: a parser makes objects of all of them in one step that holds up every thread;
-- messages, parts and tools: each costs some Python;
-- bytes, by the context: a parser makes a text of 16 MiB in one step, too;
-- text: more characters than the context has room for, at the longest token's length, cannot fit, and neither can a text
-  of more tokens. That is found by tokenizing it piece by piece until there are too many, never as a whole.
+- JSON values: a parser makes objects of all of them in one call;
+- messages, parts and tools, and what is in one of them (`counts.py`): each costs some Python, or is written as JSON
+  again in one call;
+- bytes, by the context;
+- characters: long texts are decoded piece by piece (`parser.py`), but joined in one call;
+- text that has to be tokenized: more characters than the context has room for, at the longest token's length, cannot
+  fit, and neither can a text of more tokens. A long text is tokenized piece by piece until there are too many; as a
+  whole only if it fits.
 
 A refusal names the bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-
-import orjson
 
 from rollyard.core import Json, Message
 from rollyard.core.failure import InvalidRequest, TaskInvalid
@@ -24,22 +26,23 @@ from rollyard.engines.base import Generation
 from rollyard.gateway.aside import Aside, text_size
 from rollyard.gateway.base import Ask, Dialect, Problem, TokenLogprob
 from rollyard.gateway.bounds import Bounds
+from rollyard.gateway.counts import check_counts
+from rollyard.gateway.parser import TooMuchStructure, TooMuchText, parse
 from rollyard.gateway.weight import Weight, has_more_values, weight_of
 from rollyard.tokens import Renderer
+from rollyard.tokens.base import ToolSchema
 from rollyard.tokens.splice import Book, Turn
 
-MOST_VALUES = 50_000
-"""About 10 ms of parsing. 4,096 messages with a call each have 40,000."""
-MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 4096, 16_384, 1024
-"""OpenAI's API takes 2,048 messages and 128 tools."""
-MOST_MODEL_CHARS = 256
-"""It is echoed in every event of a stream."""
-
+MOST_VALUES = 20_000
+"""At most 6 ms of parsing. 2,000 messages with a call each have 20,000."""
 MOST_BYTES_PER_TOKEN, SLACK_BYTES = 32, 1 << 20
 """A body of more bytes than that for its context is not read. English has 5 bytes per token, Chinese written as \\uXXXX
 has 9; reasoning that a template leaves out counts, too."""
 LIKELY_CHARS = 6
-"""Per token. A text that is shorter than that for its context is tokenized once, as a whole; English has 4 to 5."""
+"""Per token; English has 4 to 5."""
+SURE_BYTES = 256 << 10
+"""A text has at most as many tokens as bytes. Up to here it is tokenized as a whole, whatever it is: to make a list of
+the tokens holds the interpreter for 35 ns each, 9 ms. A longer one is counted first."""
 PIECE_CHARS = 32 << 10
 MOST_THOUGHT = 16
 """Times the context: what all earlier turns may have thought, which templates leave out."""
@@ -59,15 +62,27 @@ class Intake:
         self._bounds = bounds
         self._aside = Aside()
 
+    def check_size(self, size: int) -> None:
+        """Raises Problem if a body of so many bytes is too long for the context. Checked while it arrives: a sandbox
+        may have several connections, and each would keep 16 MiB."""
+        room = self._bounds.room
+        if room is not None and size > SLACK_BYTES + room * MOST_BYTES_PER_TOKEN:
+            raise self._does_not_fit(_DoesNotFit.by_bytes(size, room))
+
     async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
-        """What it says, its key among requests that may be retries, and how much work it is. Raises Problem."""
+        """Returns the request, its key among requests that may be retries, and its weight. Raises Problem."""
         weight = weight_of(raw)
         room = self._bounds.room
-        if room is not None and weight.bytes > SLACK_BYTES + room * MOST_BYTES_PER_TOKEN:
-            raise self._does_not_fit(_DoesNotFit.by_bytes(weight.bytes, room))
+        self.check_size(weight.bytes)
         if weight.is_light:
             return read(dialect, raw), key_of(dialect, raw), weight
-        ask, key = await self._aside.thread(weight.bytes, lambda it: (read(dialect, it), key_of(dialect, it)), raw)
+        try:
+            ask, key = await self._aside.thread(weight.bytes, lambda it: (read(dialect, it), key_of(dialect, it)), raw)
+        except TooMuchText as error:
+            if room is None:
+                raise Problem("too_large", str(error), code="too_much_text") from None
+            least = max(room + 1, error.chars // LIKELY_CHARS)
+            raise self._does_not_fit(_DoesNotFit(least, room, str(error))) from None
         return ask, key, weight
 
     async def begin(self, ask: Ask, weight: Weight) -> Turn:
@@ -89,30 +104,44 @@ class Intake:
         """Of each sampled token, with its text; None if the engine gave none."""
         if generation.logprobs is None:
             return None
-        return await self._aside.run(8 * len(generation.token_ids), self._logprobs, generation)
+        tokens = len(generation.token_ids) + sum(map(len, generation.tops or ()))
+        return await self._aside.run(8 * tokens, self._logprobs, generation)
 
     def _logprobs(self, generation: Generation) -> tuple[TokenLogprob, ...]:
-        pairs = zip(generation.token_ids, generation.logprobs or (), strict=True)
-        return tuple(TokenLogprob(self._renderer.decode([token]), value) for token, value in pairs)
+        tops = generation.tops or [()] * len(generation.token_ids)
+        rows = zip(generation.token_ids, generation.logprobs or (), tops, strict=True)
+        return tuple(
+            TokenLogprob(self._decoded(token), value, tuple(TokenLogprob(self._decoded(it), one) for it, one in top))
+            for token, value, top in rows
+        )
+
+    def _decoded(self, token: int) -> str:
+        return self._renderer.decode([token])
 
     def _does_not_fit(self, error: _DoesNotFit) -> Problem:
         is_first = not self._book.turns
         return self._bounds.too_long(error.least, error.room, is_first=is_first, detail=str(error))
 
     def _begun(self, ask: Ask) -> Turn:
-        room = self._bounds.room
-        if room is not None:
-            self._check_text(ask, room)
-        return self._book.begin(ask.messages, ask.tools)
+        place = self._book.find(ask.messages, ask.tools)
+        if place.leaf is not None:
+            self._check_text(place.new, ())
+            turn = self._book.extended(place)
+            if turn is not None:
+                return turn
+        self._check_text(ask.messages, ask.tools)
+        return self._book.rendered(place)
 
-    def _check_text(self, ask: Ask, room: int) -> None:
+    def _check_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
         """_DoesNotFit if it cannot, before anything works on all of it."""
+        room = self._bounds.room
+        if room is None:
+            return
         longest = self._renderer.longest_token_chars
-        chars = sum(map(len, _said(ask)))
-        least = -(-chars // longest)
-        if least <= room and chars > room * LIKELY_CHARS:
-            least = max(least, self._counted(_said(ask), room))
-        thought = [len(text) for text in _thought(ask.messages)]
+        least = -(-sum(map(len, _said(messages, tools))) // longest)
+        if least <= room and sum(map(_bytes, _said(messages, tools))) > SURE_BYTES:
+            least = max(least, self._counted(_said(messages, tools), room))
+        thought = [len(text) for text in _thought(messages)]
         if max(thought, default=0) > room * longest or sum(thought) > MOST_THOUGHT * room * LIKELY_CHARS:
             least = max(least, room + 1)  # no model of this context thought that
         if least > room:
@@ -139,7 +168,7 @@ class _DoesNotFit(Exception):
     @classmethod
     def by_bytes(cls, size: int, room: int) -> _DoesNotFit:
         most = SLACK_BYTES + room * MOST_BYTES_PER_TOKEN
-        detail = f"the body has {size} bytes; for a context of {room} tokens at most {most} are read"
+        detail = f"the body has {size} bytes or more; for a context of {room} tokens at most {most} are read"
         return cls(max(room + 1, size // MOST_BYTES_PER_TOKEN), room, detail)
 
 
@@ -147,12 +176,14 @@ def read(dialect: Dialect, raw: bytes | bytearray) -> Ask:
     if has_more_values(raw, MOST_VALUES):
         raise Problem("too_large", f"the body has more than {MOST_VALUES} JSON values", code="too_many_values")
     try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        body = parse(raw)
+    except ValueError as error:
         raise Problem("invalid", f"the body is not JSON: {error}") from None
+    except TooMuchStructure as error:
+        raise Problem("too_large", str(error), code="too_much_structure") from None
     if not isinstance(body, dict):
         raise Problem("invalid", "the body has to be a JSON object")
-    _check_counts(body)
+    check_counts(body)
     try:
         return dialect.read(body)
     except RecursionError:
@@ -164,55 +195,17 @@ def key_of(dialect: Dialect, raw: bytes | bytearray) -> bytes:
     return blake2b(raw, digest_size=16, person=dialect.name.encode()).digest()
 
 
-def _check_counts(body: Mapping[str, Json]) -> None:
-    """The lists that every dialect has, whatever else is in them."""
-    for name in ("messages", "input"):
-        items = body.get(name)
-        if isinstance(items, list):
-            _check_length(name, len(items), MOST_MESSAGES)
-            parts = sum(map(_parts, items))
-            if parts > MOST_PARTS:
-                message = f"Invalid '{name}': they have {parts} parts in all, and {MOST_PARTS} is the maximum."
-                raise Problem("invalid", message, code="array_above_max_length", param=name)
-    tools = body.get("tools")
-    if isinstance(tools, list):
-        _check_length("tools", len(tools), MOST_TOOLS)
-    model = body.get("model")
-    if isinstance(model, str) and len(model) > MOST_MODEL_CHARS:
-        message = f"Invalid 'model': a name has at most {MOST_MODEL_CHARS} characters, this one {len(model)}."
-        raise Problem("invalid", message, code="string_above_max_length", param="model")
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _check_length(name: str, length: int, most: int) -> None:
-    if length > most:
-        message = (
-            f"Invalid '{name}': array too long. Expected an array with maximum length {most}, "
-            f"but got an array with length {length} instead."
-        )
-        raise Problem("invalid", message, code="array_above_max_length", param=name)
-
-
-def _parts(item: Json) -> int:
-    """Of one message: its content, calls and what else is a list, and the lists of content in those."""
-    if not isinstance(item, dict):
-        return 0
-    count = 0
-    for value in item.values():
-        if isinstance(value, list):
-            count += len(value)
-            for part in value:
-                inner = part.get("content") if isinstance(part, dict) else None
-                count += len(inner) if isinstance(inner, list) else 0
-    return count
-
-
-def _said(ask: Ask) -> Iterator[str]:
+def _said(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Iterator[str]:
     """The texts that are surely rendered: without what a template may leave out."""
-    for message in ask.messages:
+    for message in messages:
         for text in _content(message):
             yield text.rpartition(_THINK_CLOSE)[2]
         yield from _strings(message.get("tool_calls"))
-    for tool in ask.tools:
+    for tool in tools:
         yield from _strings(tool.get("function"))
 
 

@@ -16,7 +16,7 @@ NAMES = ("reasoning_history", "strict", "structured_output")
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
     """`is_strict`: a parameter that would be overruled or is unknown is refused. `has_structured_output`: a client may
-    constrain a completion to JSON, which makes its trace untrainable."""
+    constrain a completion to JSON or to a call, which makes its trace untrainable."""
 
     reasoning: Reasoning = "as_sent"
     is_strict: bool = False

@@ -55,6 +55,7 @@ class Sampler:
                 resume=resume,
                 stop=exchange.stop,
                 stop_texts=granted.stop if granted.stop_at_engine else (),
+                top_logprobs=granted.top_logprobs,
             )
 
         try:

@@ -86,7 +86,10 @@ class GatewaySession:
             reasoning=options.reasoning,
         )
         self._wishes = Wishes(
-            task.sampling, is_strict=options.is_strict, has_structured_output=options.has_structured_output
+            task.sampling,
+            is_strict=options.is_strict,
+            has_structured_output=options.has_structured_output,
+            call_grammar=lambda names, is_one: renderer.call_grammar(names, is_one=is_one),
         )
         self._asked = Remembered()
         self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
@@ -163,6 +166,10 @@ class GatewaySession:
         return await self._bounds.ended()
 
     # --- a request
+
+    def check_size(self, size: int) -> None:
+        """Raises Problem if a body of so many bytes is too long for the context."""
+        self._intake.check_size(size)
 
     async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
         """What a request says, its key, and its weight: see `Intake.read`."""
@@ -317,7 +324,7 @@ class GatewaySession:
                 prompt_tokens=exchange.prompt_tokens,
                 stop=exchange.granted.stop,
                 logprobs=logprobs,
-                warnings=exchange.granted.warnings,
+                warnings=exchange.granted.warnings_of(told.tool_calls),
             )
         exchange.sampled, exchange.engine, exchange.is_late = generation, self._session.engine, self._clock.is_expired
         if generation.token_ids:

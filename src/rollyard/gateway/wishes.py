@@ -1,16 +1,17 @@
-"""Which parameters of a request count, and what the client is told of the others.
+"""Which parameters of a request count, and the warnings about the others.
 
 The task's sampling is the ceiling: a client may end a completion earlier and ask to see more of it, and changes nothing
 that the task or the operator has fixed. What is granted:
 
-- `stop`: given to the engine; whatever the engine makes of it, the client is told nothing behind the first such text.
+- `stop`: given to the engine. Whether or not the engine obeys, the client receives nothing after the first such text.
 - `seed`: mixed with the run's seed and the rollout: two requests with the same seed are alike in one rollout, and the
   members of a group, which may all send 42, are not.
-- `logprobs`: those of the trace.
-- no calls (`tool_choice: none`): a call is told as the text that the model wrote.
-- a format (`response_format`): by the engine's structured output, where the task allows it (`structured_output`). A
-  client that constrains what is sampled writes tokens in the policy's name, so such a trace is not trained on. That is
-  also why it is off by default: a program could take its failures out of the training data.
+- `logprobs`: those of the trace. `top_logprobs`: asked of the engine, and not recorded.
+- no calls (`tool_choice: none`): a call is returned as the text that the model wrote.
+- calls (`tool_choice`: required, or one tool) and a format (`response_format`): by the engine's structured output,
+  where the task allows it (`structured_output`); calls only where the renderer has their grammar. A client that
+  constrains what is sampled writes tokens in the policy's name, so such a trace is not trained on. That is also why it
+  is off by default: a program could take its failures out of the training data.
 
 Everything else that asks for something other than what happens is a warning, or a refusal if the session is strict.
 """
@@ -18,14 +19,17 @@ Everything else that asks for something other than what happens is a warning, or
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import orjson
 
 from rollyard.core import Json, Sampling
 from rollyard.engines.base import Kind
+from rollyard.engines.extra import CONSTRAINTS
 from rollyard.gateway.base import Ask, Problem, Wish
+from rollyard.gateway.counts import weigh
+from rollyard.tokens.base import ToolCall, ToolSchema
 
 OVERRULED = "the task's sampling counts"
 UNKNOWN = "unknown here, and ignored"
@@ -34,25 +38,23 @@ MOST_WARNINGS, MOST_NAME_CHARS = 16, 64
 MOST_SCHEMA_BYTES = 16 << 10
 """An engine compiles it, for all who share the engine."""
 
-_CONSTRAINTS = frozenset(
-    (
-        *("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
-        *("ebnf", "json_schema", "regex", "structural_tag"),
-    )
-)
 CONSTRAINED = "constrained by the client"
+_WITH_TOPS = (Kind.VLLM, Kind.SGLANG)
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """How one completion is sampled and told. `warnings` are for the client, each `field: why`."""
+    """How one completion is sampled and returned. `warnings` are for the client, each `field: why`."""
 
     sampling: Sampling
     stop: tuple[str, ...] = ()
     seed: int | None = None  # the client's
     has_logprobs: bool = False
+    top_logprobs: int = 0
     tells_calls: bool = True
     untrainable: str = ""
+    constraint: str = ""  # the parameter that binds the completion to a form
+    has_to_call: bool = False
     warnings: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()  # the fields that the warnings are about
     stop_at_engine: bool = True
@@ -60,18 +62,44 @@ class Granted:
     @property
     def asks_engine(self) -> bool:
         """Whether an engine is asked for something that it may not know."""
-        return bool(self.stop or self.untrainable)
+        return bool(self.stop or self.untrainable or self.top_logprobs)
+
+    def warnings_of(self, calls: Sequence[ToolCall]) -> tuple[str, ...]:
+        """With one more if the engine did not keep to what it was asked for."""
+        is_kept = not self.has_to_call or bool(calls)
+        return self.warnings if is_kept else (*self.warnings, f"{self.constraint}: the model called no tool")
 
     def plain(self, sampling: Sampling, why: str) -> Granted:
-        """The same for an engine that refuses what was asked for. What is told still ends at a stop text."""
-        warnings = (*self.warnings, f"structured output: {why}") if self.untrainable else self.warnings
-        return replace(self, sampling=sampling, untrainable="", warnings=warnings, stop_at_engine=False)
+        """The same for an engine that refuses what was asked for. The reply still ends at a stop text."""
+        warnings = list(self.warnings)
+        if self.constraint:
+            warnings.append(f"{self.constraint}: {why}")
+        if self.top_logprobs:
+            warnings.append(f"top_logprobs: {why}")
+        return replace(
+            self,
+            sampling=sampling,
+            untrainable="",
+            constraint="",
+            has_to_call=False,
+            warnings=tuple(warnings),
+            stop_at_engine=False,
+            top_logprobs=0,
+        )
 
 
 class Wishes:
-    """What a session's requests are granted."""
+    """What a session's requests are granted. `call_grammar` is the renderer's."""
 
-    def __init__(self, sampling: Sampling, *, is_strict: bool, has_structured_output: bool) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        is_strict: bool,
+        has_structured_output: bool,
+        call_grammar: Callable[[Sequence[str], bool], str | None] = lambda names, is_one: None,
+    ) -> None:
+        self._call_grammar = call_grammar
         self._sampling = sampling
         self._is_strict = is_strict
         self._has_structured_output = has_structured_output
@@ -88,15 +116,19 @@ class Wishes:
                     granted = replace(granted, seed=seed)
                 case "logprobs", _:
                     granted = replace(granted, has_logprobs=True)
+                case "top_logprobs", int() as top:
+                    if kind in _WITH_TOPS:
+                        granted = replace(granted, has_logprobs=True, top_logprobs=top)
+                    else:
+                        refused[wish.name] = f"engines of kind {kind} give none"
                 case "no_calls", _:
                     granted = replace(granted, tells_calls=False)
-                case "format", dict() as wanted:
-                    why, extra = self._constraint(wanted, kind)
-                    if why:
-                        refused[wish.name] = why
+                case ("format", dict()) | ("calls", str()):
+                    why, extra = self._constraint(wish, ask, kind)
+                    if why or granted.constraint:
+                        refused[wish.name] = why or f"{granted.constraint} constrains the completion already"
                     else:
-                        sampling = replace(self._sampling, extra={**self._sampling.extra, **extra})
-                        granted = replace(granted, sampling=sampling, untrainable=f"{CONSTRAINED}: {wish.name}")
+                        granted = self._constrained(granted, wish, extra)
                 case _:
                     if not self._is_the_tasks(wish):
                         refused[wish.name] = OVERRULED
@@ -111,20 +143,56 @@ class Wishes:
         """Temperature and the like: the client may say what is so anyway."""
         return wish.kind == "same" and wish.value == getattr(self._sampling, wish.name, None)
 
-    def _constraint(self, wanted: Mapping[str, Json], kind: Kind) -> tuple[str, dict[str, Json]]:
+    def _constrained(self, granted: Granted, wish: Wish, extra: Mapping[str, Json]) -> Granted:
+        return replace(
+            granted,
+            sampling=replace(self._sampling, extra={**self._sampling.extra, **extra}),
+            untrainable=f"{CONSTRAINED}: {wish.name}",
+            constraint=wish.name,
+            has_to_call=wish.kind == "calls",
+        )
+
+    def _constraint(self, wish: Wish, ask: Ask, kind: Kind) -> tuple[str, dict[str, Json]]:
         """Why not, or what the engine is given."""
+        names = _names(ask.tools)
+        if wish.kind == "calls" and wish.value and wish.value not in names:
+            message = f"Invalid value: '{wish.name}' names a tool that is not in 'tools'."
+            raise Problem("invalid", message, code="invalid_value", param=wish.name)
         if not self._has_structured_output:
             return "the task does not allow it (agent.options.structured_output)", {}
-        if _CONSTRAINTS & self._sampling.extra.keys():
+        if CONSTRAINTS & self._sampling.extra.keys():
             return OVERRULED, {}
-        schema = wanted.get("schema")
-        if schema is not None and len(orjson.dumps(schema)) > MOST_SCHEMA_BYTES:
+        if kind not in (Kind.VLLM, Kind.SGLANG):
+            return f"engines of kind {kind} have no structured output", {}
+        if wish.kind == "calls":
+            return self._calls(names, str(wish.value), kind)
+        schema = wish.value.get("schema") if isinstance(wish.value, dict) else None
+        if schema is not None and _is_long(schema):
             return f"its schema has more than {MOST_SCHEMA_BYTES} bytes", {}
         if kind is Kind.VLLM:
             return "", {"structured_outputs": {"json_object": True} if schema is None else {"json": schema}}
-        if kind is Kind.SGLANG:
-            return "", {"json_schema": json.dumps({"type": "object"} if schema is None else schema)}
-        return f"engines of kind {kind} have no structured output", {}
+        return "", {"json_schema": json.dumps({"type": "object"} if schema is None else schema)}
+
+    def _calls(self, names: Sequence[str], name: str, kind: Kind) -> tuple[str, dict[str, Json]]:
+        if not names:
+            return "no tools are offered", {}
+        grammar = self._call_grammar([name] if name else names, bool(name))
+        if grammar is None:
+            return "it is not known how this model's format writes such a call", {}
+        if len(grammar) > MOST_SCHEMA_BYTES:
+            return f"its grammar has more than {MOST_SCHEMA_BYTES} bytes", {}
+        return "", {"structured_outputs": {"grammar": grammar}} if kind is Kind.VLLM else {"ebnf": grammar}
+
+
+def _names(tools: Sequence[ToolSchema]) -> list[str]:
+    functions = [tool.get("function") for tool in tools]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    return list(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def _is_long(schema: Json) -> bool:
+    """Weighed first: to write a long one takes long, too."""
+    return weigh(schema)[0] > MOST_SCHEMA_BYTES or len(orjson.dumps(schema)) > MOST_SCHEMA_BYTES
 
 
 def _warnings(refused: Mapping[str, str]) -> tuple[str, ...]:

@@ -87,6 +87,11 @@ class Renderer(Protocol):
         """Reads a turn back. `tools` are those it was rendered with: some formats need them to tell 1 from "1"."""
         ...
 
+    def call_grammar(self, names: Sequence[str], *, is_one: bool) -> str | None:
+        """The grammar (EBNF) of a turn that calls one of these tools, once or, unless `is_one`, several times; None: it
+        is not known for this format."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def encode(self, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from functools import lru_cache
 from rollyard.core import Json, Message
 from rollyard.tokens.base import Markers, Parsed, ToolSchema
 from rollyard.tokens.calls import assistant_message, named_arguments, read_call
+from rollyard.tokens.grammar import hermes_calls
 from rollyard.tokens.text_cut import cut_text
 from rollyard.tokens.tokenizer import Tokenizer
 from rollyard.tokens.turns import cut_turn, ends_thinking, message_text, qwen_markers, rendered_role, until_stop
@@ -124,6 +125,9 @@ class ChatML:
         )
         content, reasoning = content.strip(), reasoning.strip()
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
+
+    def call_grammar(self, names: Sequence[str], *, is_one: bool) -> str | None:
+        return hermes_calls(names, is_one=is_one)
 
     @property
     def longest_token_chars(self) -> int:

@@ -122,6 +122,9 @@ class TemplateRenderer:
         content, reasoning = "".join(map(self.decode, cut.said)).strip(), self.decode(cut.thought).strip()
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
+    def call_grammar(self, names: Sequence[str], *, is_one: bool) -> str | None:
+        return None
+
     @property
     def longest_token_chars(self) -> int:
         return self._tokenizer.longest_token_chars

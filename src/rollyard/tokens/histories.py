@@ -35,6 +35,9 @@ _CHANGING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
 
 _EXACT = 2**53  # below this, a float that is whole is the same number as the integer, in every JSON library
 
+LONG_CHARS = 16 << 10
+"""A longer text counts by its digest. To write 4 MiB of line breaks as JSON holds the interpreter for 60 ms."""
+
 MAX_CALLS, MAX_TOOLSETS = 4096, 64
 """How many are remembered: calls by their digest (0.2 kB each), tool sets by their defaults. Beyond that all are
 forgotten and read again, which costs time and nothing else."""
@@ -105,14 +108,14 @@ class Histories:
 
     def _essence(self, message: Message, toolset: Toolset) -> Json:
         """What a message says, in the one way that all encodings of it share."""
-        role, content = message.get("role"), message.get("content")
+        role, content, name = _brief(message.get("role")), message.get("content"), _brief(message.get("name"))
         if role in ("system", "developer"):
-            return ["system", _text(content, _without_changing), message.get("name")]
+            return ["system", _text(content, _without_changing), name]
         if role == "assistant":
             calls = message.get("tool_calls")
             said = [self._call(call, toolset) for call in calls] if isinstance(calls, Sequence) else []
             return [role, _text(content), said]
-        return [role, _text(content), message.get("name") if role != "tool" else None]
+        return [role, _text(content), name if role != "tool" else None]
 
     def _call(self, call: Json, toolset: Toolset) -> Json:
         name, arguments = named_arguments(call)
@@ -124,7 +127,7 @@ class Histories:
         if said is None:
             said = _arguments(arguments, defaults.values)
             _keep(self._read, key, said, MAX_CALLS)
-        return [name, said]
+        return [_brief(name), said]
 
 
 def digest(value: object) -> bytes:
@@ -151,7 +154,7 @@ def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
     if content is None:
         return ""
     if isinstance(content, str):
-        return clean(content)
+        return _brief(clean(content))
     said: list[Json] = []
     pieces: list[str] = []
     for part in content if isinstance(content, Sequence) else [content]:
@@ -159,9 +162,20 @@ def _text(content: Json, clean: Callable[[str], str] = _same) -> Json:
         if isinstance(text, str):
             pieces.append(clean(text))
         else:
-            said += ["".join(pieces), [part]]
+            said += [_brief("".join(pieces)), [part]]
             pieces = []
-    return [*said, "".join(pieces)] if said else "".join(pieces)
+    last = _brief("".join(pieces))
+    return [*said, last] if said else last
+
+
+def _brief(value: Json) -> Json:
+    """A long text's digest, made step by step: an object, so that no text equals it. Anything else as it is."""
+    if not isinstance(value, str) or len(value) <= LONG_CHARS:
+        return value
+    hashed = blake2b(digest_size=16)
+    for at in range(0, len(value), LONG_CHARS):
+        hashed.update(value[at : at + LONG_CHARS].encode("utf-8", "surrogatepass"))
+    return {"text": hashed.hexdigest()}
 
 
 def _arguments(text: str, defaults: Mapping[str, bytes]) -> str:

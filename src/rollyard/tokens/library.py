@@ -110,6 +110,9 @@ class LibraryRenderer:
             content, reasoning = content.strip(), reasoning.strip()  # it strips thinking only if that was closed
         return Parsed(content, reasoning, calls, assistant_message(content, reasoning, calls))
 
+    def call_grammar(self, names: Sequence[str], *, is_one: bool) -> str | None:
+        return None
+
     @property
     def longest_token_chars(self) -> int:
         return self._tokenizer.longest_token_chars

@@ -26,7 +26,6 @@ OVERRULED: Mapping[str, tuple[Json, ...]] = {
     "best_of": (1,),
     "ignore_eos": (False,),
     "use_beam_search": (False,),
-    "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
     "reasoning_effort": (),
     "reasoning": (),
@@ -47,6 +46,7 @@ KNOWN = frozenset(
     (
         *("messages", "model", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
         *("temperature", "top_p", "top_k", "stop", "seed", "logprobs", "tool_choice", "response_format"),
+        "top_logprobs",
         *("metadata", "user", "store", "service_tier", "prediction", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "cache_control", "include_reasoning", "skip_special_tokens", "drop_params"),
         *("spaces_between_special_tokens", "add_generation_prompt", "include_stop_str_in_output", "request_id"),
@@ -115,12 +115,19 @@ def _wishes(body: Mapping[str, Json], overruled: list[str]) -> tuple[Wish, ...]:
         *_wished.json_format(format_, "response_format", schema),
     ]
     if _flag(body.get("logprobs"), "logprobs"):
-        wishes.append(Wish("logprobs", "logprobs"))
+        wishes += [Wish("logprobs", "logprobs"), *_wished.top_logprobs(body.get("top_logprobs"))]
+    elif body.get("top_logprobs"):
+        raise _invalid("top_logprobs", "invalid_value", "Invalid 'top_logprobs': it needs 'logprobs': true.")
     choice = body.get("tool_choice")
     if choice == "none":
         wishes.append(Wish("no_calls", "tool_choice"))
     elif choice not in (None, "auto"):
-        overruled.append("tool_choice")
+        function = choice.get("function") if isinstance(choice, dict) else None
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        forced = _wished.calls(kind, function.get("name") if isinstance(function, dict) else None)
+        if forced is None:
+            overruled.append("tool_choice")
+        wishes += forced or ()
     return tuple(wishes)
 
 

@@ -14,11 +14,11 @@ Refused, since the model would not see what was said: documents, search results,
 redacted thinking, blocks of tools that a server runs, images of Anthropic's file store, and an assistant's turn at the
 end (a prefill: the reply would have to begin in the middle of it).
 
-Granted where it can be (`gateway/wishes.py`): stop_sequences, output_config.format, output_format, tool_choice none.
-Overruled, by name: thinking, mcp_servers, output_config.effort, any other tool_choice than auto, a temperature, top_p
-or top_k that is not the task's; `tools.type`, a tool that has no schema because Anthropic runs or knows it;
-`tools.defer_loading`, a tool that is not to be shown yet. Without effect: metadata, service_tier, cache_control,
-context_management, betas. All else is unknown.
+Granted where it can be (`gateway/wishes.py`): stop_sequences, output_config.format, output_format, tool_choice.
+Overruled, by name: thinking, mcp_servers, output_config.effort, a tool_choice that forbids parallel calls, a
+temperature, top_p or top_k that is not the task's; `tools.type`, a tool that has no schema because Anthropic runs or
+knows it; `tools.defer_loading`, a tool that is not to be shown yet. Without effect: metadata, service_tier,
+cache_control, context_management, betas. All else is unknown.
 """
 
 from __future__ import annotations
@@ -57,10 +57,14 @@ def read(body: Mapping[str, Json]) -> Ask:
         history.take(_mapping(message, f"messages.{index}"), f"messages.{index}")
     overruled = [name for name in _OVERRULED if body.get(name) not in (None, [], {})]
     wishes = [*_wished.same(body), *_wished.stop(body.get("stop_sequences"), "stop_sequences"), *_formats(body)]
-    if _choice(body.get("tool_choice")) == "none":
+    choice, name = _choice(body.get("tool_choice"))
+    if choice == "none":
         wishes.append(Wish("no_calls", "tool_choice"))
-    elif _choice(body.get("tool_choice")) != "auto":
-        overruled.append("tool_choice")
+    elif choice != "auto":
+        forced = _wished.calls(choice, name)
+        if forced is None:
+            overruled.append("tool_choice")
+        wishes += forced or ()
     if isinstance(config := body.get("output_config"), Mapping) and config.get("effort") is not None:
         overruled.append("output_config.effort")
     tools: list[ToolSchema] = []
@@ -248,13 +252,14 @@ def _tool(tool: Mapping[str, Json], at: str) -> ToolSchema | str:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: Json) -> str:
-    """auto, none, or another that is not offered."""
+def _choice(choice: Json) -> tuple[str, Json]:
+    """auto, none, any, or tool with its name; or another that is not offered."""
     if choice is None:
-        return "auto"
+        return "auto", None
     choice = _mapping(choice, "tool_choice")
     kind = choice.get("type")
-    return kind if kind in ("auto", "none") and choice.get("disable_parallel_tool_use") is not True else "other"
+    is_one = choice.get("disable_parallel_tool_use") is True and kind != "tool"  # which is one call anyway
+    return (kind if kind in ("auto", "none", "any", "tool") and not is_one else "other"), choice.get("name")
 
 
 # --- shapes ---

@@ -9,6 +9,8 @@ from rollyard.gateway.base import Problem, Wish
 
 MOST_STOPS, MOST_STOP_CHARS = 16, 256
 """Each is searched for in all that is told; OpenAI's API takes 4."""
+MOST_TOP_LOGPROBS = 20
+"""OpenAI's bound, and vLLM's unless it is started with another."""
 SAME = ("temperature", "top_p", "top_k")
 
 
@@ -36,6 +38,24 @@ def seed(value: Json, name: str = "seed") -> list[Wish]:
     if not isinstance(value, int) or isinstance(value, bool):
         raise Problem("invalid", f"Invalid type for '{name}': expected an integer.", param=name)
     return [Wish("seed", name, value)]
+
+
+def top_logprobs(value: Json, name: str = "top_logprobs") -> list[Wish]:
+    if value in (None, 0):
+        return []
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MOST_TOP_LOGPROBS:
+        message = f"Invalid '{name}': expected an integer from 0 to {MOST_TOP_LOGPROBS}."
+        raise Problem("invalid", message, code="integer_out_of_range", param=name)
+    return [Wish("top_logprobs", name, value)]
+
+
+def calls(choice: Json, name: Json) -> list[Wish] | None:
+    """Of a `tool_choice` that asks for a call of any tool, or of the one that it names. None: of another one."""
+    if choice in ("required", "any"):
+        return [Wish("calls", "tool_choice", "")]
+    if choice in ("function", "tool") and isinstance(name, str) and name:
+        return [Wish("calls", "tool_choice", name)]
+    return None
 
 
 def json_format(value: Json, name: str, schema: Json) -> list[Wish]:

@@ -8,9 +8,9 @@ What becomes of a parameter:
 
 - honoured: messages, model (echoed), tools, max_tokens and max_completion_tokens (the lesser), stream,
   stream_options.include_usage;
-- granted where it can be (`gateway/wishes.py`): stop, seed, logprobs, tool_choice none, response_format;
-- overruled, since the task's sampling wins: what `OVERRULED` lists in `_chat_request.py`, any other tool_choice, and a
-  temperature, top_p or top_k that is not the task's;
+- granted where it can be (`gateway/wishes.py`): stop, seed, logprobs, top_logprobs, tool_choice, response_format;
+- overruled, since the task's sampling wins: what `OVERRULED` lists in `_chat_request.py`, a tool_choice of allowed
+  tools, and a temperature, top_p or top_k that is not the task's;
 - refused, since no honest reply has the shape that was asked for: n other than 1, functions and function_call (and the
   messages that go with them), custom tools, modalities other than text, audio and files in messages,
   continue_final_message, echo;
@@ -167,8 +167,11 @@ def _logprobs(told: Told) -> dict[str, Any] | None:
 
 
 def logprob_of(it: TokenLogprob) -> dict[str, Any]:
-    written = it.token.encode("utf-8", "replace")
-    return {"token": it.token, "logprob": it.logprob, "bytes": list(written), "top_logprobs": []}
+    return {**_named(it), "top_logprobs": [_named(top) for top in it.top]}
+
+
+def _named(it: TokenLogprob) -> dict[str, Any]:
+    return {"token": it.token, "logprob": it.logprob, "bytes": list(it.token.encode("utf-8", "replace"))}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -5,12 +5,12 @@ told is written in `_responses_output.py`. Here are the parameters around them:
 
 - honoured: `input`, `instructions` (a leading system message), `tools`, `max_output_tokens` (an upper bound), `model`
   (echoed), `stream`, `metadata` (echoed), `include` (of it `reasoning.encrypted_content`).
-- granted where it can be (`gateway/wishes.py`): `stop`, `seed`, `text.format`, `tool_choice: none`, and of `include`
-  `message.output_text.logprobs`.
-- overruled by the task's own, and named in `Ask.overruled`: `top_logprobs`, `logit_bias`, the penalties, any other
-  `tool_choice` than auto, a `temperature`, `top_p` or `top_k` that is not the task's, `parallel_tool_calls: false`,
-  `reasoning.effort`, `text.verbosity`, `truncation: auto` (nothing is ever cut out of a history), `context_management`,
-  and of the tools those that nobody here runs, `strict` and grammars.
+- granted where it can be (`gateway/wishes.py`): `stop`, `seed`, `text.format`, `tool_choice`, `top_logprobs`,
+  and of `include` `message.output_text.logprobs`.
+- overruled by the task's own, and named in `Ask.overruled`: `logit_bias`, the penalties, a `tool_choice` that is none
+  of auto, none, required and one function, a `temperature`, `top_p` or `top_k` that is not the task's,
+  `parallel_tool_calls: false`, `reasoning.effort`, `text.verbosity`, `truncation: auto` (nothing is ever cut out of a
+  history), `context_management`, and of the tools those that nothing here runs, `strict` and grammars.
 - refused: `previous_response_id`, `conversation`, `prompt` and references to items (nothing is kept by id; send the
   whole input, as with store=false), `background: true`, `n` above 1.
 - accepted and without effect: `store`, `user`, `service_tier`, `prompt_cache_key`, `reasoning.summary`,
@@ -25,17 +25,16 @@ import orjson
 
 from rollyard.core import Json
 from rollyard.gateway.base import Ask, Problem, Told, Wish, Writer
+from rollyard.gateway.counts import weigh
 from rollyard.gateway.dialects import _wished
 from rollyard.gateway.dialects._responses_calls import Toolbox
 from rollyard.gateway.dialects._responses_input import Transcript
 from rollyard.gateway.dialects._responses_output import Stream, error_of, response_of
 
 _OVERRULED: Mapping[str, tuple[Json, ...]] = {  # with the values that say nothing
-    "top_logprobs": (None, 0),
     "logit_bias": (None,),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
-    "tool_choice": (None, "auto", "none"),
     "parallel_tool_calls": (None, True),
     "truncation": (None, "disabled"),
     "context_management": (None,),
@@ -44,6 +43,7 @@ _KNOWN = frozenset(
     (
         *("input", "instructions", "tools", "max_output_tokens", "model", "stream", "metadata", "include"),
         *("temperature", "top_p", "top_k", "seed", "stop", "reasoning", "text", "store", "user", "service_tier"),
+        *("top_logprobs", "tool_choice"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "client_metadata", "stream_options"),
         *("max_tool_calls", *_OVERRULED),
     )
@@ -129,14 +129,23 @@ def _wishes(body: Mapping[str, Json]) -> tuple[Wish, ...]:
     ]
     if isinstance(include, list) and _LOGPROBS in include:
         wishes.append(Wish("logprobs", "include"))
+    wishes += _wished.top_logprobs(body.get("top_logprobs"))
     if body.get("tool_choice") == "none":
         wishes.append(Wish("no_calls", "tool_choice"))
-    return tuple(wishes)
+    return (*wishes, *(_forced(body.get("tool_choice")) or ()))
+
+
+def _forced(choice: Json) -> list[Wish] | None:
+    if isinstance(choice, Mapping):
+        return _wished.calls(choice.get("type"), choice.get("name"))
+    return _wished.calls(choice, None)
 
 
 def _overruled(body: Mapping[str, Json]) -> list[str]:
     names = [name for name, harmless in _OVERRULED.items() if body.get(name) not in harmless]
-    reasoning, text = body.get("reasoning"), body.get("text")
+    reasoning, text, choice = body.get("reasoning"), body.get("text"), body.get("tool_choice")
+    if choice not in (None, "auto", "none") and _forced(choice) is None:
+        names.append("tool_choice")
     if isinstance(reasoning, Mapping) and reasoning.get("effort") is not None:
         names.append("reasoning.effort")
     if isinstance(text, Mapping) and text.get("verbosity") is not None:
@@ -148,7 +157,8 @@ def _echo(body: Mapping[str, Json], name: str) -> orjson.Fragment | None:
     """As it stands in the answer, written once: a stream says it three times. What is long is left out."""
     value = body.get(name)
     try:
-        written = orjson.dumps(value) if value else b""
+        is_short = weigh(value)[0] <= MOST_ECHO_BYTES
+        written = orjson.dumps(value) if value and is_short else b""
         return orjson.Fragment(written) if 0 < len(written) <= MOST_ECHO_BYTES else None
     except orjson.JSONEncodeError:  # it reads four times as deep as it writes
         raise Problem("invalid", f"{name} is nested too deeply", param=name) from None

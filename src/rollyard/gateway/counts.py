@@ -1,0 +1,145 @@
+"""Bounds on the numbers of things in a parsed body: messages, parts, tools, and what is in each of them.
+
+Some of a body is written as JSON again, to be compared or rendered: tools, the arguments of calls, formats. A JSON
+library does that in one call that holds the interpreter, about 0.7 µs for each value and 15 ns for each escaped
+character; such a piece is called structured here, and has bounds of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+from rollyard.core import Json
+from rollyard.gateway.base import Problem
+from rollyard.gateway.weight import has_more_values
+
+MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 4096, 4096, 1024
+"""OpenAI's API takes 2,048 messages and 128 tools."""
+MOST_MODEL_CHARS = 256
+"""It is echoed in every event of a stream."""
+MOST_STRUCTURED_VALUES, MOST_STRUCTURED_CHARS = 16_384, 384 << 10
+"""Of one tool, or of one call's arguments; the characters, as they are written in JSON, also of all tools and other
+parameters together."""
+
+_CONVERSATION = ("messages", "input")
+_TEXTS = frozenset((*_CONVERSATION, "system", "instructions"))
+
+
+def check_counts(body: Mapping[str, Json]) -> None:
+    """Raises Problem that names the field and the bound."""
+    for name in _CONVERSATION:
+        items = body.get(name)
+        if isinstance(items, list):
+            _check_length(name, len(items), MOST_MESSAGES)
+            parts = sum(map(_parts, items))
+            if parts > MOST_PARTS:
+                message = f"Invalid '{name}': they have {parts} parts in all, and {MOST_PARTS} is the maximum."
+                raise Problem("invalid", message, code="array_above_max_length", param=name)
+            for item in items:
+                for value in _structured(item):
+                    check_structured(name, value)
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        _check_length("tools", len(tools), MOST_TOOLS)
+        for tool in tools:
+            check_structured("tools", tool)
+    model = body.get("model")
+    if isinstance(model, str) and len(model) > MOST_MODEL_CHARS:
+        message = f"Invalid 'model': a name has at most {MOST_MODEL_CHARS} characters, this one {len(model)}."
+        raise Problem("invalid", message, code="string_above_max_length", param="model")
+    _check_rest(body)
+
+
+def _check_rest(body: Mapping[str, Json]) -> None:
+    """All parameters that are not the conversation, together."""
+    chars = 0
+    for name, value in body.items():
+        if name not in _TEXTS:
+            chars += _written(name) + weigh(value, _written)[0]
+            if chars > MOST_STRUCTURED_CHARS:
+                raise _too_many_chars(name[:MOST_MODEL_CHARS])
+
+
+def check_structured(name: str, value: Json) -> None:
+    """One value that is written as JSON again, or a text that is parsed as JSON. Raises Problem."""
+    if isinstance(value, str):
+        if len(value) > MOST_STRUCTURED_CHARS:
+            raise _too_many_chars(name)
+        if len(value) < MOST_STRUCTURED_VALUES:  # a value has a comma or a bracket of its own
+            return
+        has_too_many = has_more_values(value.encode("utf-8", "surrogatepass"), MOST_STRUCTURED_VALUES)
+    else:
+        chars, values = weigh(value, _written)
+        if chars > MOST_STRUCTURED_CHARS:
+            raise _too_many_chars(name)
+        has_too_many = values > MOST_STRUCTURED_VALUES
+    if has_too_many:
+        message = f"Invalid '{name}': one of them has more than {MOST_STRUCTURED_VALUES} JSON values."
+        raise Problem("invalid", message, code="too_many_values", param=name)
+
+
+def weigh(value: Json, size: Callable[[str], int] = len) -> tuple[int, int]:
+    """The size of all strings in it, keys included, and the number of its values. Without recursion: JSON may be nested
+    deeply."""
+    chars, values, left = 0, 0, [value]
+    while left:
+        item = left.pop()
+        values += 1
+        if isinstance(item, str):
+            chars += size(item)
+        elif isinstance(item, dict):
+            chars += sum(map(size, item))
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
+    return chars, values
+
+
+def _written(text: str) -> int:
+    """The length of a string as JSON: a line break is written as two characters, a control character as six."""
+    return len(text) if text.isprintable() else len(json.dumps(text, ensure_ascii=False))
+
+
+def _too_many_chars(name: str) -> Problem:
+    message = (
+        f"Invalid '{name}': string too long. All texts in one of them have at most {MOST_STRUCTURED_CHARS} characters."
+    )
+    return Problem("invalid", message, code="string_above_max_length", param=name)
+
+
+def _check_length(name: str, length: int, most: int) -> None:
+    if length > most:
+        message = (
+            f"Invalid '{name}': array too long. Expected an array with maximum length {most}, "
+            f"but got an array with length {length} instead."
+        )
+        raise Problem("invalid", message, code="array_above_max_length", param=name)
+
+
+def _parts(item: Json) -> int:
+    """Of one message: its content, calls and what else is a list, and the lists of content in those."""
+    if not isinstance(item, dict):
+        return 0
+    count = 0
+    for value in item.values():
+        if isinstance(value, list):
+            count += len(value)
+            for part in value:
+                inner = part.get("content") if isinstance(part, dict) else None
+                count += len(inner) if isinstance(inner, list) else 0
+    return count
+
+
+def _structured(item: Json) -> Iterator[Json]:
+    """The arguments in one message: of chat's `tool_calls`, Anthropic's `tool_use`, and calls among the Responses API's
+    items."""
+    if not isinstance(item, dict):
+        return
+    yield from (item[name] for name in ("arguments", "input", "action") if name in item)
+    for value in item.values():
+        for part in value if isinstance(value, list) else ():
+            if isinstance(part, dict):
+                function = part.get("function")
+                yield part.get("input")
+                yield function.get("arguments") if isinstance(function, dict) else function
