@@ -266,13 +266,14 @@ def test_what_would_change_the_sampling_is_overruled_by_name() -> None:
         response_format={"type": "json_object"},
         reasoning_effort="low",
     )
-    assert set(ask.overruled) == {"tool_choice", "parallel_tool_calls", "reasoning_effort"}
+    assert set(ask.overruled) == {"parallel_tool_calls", "reasoning_effort"}
     assert {wish.name: (wish.kind, wish.value) for wish in ask.wishes} == {
         "temperature": ("same", 0),
         "top_p": ("same", 1.0),
         "seed": ("seed", 7),
         "stop": ("stop", ["\n"]),
         "logprobs": ("logprobs", True),
+        "tool_choice": ("calls", ""),
         "response_format": ("format", {"type": "json_object"}),
     }
 

@@ -158,8 +158,9 @@ def test_what_the_task_decides_is_overruled_by_name() -> None:
         context_management={"edits": []},
         something_new=True,
     )
-    assert set(ask.overruled) == {"thinking", "tool_choice", "tools.type", "tools.defer_loading"}
-    assert ask.wishes == (Wish("same", "temperature", 0.5),) and ask.unknown == ("something_new",)
+    assert set(ask.overruled) == {"thinking", "tools.type", "tools.defer_loading"}
+    assert ask.wishes == (Wish("same", "temperature", 0.5), Wish("calls", "tool_choice", ""))
+    assert ask.unknown == ("something_new",)
     assert ask.tools == ({"type": "function", "function": {"name": "now", "parameters": {}}},)
     assert read(USER, tool_choice={"type": "auto"}, tools=None).overruled == ()
     assert read(USER, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).overruled == ("tool_choice",)

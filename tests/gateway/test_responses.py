@@ -181,14 +181,12 @@ def test_what_the_task_decides_is_named():
         service_tier="auto",
         prompt_cache_key="k",
     )
-    assert ask.wishes == (Wish("same", "temperature", 0.2), Wish("same", "text.format", {"type": "json_schema"}))
-    assert ask.overruled == (
-        "tool_choice",
-        "parallel_tool_calls",
-        "truncation",
-        "reasoning.effort",
-        "text.verbosity",
+    assert ask.wishes == (
+        Wish("same", "temperature", 0.2),
+        Wish("same", "text.format", {"type": "json_schema"}),
+        Wish("calls", "tool_choice", ""),
     )
+    assert ask.overruled == ("parallel_tool_calls", "truncation", "reasoning.effort", "text.verbosity")
     assert read(tool_choice="auto", reasoning={"summary": "auto"}, text={"format": {"type": "text"}}).overruled == ()
 
 
