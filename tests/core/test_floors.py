@@ -14,7 +14,7 @@ BELOW: dict[str, set[str]] = {
     "http": {"core"},
     "sandbox": {"http", "core"},
     "engines": {"core"},
-    "embedded": {"core"},
+    "embedded": {"tokens", "core"},
     "tokens": {"core"},
     "tools": {"sandbox", "core"},
     "gateway": {"tokens", "engines", "core"},

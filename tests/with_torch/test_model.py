@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from rollyard.embedded.model import Model, Piece, Unsupported, load_module, load_tokenizer
-from rollyard.testing.tokenizer_files import tokenizer_dir
+from rollyard.embedded.model import Model, Piece, Unsupported, load_module
 from tests.with_torch.parts import SHAPE, VOCABULARY, checked, prompt_of, tiny
 
 
@@ -87,12 +86,6 @@ def test_weights_of_another_model_are_refused_before_any_is_written(tmp_path: Pa
 def test_a_context_beyond_the_model_is_refused():
     with pytest.raises(Unsupported, match="made for 8192"):
         Model(tiny(), max_context=8193)
-
-
-def test_a_tokenizer_comes_from_its_folder(tmp_path: Path):
-    assert load_tokenizer(tokenizer_dir()).encode("hello")
-    with pytest.raises(Unsupported, match="tokenizer"):
-        load_tokenizer(tmp_path / "nothing")
 
 
 def test_an_attention_that_takes_more_is_refused_however_little_it_shows():

@@ -55,17 +55,19 @@ async def post(engine: Engine, path: str, body: Any = None) -> tuple[int, Any]:
 
 async def test_a_kept_call_is_frozen_and_goes_on_as_if_nothing_had_been():
     async with served(tiny()) as (engine, client):
-        whole = await client.generate(request(max_tokens=600))
-        streaming = Streaming(client, request("again", max_tokens=600))
+        streaming = Streaming(client, request("cut", max_tokens=5000))
         await streaming.at_least(3)
         assert await client.control.pause(PauseMode.KEEP)
         sampled = engine._batcher.running[0].sampled
         await client.healthy()
-        assert engine._batcher.running[0].sampled == sampled < 600, "nothing is sampled after the reply"
+        assert engine._batcher.running[0].sampled == sampled < 5000, "nothing is sampled after the reply"
         assert not streaming.task.done()
         assert await client.control.clear_cache()
         assert await client.control.resume()
-        assert (await streaming.task).token_ids == whole.token_ids
+        await streaming.at_least(sampled + 20)
+        await client.abort("cut")
+        found = (await streaming.task).token_ids[: sampled + 20]
+        assert found == (await client.generate(request("whole", max_tokens=sampled + 20))).token_ids
 
 
 async def test_a_pause_that_aborts_answers_with_what_was_sampled():
@@ -86,14 +88,14 @@ async def test_a_pause_that_aborts_answers_with_what_was_sampled():
 
 async def test_a_pause_that_waits_lets_what_runs_end_first():
     async with served(tiny()) as (_, client):
-        streaming = Streaming(client, request(max_tokens=300))
+        streaming = Streaming(client, request(max_tokens=150))
         await streaming.at_least(1)
         pausing = asyncio.create_task(client.control.pause(PauseMode.DRAIN))
         while not (await _is_paused(client)):
             pass
         late = asyncio.create_task(client.generate(request("late")))
         await pausing
-        assert streaming.task.done() or len((await streaming.task).token_ids) == 300
+        assert streaming.task.done() or len((await streaming.task).token_ids) == 150
         assert not late.done()
         await client.abort("late")
         assert (await late).finish_reason == "abort", "also of one that has not begun"
@@ -106,16 +108,19 @@ async def _is_paused(client: VllmEngine) -> bool:
 
 async def test_versions_change_at_the_token_from_which_they_hold():
     async with served(tiny()) as (_, client):
-        streaming = Streaming(client, request(max_tokens=600))
+        streaming = Streaming(client, request(max_tokens=5000))
         await streaming.at_least(2)
         await client.control.pause(PauseMode.KEEP)
         assert await client.control.set_version(7)
         assert await client.control.version() == "7"
+        sampled = len(streaming.told)
         await client.control.resume()
+        await streaming.at_least(sampled + 5)
+        await client.abort("r")
         found = await streaming.task
         (before, after) = found.versions
-        assert (before.version, before.start, after.version, after.end) == (-1, 0, 7, 600)
-        assert 2 <= before.end == after.start < 600
+        assert (before.version, before.start, after.version, after.end) == (-1, 0, 7, len(found.token_ids))
+        assert 2 <= before.end == after.start < len(found.token_ids)
         assert (await client.generate(request("next"))).versions == (VersionSpan(7, 0, 12),)
 
 
@@ -140,10 +145,13 @@ async def test_a_trainer_in_the_same_process_writes_weights_between_two_tokens()
             with engine.weights(version=2):
                 module.load_state_dict(weights[2])
 
-        wanted = request(max_tokens=900)
+        wanted = request(max_tokens=6000)
         streaming = Streaming(client, wanted)
         await streaming.at_least(3)
         await asyncio.to_thread(train)
+        at = engine._batcher.running[0].sampled
+        await streaming.at_least(at + 5)
+        await client.abort("r")
         found = await streaming.task
         assert [span.version for span in found.versions] == [1, 2]
     check_spans(tiny(), wanted, found, weights)

@@ -117,10 +117,9 @@ async def _serve(
     import asyncio
 
     with quick_imports():
-        from transformers.utils.logging import disable_progress_bar  # type: ignore[import-not-found]
-
         from rollyard.embedded.batching import Settings
-        from rollyard.embedded.model import Unsupported, choose_device, choose_dtype, load_module, load_tokenizer
+        from rollyard.embedded.loading import load_model, load_tokenizer
+        from rollyard.embedded.model import Unsupported, choose_device, choose_dtype
         from rollyard.embedded.server import Engine
 
     stopped = asyncio.Event()
@@ -129,10 +128,8 @@ async def _serve(
     try:
         chosen = choose_device(device)
         note(f"loading {model} on {chosen}")
-        if not sys.stderr.isatty():
-            disable_progress_bar()
-        with quick_imports():  # transformers imports most of itself only now
-            module = await asyncio.to_thread(load_module, model, device=chosen, dtype=choose_dtype(dtype, chosen))
+        with quick_imports():  # transformers, where it is needed, imports most of itself only now
+            module = await asyncio.to_thread(load_model, model, device=chosen, dtype=choose_dtype(dtype, chosen))
             tokenizer = await asyncio.to_thread(load_tokenizer, model)
         async with Engine.serve(module, tokenizer, settings=Settings(**sizes), adapter=adapter, **place) as served:
             note(f"rollyard engine at {served.url}, model {served.name}; use it: rollyard serve --engine {served.url}")

@@ -5,6 +5,11 @@ cluster wants vLLM or SGLang. What speaks to it is `rollyard.engines.VllmEngine`
 conformance suite.
 
     model.py      a transformers model, run over sequences of different lengths at once, sharing a trainer's weights
+    llama.py      a model of Llama's kind on a CPU, computed here without transformers
+    checkpoint.py such a model's folder: its shape, and its weights by name
+    linears.py    products with weights in the layout of the CPU's kernels
+    stacked.py    the keys and values of a sequence in one tensor, for llama.py
+    loading.py    a model and its tokenizer, without transformers where possible
     attention.py  the keys and values of each sequence, and attention over them, as a CPU wants it
     paged.py      the same in blocks of one pool, in padded batches, as a GPU wants it
     graphs.py     what a GPU is told, recorded and played again

@@ -25,6 +25,14 @@ NAME = "rollyard"
 BLOCK_TOKENS = 128  # a cache grows by whole blocks, and by a quarter of itself: appending costs little on average
 
 
+def capacity_for(tokens: int, capacity: int, max_tokens: int) -> int:
+    """What a cache of some capacity grows to when so many tokens have to fit."""
+    if tokens <= capacity:
+        return capacity
+    wanted = max(tokens, capacity + capacity // 4)
+    return max(tokens, min(max_tokens, -(-wanted // BLOCK_TOKENS) * BLOCK_TOKENS))
+
+
 class Kv:
     """One sequence's cache. Tensors are (heads, capacity, dim), made when a layer first writes."""
 
@@ -36,10 +44,7 @@ class Kv:
 
     def capacity_for(self, tokens: int) -> int:
         """What it will have room for when so many tokens have to fit."""
-        if tokens <= self.capacity:
-            return self.capacity
-        wanted = max(tokens, self.capacity + self.capacity // 4)
-        return max(tokens, min(self._max_tokens, -(-wanted // BLOCK_TOKENS) * BLOCK_TOKENS))
+        return capacity_for(tokens, self.capacity, self._max_tokens)
 
     def reserve(self, tokens: int) -> None:
         capacity = self.capacity_for(tokens)
@@ -133,11 +138,11 @@ def attention(
     made: list[Tensor] = []
     for row, (queries, new_keys, new_values) in zip(ragged_rows, parts, strict=True):
         keys, values = row.kv.put(module.layer_idx, new_keys, new_values)
-        made.append(_attend(queries, keys[None], values[None], scaling, sliding_window))
+        made.append(attend(queries, keys[None], values[None], scaling, sliding_window))
     return torch.cat(made, dim=1), None
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """The new tokens, the last of the sequence, over all of it: causal, and no further back than the window.
     Given (1, heads, new, size); made (1, new, heads, size). Sums are in float32, whatever the dtype."""
     (heads, new, size), (kv_heads, total) = query.shape[1:], keys.shape[1:3]

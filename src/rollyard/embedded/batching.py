@@ -28,9 +28,11 @@ from rollyard.embedded.prefixes import Kept, Prefixes
 
 if TYPE_CHECKING:
     from rollyard.embedded.attention import Kv
+    from rollyard.embedded.llama import Llama
     from rollyard.embedded.model import Model, Piece
     from rollyard.embedded.paged import PagedKv
     from rollyard.embedded.sampling import Draw, Drawn
+    from rollyard.embedded.stacked import StackedKv
 
 Finish = Literal["stop", "length"]
 Kind = Literal["prompts", "tokens", "burst"]
@@ -83,7 +85,7 @@ class Job:
     def __init__(self, request: Request, number: int) -> None:
         self.request = request
         self.tokens = list(request.prompt)
-        self.kv: Kv | PagedKv | None = None  # while it runs
+        self.kv: Kv | PagedKv | StackedKv | None = None  # while it runs
         self.cached_tokens: int | None = None  # of its prompt, that it found; known when it has begun
         self.order = (request.priority, number)
 
@@ -124,7 +126,7 @@ class Counts:
 class Batcher:
     """See the module."""
 
-    def __init__(self, model: Model, settings: Settings) -> None:
+    def __init__(self, model: Model | Llama, settings: Settings) -> None:
         self.model = model
         self.settings = settings
         self.version = "default"  # vLLM's word for weights that nobody has named

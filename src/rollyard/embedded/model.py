@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,8 +265,11 @@ def choose_dtype(name: str, device: str) -> Any:
 def load_module(name: str | Path, *, device: str, dtype: Any = "auto") -> Any:
     """A model from a folder, a GGUF file (or a folder with one), or a hub name that is cached."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
-    folder, more = _where(name)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    folder, more = weights_place(name)
     if "gguf_file" in more:
         from transformers import GgufConfig
 
@@ -277,23 +281,14 @@ def load_module(name: str | Path, *, device: str, dtype: Any = "auto") -> Any:
         raise Unsupported(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def load_tokenizer(name: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    folder, more = _where(name)
-    try:
-        return AutoTokenizer.from_pretrained(folder, **more)
-    except (OSError, ValueError, ImportError) as error:
-        raise Unsupported(f"the tokenizer of {name} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
 def _twin(module: Any) -> Any:
     """The same modules once more, with the same tensors, in evaluation mode."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors}).eval()
 
 
-def _where(name: str | Path) -> tuple[str, dict[str, Any]]:
+def weights_place(name: str | Path) -> tuple[str, dict[str, Any]]:
+    """The folder or hub name that transformers is given, and what else."""
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():
         return str(path.parent), {"gguf_file": path.name}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollyard.embedded.attention import Kv
     from rollyard.embedded.paged import PagedKv
+    from rollyard.embedded.stacked import StackedKv
 
 GRAIN = 16  # tokens; fewer of another session's are not worth a copy
 _LOOKS = 8  # of those that share a longest mark, so many are compared, the last used first
@@ -31,7 +32,7 @@ class Kept:
     """A cache, and the tokens that are in it."""
 
     tokens: array[int]
-    kv: Kv | PagedKv
+    kv: Kv | PagedKv | StackedKv
     salt: str
     session: str
     marks: tuple[int, ...]
@@ -49,7 +50,7 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, tokens: Sequence[int], kv: Kv | PagedKv, salt: str, session: str) -> None:
+    def keep(self, tokens: Sequence[int], kv: Kv | PagedKv | StackedKv, salt: str, session: str) -> None:
         if kv.length == 0:
             kv.free()
             return

@@ -79,14 +79,19 @@ class Engine:
         settings: Settings | None = None,
         adapter: Path | None = None,
     ) -> AsyncGenerator[Self, None]:
-        """Serves a model of transformers, which keeps its weights: see `model.py`. `root` is the folder of its
-        tokenizer, which clients on this machine may read; an adapter is added to its weights, in place.
-        Unsupported, ValueError: it cannot be served so."""
+        """Serves a model of transformers, which keeps its weights (see `model.py`), or what `loading.load_model` gives.
+        `root` is the folder of its tokenizer, which clients on this machine may read; an adapter is added to the
+        model's weights, in place. Unsupported, ValueError: it cannot be served so."""
+        from rollyard.embedded.checkpoint import Checkpoint
+        from rollyard.embedded.llama import Llama
         from rollyard.embedded.model import Model
 
         def prepare() -> Batcher:
-            made = Model(model, max_context)
-            made.check()
+            if isinstance(model, Checkpoint):
+                made = Llama(model, max_context)
+            else:
+                made = Model(model, max_context)
+                made.check()
             if adapter is not None:
                 made.write_weights(made.read_weights(adapter))
             return Batcher(made, settings or Settings())

@@ -10,7 +10,8 @@ from rollyard.embedded.requests import Refused
 
 
 class Texts:
-    """A tokenizer of transformers, or None, with which every text is refused. Slow: call it in a thread."""
+    """A tokenizer of transformers or of `rollyard.tokens`, or None, with which every text is refused. Slow: call it in
+    a thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._given = tokenizer

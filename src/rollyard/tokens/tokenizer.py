@@ -3,9 +3,9 @@
 `Tokenizers` loads and keeps them, one per source; `Tokenizer` has the surface that chat templates and the
 `renderers` package need.
 
-Invariants. `encode` never adds tokens of its own (no BOS). Text that went through `escape` can never become a
-special token: a file that says "<|im_end|>" is read as that text, and does not end the turn. Escaping does not
-change the text, only where it may be cut into tokens. A lone surrogate, which no tokenizer takes, becomes U+FFFD.
+Invariants. `encode` adds no tokens of its own (no BOS) unless it is told to. Text that went through `escape` can never
+become a special token: a file that says "<|im_end|>" is read as that text, and does not end the turn. Escaping does
+not change the text, only where it may be cut into tokens. A lone surrogate, which no tokenizer takes, becomes U+FFFD.
 
 It never downloads: a hub name must be in the local cache already.
 """
@@ -151,9 +151,10 @@ class Tokenizer:
             at = end
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text. `add_special_tokens` is there for callers of the usual signature; it stays False."""
+        """The ids of a text. `add_special_tokens`: with what the model's own tokenizer puts around a bare text, which
+        no template wants."""
         if add_special_tokens:
-            raise ValueError("templates write their own special tokens")
+            return self._backend.encode(_SURROGATE.sub("�", text), add_special_tokens=True).ids
         if BREAK not in text:
             try:
                 return self._ids(text)

@@ -1,0 +1,45 @@
+# pyright: reportMissingImports=false
+"""Products with weights that do not change, as a CPU wants them: laid out beforehand for its own kernels.
+
+oneDNN (with Arm's Compute Library on that kind of CPU) takes about half the time with weights in its own layout: 1.4 ms
+instead of 2.6 ms for 12 × 576 × 3072 on one Neoverse N1. All is float32. What it computes is compared with the plain
+product once; where it differs, or where torch has no such kernels, the plain product is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+ROWS = 16  # for how many the layout is chosen, where that matters; it is right for any number
+_CLOSE = 1e-4  # of the largest number
+
+
+class Linear:
+    """A weight of (out, in), and perhaps a bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._bias = bias
+        self._packed = _packed(weight)
+        self._plain = weight if self._packed is None else None
+        self._product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, given: Tensor) -> Tensor:
+        if self._plain is not None:
+            return linear(given, self._plain, self._bias)
+        return self._product(given, self._packed, self._bias, "none", [], "")
+
+
+def _packed(weight: Tensor) -> Tensor | None:
+    tried = torch.linspace(-1.0, 1.0, 2 * weight.shape[1]).view(2, -1)
+    try:
+        made = torch.ops.mkldnn._reorder_linear_weight.default(weight, ROWS)
+        found = torch.ops.mkldnn._linear_pointwise.default(tried, made, None, "none", [], "")
+    except (RuntimeError, AttributeError):  # not built in, or not for such a weight
+        return None
+    expected = linear(tried, weight)
+    gap, most = float((found - expected).abs().max()), float(expected.abs().max())
+    return made if gap <= _CLOSE * max(most, 1e-3) else None
