@@ -205,7 +205,10 @@ async def test_the_end_of_the_shell_is_told_and_a_new_one_stands(
 @pytest.mark.parametrize(
     "command", ["unset PROMPT_COMMAND", "builtin() { :; }", "readonly PROMPT_COMMAND", "exec 60>&-; exec 10>&-"]
 )
-async def test_a_shell_that_no_longer_reports_is_lost_or_mended(shell: Shell, command: str) -> None:
+async def test_a_shell_that_no_longer_reports_is_lost_or_mended(
+    shell: Shell, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollyard.tools.shell.UNREAD_S", 1.0)
     first = await shell.run(command, 20.0)
     second = await shell.run("echo on", 20.0)
     assert second.output == "on\n" or first.is_restarted or second.is_restarted

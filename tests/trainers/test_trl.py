@@ -19,13 +19,15 @@ from rollyard.client import AsyncClient, Group, Trace
 from rollyard.client.batching import advantages
 from rollyard.testing.script import Turn
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from rollyard.trainers.trl import LEASE_S
 from tests.client.served import Yard, call, served, task
 from tests.trainers.environment import Script, trainer_python
 
 pytestmark = [pytest.mark.trainers, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TASKS = [task(f"Write done, number {n}.") for n in range(6)]
+KILLED_LEASE_S = 10.0
+"""As in trl_probe.py."""
+
 PROBE = Path(__file__).parent / "trl_probe.py"
 
 
@@ -168,7 +170,7 @@ async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any
         async with AsyncClient(yard.url, yard.token) as client:
             policy = await client.policy().status()
             assert (policy["state"], policy["version"]) == ("paused", 3), policy
-            assert policy["lease_s"] == LEASE_S
+            assert policy["lease_s"] == KILLED_LEASE_S
             acked = (await (await client.get_draw("trl-draw")).status())["acked"]
             state = json.loads((tmp_path / "out" / "checkpoint-1" / "rollyard.json").read_text())
             assert acked > state["batch"] == 0, "a later checkpoint has acknowledged what this one does not know"

@@ -35,6 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
 import rollyard
+from rollyard.trainers import trl
 from rollyard.trainers.trl import RollyardRolloutFunc, RollyardRolloutWorker, RollyardWeights, rollyard_reward
 
 gc.freeze()
@@ -166,6 +167,8 @@ def run_again(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
 
 
 KILLED = ("--steps", 4, "--save-steps", 1)
+KILLED_LEASE_S = 10.0
+"""In place of `LEASE_S`: the next trainer waits until the killed one's has run out."""
 
 
 def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
@@ -178,6 +181,7 @@ def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(RollyardWeights, "send_weights", killing)  # noqa: B010
+    trl.LEASE_S = KILLED_LEASE_S
     return spy.run(folder, model, tasks, *KILLED)
 
 
