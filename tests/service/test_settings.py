@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.cli.config import masked
+from rollyard.service.node_settings import for_nodes, node_settings
 from rollyard.service.runtimes import uids_of
 from rollyard.service.settings import Settings, SettingsError, load_settings
 
@@ -167,3 +168,20 @@ def test_gym_servers_are_urls_by_name(tmp_path: Path) -> None:
     file.write_text('[gym_servers]\nmath = "gym:9000"\n')
     with pytest.raises(SettingsError, match=r"gym_servers"):
         load_settings({}, NOTHING, file)
+
+
+def test_what_a_sandbox_gets_that_names_nothing_is_never_above_the_ceilings_here_and_at_nodes() -> None:
+    plain = Settings().sandbox_limits
+    assert (plain.memory_bytes, plain.cpus) == (8 << 30, None)
+    low = {
+        "max_task_memory_bytes": 1 << 30,
+        "max_task_disk_bytes": 2 << 30,
+        "max_task_files": 5000,
+        "max_task_processes": 30,
+        "max_task_cpus": 0.5,
+    }
+    settings = Settings.model_validate(low)
+    for found in (settings.sandbox_limits, node_settings(for_nodes(settings), Path("/nowhere"), {}).sandbox_limits):
+        assert (found.memory_bytes, found.disk_bytes, found.files) == (1 << 30, 2 << 30, 5000)
+        assert (found.processes, found.cpus) == (30, 0.5)
+    assert Settings(sandbox_cpus=0.25, max_task_cpus=0.5).sandbox_limits.cpus == 0.25

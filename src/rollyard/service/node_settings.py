@@ -18,7 +18,8 @@ from rollyard.service.settings import Settings, SettingsError
 TAKEN_OVER = (
     *("runtimes", "runtime", "images", "oci_command", "oci_image", "layer_bytes"),
     *("sandbox_memory_bytes", "sandbox_processes", "sandbox_disk_bytes", "sandbox_open_files", "sandbox_cpus"),
-    "sandbox_files",
+    *("sandbox_files", "max_task_memory_bytes", "max_task_disk_bytes", "max_task_files", "max_task_cpus"),
+    "max_task_processes",
     *("sandbox_uids", "engine_wait_s", "health_s", "mcp_servers", "gym_servers"),
     *("init_slots", "run_slots", "eval_slots", "ready_slots", "max_live"),
     *("egress_hosts", "egress_methods", "egress_private", "egress_mirrors", "egress_bytes", "egress_connections"),

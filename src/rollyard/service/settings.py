@@ -339,13 +339,17 @@ class Settings(BaseModel):
 
     @property
     def sandbox_limits(self) -> SandboxLimits:
+        """Of a task that names none. They are never above what a task may ask for."""
+        cpus = self.sandbox_cpus
+        if self.max_task_cpus < (cpus or os.cpu_count() or 1):
+            cpus = self.max_task_cpus
         return SandboxLimits(
-            memory_bytes=self.sandbox_memory_bytes,
-            processes=self.sandbox_processes,
-            disk_bytes=self.sandbox_disk_bytes,
+            memory_bytes=min(self.sandbox_memory_bytes, self.max_task_memory_bytes),
+            processes=min(self.sandbox_processes, self.max_task_processes),
+            disk_bytes=min(self.sandbox_disk_bytes, self.max_task_disk_bytes),
             open_files=self.sandbox_open_files,
-            cpus=self.sandbox_cpus,
-            files=self.sandbox_files,
+            cpus=cpus,
+            files=min(self.sandbox_files, self.max_task_files),
         )
 
     @property
