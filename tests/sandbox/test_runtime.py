@@ -607,6 +607,18 @@ async def test_what_cannot_be_proven_gone_is_stuck_and_its_folder_is_kept(tmp_pa
         assert (await sandbox.ended()).reason == "killed"
 
 
+async def test_a_runtime_that_closes_closes_the_descriptors_of_what_is_stuck(tmp_path: Path) -> None:
+    async with LocalRuntime(root=tmp_path, kill_s=0.2) as runtime:
+        sandbox = await runtime.start(SPEC, lease_s=60.0)
+        (keeper,) = runtime._keepers.values()
+        os.kill(sandbox.pid, signal.SIGSTOP)
+        with pytest.raises(SandboxStuck):
+            await sandbox.kill()
+        assert keeper._wire._sock.fileno() >= 0, "it may still end, and say so"
+    assert keeper._wire._sock.fileno() == keeper._pidfd == -1
+    os.kill(sandbox.pid, signal.SIGKILL)
+
+
 async def test_files_are_deleted_although_the_launcher_dies_over_it(
     bubblewrap: BubblewrapRuntime, tmp_path: Path
 ) -> None:

@@ -125,6 +125,18 @@ class Keeper:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
+    def close(self) -> None:
+        """Closes its descriptors, whether it is proven gone or not."""
+        self._close_pidfd()
+        self._wire.close()
+        self._cut_lifeline()
+
+    def _close_pidfd(self) -> None:
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
     def _cut_lifeline(self) -> None:
         if self._lifeline >= 0:
             os.close(self._lifeline)
@@ -209,12 +221,9 @@ class Keeper:
     def _on_gone(self) -> None:
         """Everything in it is dead. What its keeper said before is still in the socket."""
         if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
+            self._close_pidfd()
             self._wire.drain()
-        self._wire.close()
-        self._cut_lifeline()
+        self.close()
         end = self._end or SandboxEnd("lost", "its keeper was killed from outside")
         if end.reason == "lost" and self.count_oom_kills():
             # Files in memory have no process: the kernel kills all there are, in vain, the keeper among them.

@@ -78,6 +78,7 @@ class LaunchedRuntime(ABC):
         self._keepers: dict[str, Keeper] = {}
         self._places: dict[str, Place] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
+        self._stuck: set[Keeper] = set()  # of sandboxes that were not proven gone
         self._left: deque[tuple[list[str], Sequence[str]]] = deque(maxlen=MOST_LEFT)  # files that could not be deleted
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
@@ -154,6 +155,8 @@ class LaunchedRuntime(ABC):
             for sandbox in list(self._live.values()):
                 self._end(sandbox, SandboxEnd("killed", "the runtime closed"))
             await asyncio.wait(list(self._endings.values()))  # those too whose files are still being deleted
+        for keeper in [*self._stuck]:
+            keeper.close()
         if self._timer is not None:
             self._timer.cancel()
         for _ in range(len(self._left)):
@@ -271,6 +274,8 @@ class LaunchedRuntime(ABC):
             async with asyncio.timeout(self._kill_s):
                 await asyncio.shield(keeper.ended)
         except TimeoutError:
+            self._stuck.add(keeper)
+            keeper.ended.add_done_callback(lambda _: self._stuck.discard(keeper))
             raise SandboxStuck(
                 f"sandbox {sandbox.id} was not gone {self._kill_s} s after its kill", pid=keeper.pid
             ) from None
