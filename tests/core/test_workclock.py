@@ -9,6 +9,8 @@ import pytest
 from rollyard.core import Deadline, DeadlineExpired, WorkClock
 from rollyard.core.workclock import MOST_LATE_S, TICK_S
 
+pytestmark = pytest.mark.slow
+
 
 class Now:
     def __init__(self) -> None:

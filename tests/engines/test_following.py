@@ -20,6 +20,8 @@ from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.nodes import Fleet, Node
 from tests.engines.parts import QUICK, complete, judge_of, routed, spec_of, text_of
 
+pytestmark = pytest.mark.slow
+
 
 def stalls_at_first(turn: Turn) -> Reply:
     """The first call of a session samples five tokens, and then stands still."""

@@ -18,6 +18,8 @@ from rollyard.testing.scripted_control import ControlFault, Step
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import QUICK, complete, routed, spec_of, text_of
 
+pytestmark = pytest.mark.slow
+
 DIALECTS = ["vllm", "sglang"]
 STEPS: list[Step] = ["version", "clear", "resume"]
 

@@ -12,6 +12,8 @@ from rollyard.fleet.wire import Ended, Key, Returned
 from rollyard.store.codec import to_json
 from tests.fleet.test_head import Hand, opened
 
+pytestmark = pytest.mark.slow
+
 FINE = {"is_engine_up": True, "is_served": False, "has_others": True}
 
 

@@ -9,6 +9,8 @@ from rollyard.testing.script import Reply
 from tests.fleet.fleet_site import loop_node, nodes_of, open_head
 from tests.service.site import engine_table, finish, scripted, shell
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("mode", ["abort", "drain", "keep"])
 async def test_a_nodes_tokens_have_the_version_that_sampled_them(tmp_path: Path, mode: str) -> None:

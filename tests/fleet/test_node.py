@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollyard.agents.base import AgentContext
 from rollyard.agents.known import NoopAgent
 from rollyard.agents.registry import Agents
@@ -15,6 +17,8 @@ from rollyard.service.node import run_node
 from rollyard.testing.script import Reply
 from tests.fleet.fleet_site import NOWHERE, LoopNode, NodeOptions, loop_node, node_token, nodes_of, open_head, until
 from tests.service.site import Site, engine_table, finish, scripted, task
+
+pytestmark = pytest.mark.slow
 
 
 class SlowToLeave(NoopAgent):

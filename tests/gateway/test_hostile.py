@@ -36,6 +36,8 @@ from rollyard.tokens.tokenizer import STEP_CHARS
 from tests.gateway.site import Site, gateway
 from tests.gateway.test_session import body, says
 
+pytestmark = pytest.mark.slow
+
 USER = {"role": "user", "content": "go"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 PATHS = {CHAT: "chat/completions", RESPONSES: "responses", MESSAGES: "messages"}

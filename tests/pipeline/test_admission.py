@@ -4,8 +4,12 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from rollyard.core import Outcome, Run, State
 from tests.pipeline.site import SETTINGS, Site, finish, says, shell, shell_task, site
+
+pytestmark = pytest.mark.slow
 
 DO_IT = says(shell("touch done"), finish())
 

@@ -18,6 +18,8 @@ from tests import worker
 from tests.pipeline.site import finish, says, shell, shell_task, site
 from tests.sandbox.egress.site import Names, Server, served
 
+pytestmark = pytest.mark.slow
+
 
 def asking(task: Task, *hosts: str, eval_hosts: tuple[str, ...] = ()) -> Task:
     return replace(task, sandbox=replace(task.sandbox, egress=EgressOptions(hosts, eval_hosts)))

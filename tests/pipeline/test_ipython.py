@@ -5,11 +5,15 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from rollyard.core import Outcome
 from rollyard.core.task import AgentSpec, SandboxOptions
 from rollyard.sandbox.python import INSIDE, PythonShelf
 from tests.pipeline.site import finish, says, shell_task, site
 from tests.tools.busybox import busybox_image
+
+pytestmark = pytest.mark.slow
 
 
 def cell(code: str) -> str:

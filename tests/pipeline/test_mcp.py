@@ -16,6 +16,8 @@ from rollyard.tools.mcp import McpSource, OutsideServer
 from tests.pipeline.site import Site, finish, says, shell, shell_task, site
 from tests.tools.mcp_parts import BY_HAND, loopback, outside, served
 
+pytestmark = pytest.mark.slow
+
 
 def asking(mcp: Json, files: Json = None) -> Task:
     task = shell_task(checks=["true"], files=files or {})

@@ -12,6 +12,8 @@ from rollyard.engines import RouterSettings
 from rollyard.testing.script import Reply
 from tests.pipeline.site import SETTINGS, finish, says, shell, shell_task, site
 
+pytestmark = pytest.mark.slow
+
 DO_IT = says(shell("touch done"), finish())
 
 

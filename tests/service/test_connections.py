@@ -14,6 +14,8 @@ import pytest
 from rollyard.client import AsyncClient
 from tests.service.site import Site, open_site, task
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 FEW = {"http_header_s": 0.5, "http_body_s": 0.5, "http_idle_s": 0.5}
 

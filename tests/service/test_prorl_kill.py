@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from rollyard.testing.script import Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.prorl_parts import good, work
 from tests.service.site import scripted
+
+pytestmark = pytest.mark.slow
 
 
 class Served:

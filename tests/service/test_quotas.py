@@ -19,6 +19,8 @@ from rollyard.store.base import QueuedRow
 from rollyard.testing.script import Reply
 from tests.service.site import Site, engine_table, finish, open_site, scripted, task
 
+pytestmark = pytest.mark.slow
+
 
 @asynccontextmanager
 async def tenant(folder: Path, **quota: Any) -> AsyncGenerator[tuple[Site, str], None]:

@@ -12,6 +12,8 @@ from rollyard.store import SqliteStore
 from rollyard.store.base import Stale
 from tests.service.site import Site, engine_table, open_site, scripted, task
 
+pytestmark = pytest.mark.slow
+
 MANY = 3000
 
 

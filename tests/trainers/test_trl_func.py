@@ -13,6 +13,8 @@ from rollyard.testing.script import Reply, Turn
 from rollyard.trainers.trl import RolloutsMissing, RollyardRolloutFunc
 from tests.client.served import Yard, call, served, task
 
+pytestmark = pytest.mark.slow
+
 TASKS = {name: task(f"Write done, {name}.") for name in ("first", "second")}
 
 

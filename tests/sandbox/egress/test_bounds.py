@@ -13,6 +13,7 @@ from rollyard.sandbox.egress import Bounds
 from tests.sandbox.egress.site import ALLOWED, QUICK, open_site
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.parametrize("runtime", ["bubblewrap"], indirect=True),
 ]
