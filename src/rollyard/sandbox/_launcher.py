@@ -69,8 +69,8 @@ OURS = frozenset((errno.EAGAIN, errno.EIO, errno.ENFILE, errno.ENODEV, errno.ENO
 JOB_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What a batch system, or a terminal, sends to every process of a job."""
 
-JOB_SIGNAL_S = 0.2
-"""Within which it has sent it to all of them."""
+JOB_SIGNAL_S = 2.0
+"""Within which it has sent it to all of them, on a busy machine too."""
 
 # --- the keeper: serves one sandbox for its life ------------------------------------------------------
 
