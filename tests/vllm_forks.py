@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator", "vllm.v1.executor.multiproc_executor")
@@ -36,13 +37,18 @@ def main() -> None:
         assert hasattr(starter, "get_mp_context"), f"{name} starts its processes in another way now"
         starter.get_mp_context = lambda: forking  # type: ignore[attr-defined]
     print("ready", flush=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps servers that end
+    servers: list[int] = []
     while line := os.read(0, 1 << 16):
         asked = json.loads(line)
         child = os.fork()
         if child == 0:
             serve(command, **asked)
+        servers.append(child)
         print(child, flush=True)
+    for server in servers:  # left by a test run that was killed
+        with suppress(ProcessLookupError):
+            os.killpg(server, signal.SIGKILL)
 
 
 def serve(command: list[str], *, port: int, log: str, env: dict[str, str]) -> None:

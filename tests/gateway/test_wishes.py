@@ -396,6 +396,8 @@ def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
     assert f"more than {MOST_SCHEMA_BYTES} bytes" in grant(any_call, tools=many).warnings[0]
     odd = {"type": "function", "function": {"name": 'x" | root'}}
     assert "not known" in grant(any_call, tools=[LS, odd]).warnings[0]
+    with pytest.raises(Problem, match="names a tool that is not in 'tools'"):
+        grant(Wish("calls", "tool_choice", "rm"))
     both = grant(json_object, any_call)
     assert both.warnings == ("tool_choice: f constrains the completion already",) and not both.has_to_call
 

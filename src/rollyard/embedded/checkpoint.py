@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """A model's folder, read without transformers: which kind of Llama it is, and its weights by their usual names.
 
-Only what is known to be computed alike is taken (`Shape`). Everything else, from another architecture to a kind of
-rotary scaling that is not known here, is `NotKnown`, and whoever asked goes the way of transformers.
+Only models that `llama.py` computes exactly are accepted (`Shape`). Everything else, such as another architecture or
+another kind of rotary scaling, raises `NotKnown`, and the caller uses transformers.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """NotKnown: go the way of transformers, which also says what is wrong with a folder."""
+    """Raises NotKnown for everything else: transformers then loads it, or says what is wrong with it."""
     try:
         config = json.loads((folder / "config.json").read_text())
         shape = _shape(config)

@@ -87,7 +87,7 @@ class Llama:
         """Nothing is left by weights that gave no numbers: each sequence has its own cache, and no padding."""
 
     def burst(self, pieces: Sequence[Piece], draws: Sequence[Draw], count: int) -> list[list[Drawn]]:
-        raise NotImplementedError("a CPU has nothing of it")
+        raise AssertionError("`has_bursts` is False: the batcher samples one token at a time")
 
     # --- computing
 
@@ -187,8 +187,8 @@ class Llama:
 
     @torch.inference_mode()
     def write_weights(self, weights: Mapping[str, Tensor] | Adapter) -> None:
-        """Whoever calls sees to it that nothing is being sampled, and that caches are cleared. An adapter is added to
-        the weights as they are in their folder, and takes the place of the last one."""
+        """The caller ensures that nothing is being sampled, and clears all caches. An adapter is added to the weights
+        of the folder and replaces the previous adapter."""
         if isinstance(weights, Adapter):
             merged = {name: weights.added(name, self._weights[name].float()) for name in weights.pairs}
             self._lay_out(merged)

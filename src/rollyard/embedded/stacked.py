@@ -62,7 +62,7 @@ class StackedKv:
         self.length += tokens
 
     def free(self) -> None:
-        """Its memory is wanted by somebody else; it is not used again."""
+        """Frees its memory. It is not used again."""
         self._whole = self._layout.empty(0)
         self.length = self.capacity = 0
 

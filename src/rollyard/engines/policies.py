@@ -18,6 +18,7 @@ Invariants.
 - An engine that comes back and says other weights than were resumed is quarantined: it was started again.
 
 With `engines`, an update is for those alone: their sessions wait, or (abort) go on elsewhere from the old weights.
+The file is long because pausing, leases and resuming share the state of one update.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ The gate: no call begins on an engine that is paused, and none on one that is qu
 weights. Who waits for either waits as long as it takes (`policies.py`); who waits for an engine that is down does not.
 Each gate says what becomes of the calls in flight (`mode`), harder with time but never softer while it is shut, since
 nodes that follow these gates do the same to theirs (`gates.py`). What nodes have of an engine counts as its load.
+The file is long because an engine's counts, gate and breaker change together.
 """
 
 from __future__ import annotations

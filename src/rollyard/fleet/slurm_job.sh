@@ -107,8 +107,8 @@ as_first() {
   for url in "${ENGINES[@]}"; do options+=(--engine "$url"); done
 
   if [ "$USES_RAY" = 1 ]; then
-    # A Ray that has its client's server starts it, and takes port 10001 unless told otherwise. Nobody needs the
-    # dashboard, or the monitor that scales clusters.
+    # If Ray's client server is installed, Ray starts it, by default at port 10001. The dashboard and the monitor that
+    # scales clusters are not used.
     "$PYTHON" -c 'import grpc' 2>/dev/null && client=(--ray-client-server-port="$RAY_CLIENT_PORT")
     (ray_here --head --node-ip-address="$host" --port="$RAY_PORT" "${client[@]}" --include-dashboard=false \
       --no-monitor --temp-dir="$SCRATCH") &

@@ -56,7 +56,7 @@ def parse(raw: bytes | bytearray) -> Json:
     """See the module."""
     if len(raw) <= WHOLE_BYTES:
         return orjson.loads(raw)
-    mark = secrets.token_hex(16)  # a client cannot guess it, so no string of its own is taken for one of ours
+    mark = secrets.token_hex(16)  # a client cannot guess it, so none of its strings equals a mark
     skeleton, texts = _taken_apart(raw, mark)
     if len(skeleton) > MOST_SKELETON_BYTES:
         raise TooMuchStructure(len(skeleton))

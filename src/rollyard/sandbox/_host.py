@@ -38,10 +38,10 @@ def make_etc(etc: Path) -> None:
     _make_folder(etc)
     for pattern in _ETC.split():
         for path in Path("/etc").glob(pattern):
-            target = etc / path.relative_to("/etc")
-            if target.parent != etc:
-                _make_folder(target.parent)
-            _copy(str(path), str(target))
+            below = path.relative_to("/etc")
+            for parent in reversed(below.parents):
+                _make_folder(etc / parent)
+            _copy(str(path), str(etc / below))
     for name, text in _OWN_ETC.items():
         (etc / name).unlink(missing_ok=True)
         (etc / name).write_text(text)
@@ -49,17 +49,13 @@ def make_etc(etc: Path) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    """And its parents below our /etc."""
     if not path.exists():
-        if path.name != "etc":
-            _make_folder(path.parent)
         path.mkdir()
         path.chmod(0o755)
 
 
 def _copy(source: str, target: str) -> None:
-    """Not shutil.copytree, which also copies times and attributes, and no paths as objects: 42 ms of CPU time for 700
-    links, this 18."""
+    """shutil.copytree also copies times and attributes. It takes 42 ms of CPU time for 700 links, and this 18."""
     with suppress(OSError):  # what this user may not read, the sandbox does without
         if os.path.islink(source):  # noqa: PTH114
             os.symlink(os.readlink(source), target)  # noqa: PTH115, PTH211

@@ -3,7 +3,7 @@
 `Tokenizers` loads and keeps them, one per source; `Tokenizer` has the surface that chat templates and the
 `renderers` package need.
 
-Invariants. `encode` adds no tokens of its own (no BOS) unless it is told to. Text that went through `escape` can never
+Invariants. `encode` adds no tokens of its own (no BOS) unless asked to. Text that went through `escape` can never
 become a special token: a file that says "<|im_end|>" is read as that text, and does not end the turn. Escaping does
 not change the text, only where it may be cut into tokens. A lone surrogate, which no tokenizer takes, becomes U+FFFD.
 
