@@ -16,8 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from rollyard.sandbox import _namespaced
-from rollyard.sandbox._cgroup_files import own_folders
+from rollyard.sandbox.limits.cgroup_files import own_folders
+from rollyard.sandbox.runtimes import namespaced
 
 PORTS = 1000
 FIRST_PORT = 12_000
@@ -94,7 +94,7 @@ class MemoryFolder:
 
 
 def own_uids() -> range:
-    first = _namespaced.UIDS.start + UIDS * NUMBER
+    first = namespaced.UIDS.start + UIDS * NUMBER
     return range(first, first + UIDS)
 
 
@@ -109,7 +109,7 @@ class Ownership:
         os.environ["XDG_RUNTIME_DIR"] = str(self._runtime_dir)
         uids = own_uids()
         os.environ["ROLLYARD_SANDBOX_UIDS"] = f"{uids.start}-{uids.stop - 1}"
-        defaults = _namespaced.NamespacedRuntime.__init__.__kwdefaults__
+        defaults = namespaced.NamespacedRuntime.__init__.__kwdefaults__
         assert defaults is not None and "uids" in defaults
         defaults["uids"] = uids
         # OpenMP threads spin while they wait for each other, which costs the other workers a CPU.

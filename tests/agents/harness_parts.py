@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import Preset, TryTurn, built_in, read_preset
 from rollyard.core import AgentSpec, Json, Limits, Task
-from rollyard.sandbox.python import PythonShelf
+from rollyard.sandbox.python import PythonBuilds
 from rollyard.testing.script import Reply, Turn
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rollyard"
@@ -19,9 +19,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rol
 GREETING = "greeting.txt says 'Hello, wrold!'. Correct its spelling."
 
 
-def installed(name: str) -> AgentShelf:
+def installed(name: str) -> AgentInstalls:
     """A shelf that has it. The first call on a machine fetches it; all later ones find it."""
-    shelf = AgentShelf(CACHE / "agents")
+    shelf = AgentInstalls(CACHE / "agents")
     asyncio.run(shelf.install(preset(name)))
     return shelf
 
@@ -30,8 +30,8 @@ def preset(name: str) -> Preset:
     return read_preset(built_in()[name])
 
 
-def pythons() -> PythonShelf:
-    return PythonShelf(CACHE / "python")
+def pythons() -> PythonBuilds:
+    return PythonBuilds(CACHE / "python")
 
 
 PROGRAM = """

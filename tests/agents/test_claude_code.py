@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.core import Outcome, Rollout, Task, Trajectory
 from rollyard.tokens import verify
@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="session")
-def shelf() -> AgentShelf:
+def shelf() -> AgentInstalls:
     return installed(NAME)
 
 
 async def rolled(
-    folder: Path, shelf: AgentShelf, turns: Sequence[str], task: Task | None = None
+    folder: Path, shelf: AgentInstalls, turns: Sequence[str], task: Task | None = None
 ) -> tuple[Rollout, Trajectory]:
     """How it ended, and what it left, proven."""
     async with site(folder, plays(turns), agents=Agents(shelf=shelf)) as yard:
@@ -47,7 +47,7 @@ def forks(trajectory: Trajectory) -> object:
     return gateway["forks"]
 
 
-async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: Path, shelf: AgentShelf) -> None:
+async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: Path, shelf: AgentInstalls) -> None:
     turns = [said(turn) for turn in preset(NAME).try_.turns]
     rollout, trajectory = await rolled(tmp_path, shelf, turns)
     assert rollout.ending is not None
@@ -59,7 +59,7 @@ async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: P
     assert forks(trajectory) == {}
 
 
-async def test_thinking_and_parallel_calls_stay_in_one_trace(tmp_path: Path, shelf: AgentShelf) -> None:
+async def test_thinking_and_parallel_calls_stay_in_one_trace(tmp_path: Path, shelf: AgentInstalls) -> None:
     turns = [
         f"<think>\nI look.\n</think>\n\nBoth at once.\n{READ}\n{call('Bash', command='false')}",
         f"<think>\nNow I know.\n</think>\n\n{EDIT}\n{WRITE}",
@@ -74,7 +74,7 @@ async def test_thinking_and_parallel_calls_stay_in_one_trace(tmp_path: Path, she
     assert "Error: Exit code 1" in tools, "a failed command does not read like one that worked"
 
 
-async def test_a_call_that_it_rewrites_in_its_history_forks(tmp_path: Path, shelf: AgentShelf) -> None:
+async def test_a_call_that_it_rewrites_in_its_history_forks(tmp_path: Path, shelf: AgentInstalls) -> None:
     """It leaves out `cd` into the folder where it is already: other words than the model's, so another history."""
     turns = [READ, call("Bash", command="cd /workspace && ls"), EDIT, "Done."]
     rollout, trajectory = await rolled(tmp_path, shelf, turns)
@@ -86,7 +86,7 @@ async def test_a_call_that_it_rewrites_in_its_history_forks(tmp_path: Path, shel
     assert [span.is_owned for span in second.spans] == [False, True, True]
 
 
-async def test_a_turn_limit_ends_it(tmp_path: Path, shelf: AgentShelf) -> None:
+async def test_a_turn_limit_ends_it(tmp_path: Path, shelf: AgentInstalls) -> None:
     rollout, trajectory = await rolled(tmp_path, shelf, [READ, EDIT, "Done."], greeting_task(NAME, max_turns=2))
     assert rollout.ending is not None
     assert rollout.ending.failure is not None
@@ -94,7 +94,7 @@ async def test_a_turn_limit_ends_it(tmp_path: Path, shelf: AgentShelf) -> None:
     assert trajectory.turns == 2
 
 
-async def test_a_full_context_ends_it(tmp_path: Path, shelf: AgentShelf) -> None:
+async def test_a_full_context_ends_it(tmp_path: Path, shelf: AgentInstalls) -> None:
     """It reads our refusal as its own, tries to compact what it has, and gives up: there is no room for that either."""
     flood = call("Bash", command="yes 'a line of some length' | head -n 1000")
     rollout, _ = await rolled(tmp_path, shelf, [flood, "Done."], greeting_task(NAME, max_context=10_000))

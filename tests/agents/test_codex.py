@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.core import Outcome, Rollout, Trajectory
 from rollyard.testing.script import Script, Turn
@@ -42,12 +42,12 @@ WITH_PATCH_TOOL: Any = {
 
 
 @pytest.fixture(scope="session")
-def shelf() -> AgentShelf:
+def shelf() -> AgentInstalls:
     return installed(NAME)
 
 
 async def rolled(
-    folder: Path, shelf: AgentShelf, turns: Sequence[str] | Script, options: Any = None, **limits: Any
+    folder: Path, shelf: AgentInstalls, turns: Sequence[str] | Script, options: Any = None, **limits: Any
 ) -> tuple[Rollout, Trajectory]:
     script = turns if callable(turns) else plays(turns)
     async with site(folder, script, agents=Agents(shelf=shelf)) as yard:
@@ -59,7 +59,7 @@ async def rolled(
     return rollout, trajectory
 
 
-async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: Path, shelf: AgentShelf):
+async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: Path, shelf: AgentInstalls):
     turns = [said(turn) for turn in preset(NAME).try_.turns]
     rollout, trajectory = await rolled(tmp_path, shelf, turns)
     assert rollout.ending is not None
@@ -69,7 +69,7 @@ async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: P
     assert forks_of(trajectory) == {}
 
 
-async def test_its_own_patch_tool_reasoning_and_mistakes_stay_in_one_trace(tmp_path: Path, shelf: AgentShelf):
+async def test_its_own_patch_tool_reasoning_and_mistakes_stay_in_one_trace(tmp_path: Path, shelf: AgentInstalls):
     turns = [
         f"<think>\nWhere is it?\n</think>\n\nI look.\n{call('exec_command', cmd='cat greeting.txt')}",
         call("apply_patch", patch="in the wrong argument"),
@@ -91,7 +91,7 @@ async def test_its_own_patch_tool_reasoning_and_mistakes_stay_in_one_trace(tmp_p
     assert "Success" in heard[4]
 
 
-async def test_a_context_that_is_full_truncates_the_rollout(tmp_path: Path, shelf: AgentShelf):
+async def test_a_context_that_is_full_truncates_the_rollout(tmp_path: Path, shelf: AgentInstalls):
     turns = [call("exec_command", cmd="seq 10000"), "never said"]
     rollout, trajectory = await rolled(tmp_path, shelf, turns, max_context=12_000)
     assert rollout.ending is not None and rollout.ending.failure is not None
@@ -99,7 +99,7 @@ async def test_a_context_that_is_full_truncates_the_rollout(tmp_path: Path, shel
     assert "ran out of room" in str(trajectory.info["harness"])
 
 
-async def test_a_history_that_it_compacts_goes_on_in_another_trace(tmp_path: Path, shelf: AgentShelf):
+async def test_a_history_that_it_compacts_goes_on_in_another_trace(tmp_path: Path, shelf: AgentInstalls):
     def script(turn: Turn) -> str:
         if "CONTEXT CHECKPOINT COMPACTION" in turn.text:
             return "SUMMARY: half of it is done."
@@ -112,7 +112,7 @@ async def test_a_history_that_it_compacts_goes_on_in_another_trace(tmp_path: Pat
     assert sum(trace.sampled_tokens for trace in trajectory.traces) == rollout.ending.summary.sampled_tokens
 
 
-async def test_a_sub_agent_is_a_trace_of_its_own(tmp_path: Path, shelf: AgentShelf):
+async def test_a_sub_agent_is_a_trace_of_its_own(tmp_path: Path, shelf: AgentInstalls):
     def script(turn: Turn) -> str:
         if "CHILD TASK" in turn.text and turn.number == 0:
             return "The child says 42."

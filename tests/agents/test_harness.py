@@ -15,7 +15,7 @@ from rollyard.core.failure import AgentMissing, TaskInvalid
 from rollyard.engines import EngineSpec, Kind, RouterSettings
 from rollyard.envs import Environments, Plan
 from rollyard.envs.shell import ShellEnvironment
-from rollyard.sandbox.local import LocalRuntime
+from rollyard.sandbox.runtimes.local import LocalRuntime
 from rollyard.testing.sandbox_conformance import alive, marked
 from rollyard.testing.script import Reply
 from rollyard.tokens import verify

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.agents.install import AgentShelf, InstallError
+from rollyard.agents.installation import AgentInstalls, InstallError
 from rollyard.agents.preset import Preset, read_preset
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ NPM = read_preset('name = "n"\nversion = "2"\ncommand = ["x"]\n[install]\nkind =
 class Installed:
     """`pip()`, installed by pip, which takes a second."""
 
-    shelf: AgentShelf
+    shelf: AgentInstalls
     wheels: Path
     folder: Path
     said: list[str]
@@ -67,7 +67,7 @@ class Installed:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     base = tmp_path_factory.mktemp("installed")
     wheel(base / "wheels")
-    shelf, said = AgentShelf(base / "agents"), list[str]()
+    shelf, said = AgentInstalls(base / "agents"), list[str]()
     assert shelf.folder_of(pip()) is None
     return Installed(
         shelf, base / "wheels", asyncio.run(shelf.install(pip(), said.append, source=base / "wheels")), said
@@ -110,7 +110,7 @@ async def test_two_at_once_wait_and_say_so_make_it_once_and_clear_what_a_killed_
 
     with (tmp_path / "agents/.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        shelves = [AgentShelf(tmp_path / "agents") for _ in range(2)]
+        shelves = [AgentInstalls(tmp_path / "agents") for _ in range(2)]
         installs = [asyncio.create_task(it.install(pip(), tell, source=tmp_path / "wheels")) for it in shelves]
         assert [await said.get(), await said.get()] == ["waiting for another install"] * 2
         assert not any(install.done() for install in installs) and said.empty()
@@ -122,7 +122,7 @@ async def test_two_at_once_wait_and_say_so_make_it_once_and_clear_what_a_killed_
 
 async def test_what_fails_leaves_nothing(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    shelf = AgentShelf(tmp_path / "agents")
+    shelf = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match=r"pip ended with 1: .*tiny==1.0") as caught:
         await shelf.install(pip(), source=tmp_path / "empty")
     assert "--from" in caught.value.remedy
@@ -133,7 +133,7 @@ async def test_an_npm_package_is_unpacked_below_its_name_with_its_modes(tmp_path
     tarball(
         tmp_path / "a-b-2.0.0.tgz", ("package/bin/tool", "#!/bin/sh\necho hi\n", 0o755), ("package/README", "x", 0o600)
     )
-    folder = await AgentShelf(tmp_path / "agents").install(NPM, source=tmp_path)
+    folder = await AgentInstalls(tmp_path / "agents").install(NPM, source=tmp_path)
     tool, readme = folder / "@a/b/bin/tool", folder / "@a/b/README"
     assert (tool.stat().st_mode & 0o777, readme.stat().st_mode & 0o777) == (0o755, 0o644)
     assert tool.read_text() == "#!/bin/sh\necho hi\n"
@@ -141,7 +141,7 @@ async def test_an_npm_package_is_unpacked_below_its_name_with_its_modes(tmp_path
 
 async def test_a_tarball_that_would_write_elsewhere_is_refused(tmp_path: Path):
     tarball(tmp_path / "a-b-2.0.0.tgz", ("package/../../../escaped", "x", 0o644))
-    shelf = AgentShelf(tmp_path / "agents")
+    shelf = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match="cannot be unpacked"):
         await shelf.install(NPM, source=tmp_path)
     assert shelf.folder_of(NPM) is None and not (tmp_path / "escaped").exists()
@@ -156,7 +156,7 @@ async def test_a_tarball_with_a_wrong_byte_is_not_installed(tmp_path: Path, at: 
     raw = bytearray(gzip.compress(gzip.decompress(path.read_bytes()), level))
     raw[int(at * len(raw))] ^= 0xFF
     path.write_bytes(raw)
-    shelf = AgentShelf(tmp_path / "agents")
+    shelf = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match="cannot be unpacked"):
         await shelf.install(NPM, source=tmp_path)
     assert shelf.folder_of(NPM) is None and not list((tmp_path / "agents").glob(".draft-*"))
@@ -166,14 +166,14 @@ async def test_half_a_tarball_is_not_installed(tmp_path: Path):
     path = tmp_path / "a-b-2.0.0.tgz"
     tarball(path, *((f"package/{number}", f"{number}" * 1000, 0o644) for number in range(50)))
     path.write_bytes(path.read_bytes()[:-100])
-    shelf = AgentShelf(tmp_path / "agents")
+    shelf = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match="cannot be unpacked"):
         await shelf.install(NPM, source=tmp_path)
     assert shelf.folder_of(NPM) is None
 
 
 async def test_mistakes_say_what_to_do(tmp_path: Path):
-    shelf = AgentShelf(tmp_path / "agents")
+    shelf = AgentInstalls(tmp_path / "agents")
     with pytest.raises(InstallError, match=r"a-b-2.0.0.tgz is not in .* npm pack @a/b@2.0.0"):
         await shelf.install(NPM, source=tmp_path)
     (tmp_path / "a-b-2.0.0.tgz").write_bytes(b"no archive")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.core import Outcome
-from rollyard.sandbox.apptainer import ApptainerRuntime
-from rollyard.sandbox.bubblewrap import BubblewrapRuntime
+from rollyard.sandbox.runtimes.apptainer import ApptainerRuntime
+from rollyard.sandbox.runtimes.bubblewrap import BubblewrapRuntime
 from rollyard.testing.script import Turn
 from rollyard.tokens import verify
 from tests.agents.harness_parts import call, greeting_task, installed, plays, preset, pythons, said
@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first on a mach
 
 
 @pytest.fixture(scope="session")
-def shelf() -> AgentShelf:
+def shelf() -> AgentInstalls:
     return installed(NAME)
 
 
 @pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime])
-async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: Path, shelf: AgentShelf, kind: Any):
+async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: Path, shelf: AgentInstalls, kind: Any):
     async with site(tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), kind=kind) as yard:
         rollout = await yard.rolled(greeting_task(NAME), within_s=90)
         trajectory = await yard.store.trajectory(rollout.id)
@@ -46,7 +46,7 @@ async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: P
     assert roles == ["system", "user", *["assistant", "tool"] * 3, "assistant"]
 
 
-async def test_a_reply_without_a_call_which_it_forgets_has_a_trace_of_its_own(tmp_path: Path, shelf: AgentShelf):
+async def test_a_reply_without_a_call_which_it_forgets_has_a_trace_of_its_own(tmp_path: Path, shelf: AgentInstalls):
     """It tells the model that a call was missing, and does not send the reply that lacked it: that forks, and nothing
     that was sampled is lost. Two calls in one turn do not."""
     turns = ("I do not call anything.", f"{TURNS[0]}\n{call('bash', command='ls')}", *TURNS[1:])
@@ -65,7 +65,7 @@ async def test_a_reply_without_a_call_which_it_forgets_has_a_trace_of_its_own(tm
     assert trajectory.traces[1].fork_reason
 
 
-async def test_a_full_context_ends_it_as_the_context_limit(tmp_path: Path, shelf: AgentShelf):
+async def test_a_full_context_ends_it_as_the_context_limit(tmp_path: Path, shelf: AgentInstalls):
     turns = (call("bash", command="seq 3000"),)
     async with site(tmp_path, plays(turns), agents=Agents(shelf=shelf), pythons=pythons()) as yard:
         rollout = await yard.rolled(greeting_task(NAME, max_context=9000), within_s=90)

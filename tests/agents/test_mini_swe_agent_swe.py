@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.core import AgentSpec, Outcome
 from rollyard.envs.registry import Environments
@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first on a mach
 
 
 @pytest.fixture(scope="session")
-def shelf() -> AgentShelf:
+def shelf() -> AgentInstalls:
     return installed(NAME)
 
 
-async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, shelf: AgentShelf):
+async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, shelf: AgentInstalls):
     calc = build(tmp_path / "calc")
     task = to_task(calc.body(FAIL_TO_PASS=FAIL_TO_PASS[:1]), {})
     limits = replace(task.limits, init_s=60, run_s=60, eval_s=60)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.agents.harness import HarnessAgent
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import PresetError, built_in, read_preset
 from rollyard.agents.registry import Agents
 from rollyard.agents.template import render
@@ -107,7 +107,7 @@ def test_a_task_adds_to_a_preset_and_replaces_nothing_of_its_command():
 def test_an_operators_presets_are_agents_and_win_over_ours(tmp_path: Path):
     (tmp_path / "mine.toml").write_text('name = "mine"\ncommand = ["x"]')
     (tmp_path / "command.toml").write_text('name = "command"\ncommand = ["theirs"]')
-    agents = Agents(shelf=AgentShelf(tmp_path))
+    agents = Agents(shelf=AgentInstalls(tmp_path))
     assert {"native", "mine", "command", "mini-swe-agent"} <= set(agents.names)
     mine, command = agents.get("mine"), agents.get("command")
     assert isinstance(mine, HarnessAgent) and isinstance(command, HarnessAgent)
@@ -118,7 +118,7 @@ def test_an_operators_presets_are_agents_and_win_over_ours(tmp_path: Path):
 def test_a_broken_preset_says_why_and_harms_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "mine.toml").write_text('name = "mine"\ncommand = [1]')
     (tmp_path / "yours.toml").write_text('name = "hers"\ncommand = ["x"]')
-    agents = Agents(shelf=AgentShelf(tmp_path))
+    agents = Agents(shelf=AgentInstalls(tmp_path))
     with pytest.raises(UnknownAgent, match=r"the preset 'mine' cannot be used: command\[0\]"):
         agents.get("mine")
     with pytest.raises(UnknownAgent, match="as the file is called"):
@@ -131,7 +131,7 @@ def test_a_file_that_cannot_even_be_read_is_a_broken_preset_too(tmp_path: Path):
     (tmp_path / "latin.toml").write_bytes('name = "latin"\nabout = "für"\ncommand = ["x"]'.encode("latin-1"))
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "gone.toml").symlink_to(tmp_path / "nowhere")
-    agents = Agents(shelf=AgentShelf(tmp_path))
+    agents = Agents(shelf=AgentInstalls(tmp_path))
     for name in ("latin", "folder", "gone"):
         assert name in agents.presets
         with pytest.raises(UnknownAgent, match=f"the preset '{name}' cannot be used: the file: cannot be read"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import read_preset
 from tests.agents.harness_parts import CACHE, PROGRAM
 from tests.agents.test_install import wheel
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an install of it makes, for tests of something else: pip takes a second."""
     base = tmp_path_factory.mktemp("made")
     wheel(base / "wheels", code=PROGRAM)
-    return asyncio.run(AgentShelf(base / "agents").install(read_preset(TINY), source=base / "wheels"))
+    return asyncio.run(AgentInstalls(base / "agents").install(read_preset(TINY), source=base / "wheels"))
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollyard.cli import bench, rig
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.cli._deadline import within
 from rollyard.cli.bench import pipeline
 from tests.cli.conftest import Cli
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 async def test_a_deadline_names_the_step_what_it_waited_for_and_what_to_do() -> None:
     done = 0
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(CommandError) as caught:
         async with within(0.01, "counting", lambda: f"5 of them; {done} came"):
             done = 3
             await asyncio.sleep(60)
@@ -56,7 +56,7 @@ async def test_a_machine_too_slow_for_a_full_load_is_measured_with_what_it_reach
     monkeypatch.setattr(pipeline, "FILL_S", 0.05)
     assert await pipeline.fill(_rig(3, 7), 10) == 7
     assert capsys.readouterr().err == "7 of 10 rollouts are in flight after 0.05 s; the figures are for 7\n"
-    with pytest.raises(Trouble, match=r"filling RUN: waited 0.05 s for 10 rollouts, and none is in flight"):
+    with pytest.raises(CommandError, match=r"filling RUN: waited 0.05 s for 10 rollouts, and none is in flight"):
         await pipeline.fill(_rig(0), 10)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.cli.bench import _fleet_place, fleet
 from rollyard.cli.bench._fleet_head import Load, at_saturation, hollow_nodes, idle, open_head
 from rollyard.cli.bench._fleet_parts import NAME, TOKENS, write_entry_points
@@ -91,11 +91,11 @@ def test_efficiency_is_what_a_node_carries_over_what_it_carries_alone() -> None:
 
 def test_without_namespaces_ray_is_not_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Trouble, match="no program `unshare`"):
+    with pytest.raises(CommandError, match="no program `unshare`"):
         _fleet_place.inside(["true"])
     (tmp_path / "unshare").write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2\nexit 1\n")
     (tmp_path / "unshare").chmod(0o755)
-    with pytest.raises(Trouble, match="Operation not permitted"):
+    with pytest.raises(CommandError, match="Operation not permitted"):
         _fleet_place.inside(["true"])
 
 
@@ -103,7 +103,7 @@ def test_without_namespaces_ray_is_not_started(monkeypatch: pytest.MonkeyPatch, 
 async def test_two_ray_nodes_are_measured_in_a_place_of_their_own() -> None:
     try:
         _fleet_place.inside(["true"])
-    except Trouble as trouble:
+    except CommandError as trouble:
         pytest.skip(trouble.what)
     plan = RayPlan(nodes=(1, 2), slots=4, wait_s=0.5, warm_s=0.5, window_s=2.0)
     one, two = await fleet._on_ray(plan)

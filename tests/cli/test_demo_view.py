@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollyard.cli._demo_model import Played, Player, demo_tasks, roll
+from rollyard.cli._demo_model import DemoModel, DemoResult, demo_tasks, roll
 from rollyard.cli._demo_view import show_best, show_results
 from rollyard.cli.rig import rig
 from rollyard.client import Record
@@ -31,10 +31,10 @@ def script(tasks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rules": [{"if": make(data).instruction, "turns": turns}], "default": [WRONG]}
 
 
-async def shown(console: Console, tasks: list[dict[str, Any]]) -> Played:
-    player = Player("a script", tokenizer_dir(), None, 1.0)
+async def shown(console: Console, tasks: list[dict[str, Any]]) -> DemoResult:
+    player = DemoModel("a script", tokenizer_dir(), None, 1.0)
     async with rig(script(tasks)) as bench:
-        played = Played(player, await roll(console, bench.client, player, tasks), 2.0)
+        played = DemoResult(player, await roll(console, bench.client, player, tasks), 2.0)
         show_results(console, played)
         await show_best(console, bench.client, played)
     return played

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli._doctor_check import Check
+from rollyard.cli._doctor_check import DoctorCheck
 from rollyard.cli._doctor_data import file_system, nearest, room
 from rollyard.cli._doctor_inside import look_inside
 from rollyard.cli._doctor_machine import apparmor_remedy, kernel_version, machine_checks
@@ -19,7 +19,7 @@ from rollyard.cli.doctor import _held, runtime_checks
 from rollyard.core import Json
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox import BubblewrapRuntime
-from rollyard.sandbox.limits import Limiter
+from rollyard.sandbox.limits.limiter import Limiter
 from rollyard.sandbox.python import portable_python
 from rollyard.service.settings import Settings
 
@@ -41,7 +41,7 @@ class Unfiltered(BubblewrapRuntime):
 
 @dataclass(frozen=True)
 class Found:
-    checks: dict[str, Check]
+    checks: dict[str, DoctorCheck]
 
     def bad(self) -> dict[str, str]:
         return {name.partition(": ")[2]: check.state for name, check in self.checks.items() if check.state != "ok"}
@@ -121,8 +121,8 @@ def test_the_remedy_for_apparmor_is_a_sysctl_or_a_profile():
 
 
 def test_a_look_that_breaks_is_a_check_and_hides_nothing():
-    def looks(settings: Settings) -> Iterator[Check]:
-        yield Check("first", "ok", "fine")
+    def looks(settings: Settings) -> Iterator[DoctorCheck]:
+        yield DoctorCheck("first", "ok", "fine")
         raise ZeroDivisionError("odd machine")
 
     first, broken = _held(looks, Settings())

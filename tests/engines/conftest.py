@@ -6,11 +6,11 @@ import aiohttp
 import pytest
 
 from rollyard.engines import open_http
-from rollyard.engines.http import Http
+from rollyard.engines.clients.http import HttpPool
 
 
 @pytest.fixture
-async def http() -> AsyncGenerator[Http, None]:
+async def http() -> AsyncGenerator[HttpPool, None]:
     """What engines are asked with."""
     async with open_http() as connections:
         yield connections

@@ -9,31 +9,31 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from rollyard.engines import Health, Router, RouterSettings
-from rollyard.engines.following import FollowingRouter
-from rollyard.engines.gates import Gates
+from rollyard.engines.routing.follower_router import FollowerRouter
+from rollyard.engines.weights.weight_gates import WeightGates
 from tests.engines.parts import QUICK
 
 
 class Node:
     """One that follows. While it is `held`, nothing reaches it."""
 
-    def __init__(self, fleet: Fleet, router: FollowingRouter) -> None:
+    def __init__(self, fleet: Fleet, router: FollowerRouter) -> None:
         self.router = router
         self.is_held = False
         self.applied = -1
         self._fleet = fleet
-        self._sent: Gates | None = None
+        self._sent: WeightGates | None = None
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def send(self, gates: Gates) -> None:
+    def send(self, gates: WeightGates) -> None:
         if self.is_held or self._sent == gates:
             return
         self._sent = gates
-        task = asyncio.create_task(self._follow(msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=Gates)))
+        task = asyncio.create_task(self._follow(msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=WeightGates)))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _follow(self, gates: Gates) -> None:
+    async def _follow(self, gates: WeightGates) -> None:
         await self.router.follow(gates)
         self.applied = max(self.applied, gates.number)
         self._fleet.tell()
@@ -104,7 +104,7 @@ class Fleet:
     @asynccontextmanager
     async def node(self, settings: RouterSettings = QUICK, *, must_be_up: bool = True) -> AsyncGenerator[Node, None]:
         """Joins, and (unless told otherwise) has all the engines that the head has up."""
-        async with FollowingRouter(settings) as router:
+        async with FollowerRouter(settings) as router:
             node = Node(self, router)
             self.nodes.append(node)
             node.send(self.head.gates())

@@ -12,7 +12,7 @@ from aiohttp import web
 from rollyard.core import Deadline, Sampling
 from rollyard.engines import EngineSpec, Generation, Kind, Role, Router, RouterSettings, make_engine
 from rollyard.engines.base import Engine, Session
-from rollyard.engines.http import Http
+from rollyard.engines.clients.http import HttpPool
 from rollyard.testing.script import ByteTokenizer
 from rollyard.testing.scripted_engine import ScriptedEngine
 
@@ -28,7 +28,7 @@ def spec_of(server: ScriptedEngine, name: str = "e1", **fields: Any) -> EngineSp
     return EngineSpec(name, server.url, **{"kind": kind, **fields})
 
 
-async def probed(server: ScriptedEngine, http: Http, **fields: Any) -> Engine:
+async def probed(server: ScriptedEngine, http: HttpPool, **fields: Any) -> Engine:
     engine = make_engine(spec_of(server, **fields), http)
     await engine.probe()
     return engine

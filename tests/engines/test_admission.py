@@ -9,26 +9,26 @@ from hypothesis import strategies as st
 
 from rollyard.core.engine import Admission
 from rollyard.engines import EngineSpec, Kind, Role
-from rollyard.engines.admission import CapRules, SessionCap
-from rollyard.engines.load import Load
+from rollyard.engines.clients.load import EngineLoad
+from rollyard.engines.routing.admission import CapRules, SessionCap
 
 RULES = CapRules()
 LOOK_S = 2.0
 SPEC = EngineSpec("e", "http://x", Kind.VLLM, capacity=64)
 
-LOADS = st.builds(Load, st.floats(0, 1), st.integers(0, 300), st.integers(0, 300), st.integers(0, 50))
+LOADS = st.builds(EngineLoad, st.floats(0, 1), st.integers(0, 300), st.integers(0, 300), st.integers(0, 50))
 LOOKS = st.lists(st.tuples(LOADS, st.integers(0, 400), st.integers(0, 9), st.floats(0.01, 30)), max_size=60)
 
 
 def started(cap: int = 16, ceiling: int = 256) -> SessionCap:
     found = SessionCap(ceiling, replace(RULES, start=cap))
-    found.observe(Load(0.0), 0, 0, 0.0)
+    found.observe(EngineLoad(0.0), 0, 0, 0.0)
     assert found.current == cap
     return found
 
 
 @given(LOOKS, st.integers(1, 300))
-def test_whatever_is_told_the_cap_moves_by_the_rules(looks: list[tuple[Load, int, int, float]], ceiling: int) -> None:
+def test_whatever_is_told_the_cap_moves_by_the_rules(looks: list[tuple[EngineLoad, int, int, float]], ceiling: int) -> None:
     cap, now_s, fell_s = SessionCap(ceiling), 0.0, float("-inf")
     assert cap.current is None
     for load, sessions, wanting, passed_s in looks:
@@ -48,7 +48,7 @@ def test_whatever_is_told_the_cap_moves_by_the_rules(looks: list[tuple[Load, int
 
 
 @given(LOOKS)
-def test_a_fixed_cap_is_the_capacity_whatever_is_told(looks: list[tuple[Load, int, int, float]]) -> None:
+def test_a_fixed_cap_is_the_capacity_whatever_is_told(looks: list[tuple[EngineLoad, int, int, float]]) -> None:
     cap, now_s = SessionCap.of(replace(SPEC, admission=Admission.FIXED)), 0.0
     assert cap is not None and cap.current == 64
     for load, sessions, wanting, passed_s in looks:
@@ -64,78 +64,78 @@ def test_a_judge_has_no_cap() -> None:
 
 def test_one_that_tells_late_begins_with_the_sessions_that_it_has() -> None:
     cap = SessionCap(256)
-    cap.observe(Load(0.3, running=50), 90, 5, 0.0)
+    cap.observe(EngineLoad(0.3, running=50), 90, 5, 0.0)
     assert cap.current == 90
 
 
 def test_it_grows_only_where_it_was_the_bound() -> None:
     cap = started()
     for sessions, wanting in ((15, 5), (16, 0)):
-        cap.observe(Load(0.1, running=9), sessions, wanting, 100.0)
+        cap.observe(EngineLoad(0.1, running=9), sessions, wanting, 100.0)
         assert cap.current == 16
-    cap.observe(Load(0.1, running=9), 16, 1, 100.0)
+    cap.observe(EngineLoad(0.1, running=9), 16, 1, 100.0)
     assert cap.current == 32
 
 
 def test_slow_start_doubles_once_per_settling_time_and_not_beyond_what_the_sessions_promise() -> None:
     cap = started()
-    cap.observe(Load(0.1, running=9), 16, 9, 1.0)
+    cap.observe(EngineLoad(0.1, running=9), 16, 9, 1.0)
     assert cap.current == 16
-    cap.observe(Load(0.1, running=9), 16, 9, RULES.settle_s)
+    cap.observe(EngineLoad(0.1, running=9), 16, 9, RULES.settle_s)
     assert cap.current == 32
-    cap.observe(Load(0.49, running=9), 32, 9, 2 * RULES.settle_s)
+    cap.observe(EngineLoad(0.49, running=9), 32, 9, 2 * RULES.settle_s)
     assert cap.current == int(32 * RULES.target / 0.49)
 
 
 def test_an_engine_where_nothing_runs_says_nothing() -> None:
     cap = started()
     for kv_use in (0.0, 1.0):
-        cap.observe(Load(kv_use, running=0), 16, 9, 100.0)
+        cap.observe(EngineLoad(kv_use, running=0), 16, 9, 100.0)
         assert cap.current == 16
 
 
 def test_trouble_counts_once_and_not_while_the_sessions_are_still_leaving() -> None:
     cap = started(cap=40)
-    cap.observe(Load(0.7, running=30, preemptions=1), 40, 3, 100.0)
+    cap.observe(EngineLoad(0.7, running=30, preemptions=1), 40, 3, 100.0)
     assert cap.current == 30
-    cap.observe(Load(0.7, running=30, preemptions=2), 30, 3, 101.0)  # too soon
-    cap.observe(Load(0.99, running=30, preemptions=9), 35, 3, 200.0)  # more than it may have: they are leaving
+    cap.observe(EngineLoad(0.7, running=30, preemptions=2), 30, 3, 101.0)  # too soon
+    cap.observe(EngineLoad(0.99, running=30, preemptions=9), 35, 3, 200.0)  # more than it may have: they are leaving
     assert cap.current == 30
-    cap.observe(Load(0.99, running=30, preemptions=9), 30, 3, 300.0)
+    cap.observe(EngineLoad(0.99, running=30, preemptions=9), 30, 3, 300.0)
     assert cap.current == 22
 
 
 def test_it_falls_from_the_sessions_that_there_were_not_from_a_cap_that_nobody_reached() -> None:
     cap = started(cap=200)
-    cap.observe(Load(0.95, running=30), 40, 0, 100.0)
+    cap.observe(EngineLoad(0.95, running=30), 40, 0, 100.0)
     assert cap.current == 30
 
 
 def test_an_engine_that_was_restarted_counts_its_preemptions_anew() -> None:
     cap = started()
-    cap.observe(Load(0.6, running=5, preemptions=50), 20, 0, 100.0)  # more sessions than it may have: nothing falls
-    cap.observe(Load(0.6, running=5, preemptions=3), 16, 0, 200.0)
+    cap.observe(EngineLoad(0.6, running=5, preemptions=50), 20, 0, 100.0)  # more sessions than it may have: nothing falls
+    cap.observe(EngineLoad(0.6, running=5, preemptions=3), 16, 0, 200.0)
     assert cap.current == 16
-    cap.observe(Load(0.6, running=5, preemptions=4), 16, 0, 201.0)
+    cap.observe(EngineLoad(0.6, running=5, preemptions=4), 16, 0, 201.0)
     assert cap.current == 12
 
 
 def test_a_change_of_weights_is_no_evidence() -> None:
     cap = started()
     cap.rest(100.0)
-    cap.observe(Load(0.01, running=1), 16, 9, 105.0)
+    cap.observe(EngineLoad(0.01, running=1), 16, 9, 105.0)
     assert cap.current == 16
-    cap.observe(Load(0.01, running=1), 16, 9, 110.0)
+    cap.observe(EngineLoad(0.01, running=1), 16, 9, 110.0)
     assert cap.current == 32
 
 
 def test_after_it_came_back_the_cap_is_found_out_anew() -> None:
     cap = started(cap=8)
-    cap.observe(Load(0.95, running=8), 8, 0, 100.0)
+    cap.observe(EngineLoad(0.95, running=8), 8, 0, 100.0)
     assert cap.current == 6
     cap.restart()
     assert cap.current is None
-    cap.observe(Load(0.0), 0, 0, 101.0)
+    cap.observe(EngineLoad(0.0), 0, 0, 101.0)
     assert cap.current == 8
 
 
@@ -164,7 +164,7 @@ class Simulated:
             self.contexts.append(1000 + 700 * (self.born % 5))  # apart, so that they do not all end at once
         held = sum(self.contexts)
         self.preemptions += held > self.capacity
-        load = Load(min(1.0, held / self.capacity), len(self.contexts), 0, self.preemptions)
+        load = EngineLoad(min(1.0, held / self.capacity), len(self.contexts), 0, self.preemptions)
         self.cap.observe(load, len(self.contexts), 9, self.now_s)
 
     def run(self, looks: int) -> list[int]:
@@ -183,7 +183,7 @@ def fits(capacity: int) -> float:
 
 def test_the_cap_finds_a_hidden_capacity_follows_it_down_and_up_again_with_few_preemptions() -> None:
     engine = Simulated(capacity=300_000)
-    engine.cap.observe(Load(0.0), 0, 0, 0.0)
+    engine.cap.observe(EngineLoad(0.0), 0, 0, 0.0)
     engine.run(150)
     warm = engine.preemptions
     steady = engine.run(300)

@@ -10,29 +10,30 @@ import pytest
 
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineBroken, EngineRefused, EngineTimeout, EngineUnavailable
-from rollyard.engines import EngineSpec, GenerateRequest, Kind, Router, SglangEngine, VllmEngine, remote, wire
-from rollyard.engines.http import Http
+from rollyard.engines import EngineSpec, GenerateRequest, Kind, Router, SglangEngine, VllmEngine
+from rollyard.engines.clients import remote, transport
+from rollyard.engines.clients.http import HttpPool
 from rollyard.testing import ScriptedEngine
 from tests.engines.parts import QUICK, answering, complete, probed, routed, spec_of
 
 REQUEST = GenerateRequest("r1", [1, 2, 3], Sampling(), 10)
 
 
-async def test_a_reply_too_large_is_not_read(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reply_too_large_is_not_read(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ScriptedEngine(lambda _: "x" * 500) as server:
         engine = await probed(server, http)
-        monkeypatch.setattr(wire, "MAX_REPLY_BYTES", 2000)
+        monkeypatch.setattr(transport, "MAX_REPLY_BYTES", 2000)
         with pytest.raises(EngineBroken, match="more than 2000 bytes"):
             await engine.generate(GenerateRequest("r2", [1, 2, 3], Sampling(), 1000))
 
 
-async def test_a_silent_engine_is_not_healthy(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_engine_is_not_healthy(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "HEALTH_S", 0.02)
     async with answering(None) as url:
         assert not await VllmEngine(EngineSpec("e", url, Kind.VLLM), http).healthy()
 
 
-async def test_freeing_a_silent_engine_ends(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freeing_a_silent_engine_ends(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FREE_S", 0.02)
     async with answering(None) as url:
         engine = VllmEngine(EngineSpec("e", url, Kind.VLLM), http)
@@ -84,7 +85,7 @@ async def test_a_closed_session_makes_no_call() -> None:
     ],
 )
 async def test_what_sglang_calls_an_abort_and_is_none(
-    status: int, message: str, error: type[Exception], is_context: bool, http: Http
+    status: int, message: str, error: type[Exception], is_context: bool, http: HttpPool
 ) -> None:
     finish = {"type": "abort", "message": message, "status_code": status}
     raw = orjson.dumps({"output_ids": [], "meta_info": {"finish_reason": finish, "prompt_tokens": 3}})
@@ -94,7 +95,7 @@ async def test_what_sglang_calls_an_abort_and_is_none(
         assert bool(getattr(caught.value, "data", {}).get("context")) is is_context
 
 
-async def test_ids_of_older_sglang_come_with_its_logprobs(http: Http) -> None:
+async def test_ids_of_older_sglang_come_with_its_logprobs(http: HttpPool) -> None:
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]]}
     async with answering(orjson.dumps({"text": "x", "meta_info": meta})) as url:
         generation = await SglangEngine(EngineSpec("e", url, Kind.SGLANG), http).generate(REQUEST)
@@ -117,13 +118,13 @@ async def test_ids_of_older_sglang_come_with_its_logprobs(http: Http) -> None:
         ),
     ],
 )
-async def test_replies_that_cannot_be_believed(choice: dict[str, object], says: str, http: Http) -> None:
+async def test_replies_that_cannot_be_believed(choice: dict[str, object], says: str, http: HttpPool) -> None:
     async with answering(orjson.dumps({"choices": [choice]})) as url:
         with pytest.raises(EngineBroken, match=says):
             await VllmEngine(EngineSpec("e", url, Kind.VLLM), http).generate(REQUEST)
 
 
-async def test_no_choice_is_not_one(http: Http) -> None:
+async def test_no_choice_is_not_one(http: HttpPool) -> None:
     async with answering(b'{"choices": []}') as url:
         with pytest.raises(EngineBroken, match="0 choices"):
             await VllmEngine(EngineSpec("e", url, Kind.VLLM), http).generate(REQUEST)

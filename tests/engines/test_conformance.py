@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollyard.engines.http import Http
-from rollyard.testing.engine_conformance import CHECKS, Check, Context
+from rollyard.engines.clients.http import HttpPool
+from rollyard.testing.engine_conformance import CHECKS, Context, EngineCheck
 from rollyard.testing.script import Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import PROMPT, probed
@@ -25,7 +25,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-async def test_the_scripted_engine_conforms(check: Check, dialect: str, http: Http) -> None:
+async def test_the_scripted_engine_conforms(check: EngineCheck, dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: ALPHABET, tokens_per_s=500, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         try:

@@ -12,9 +12,9 @@ from rollyard.core import Sampling
 from rollyard.core.failure import EngineRefused, SamplingInvalid
 from rollyard.engines import EngineSpec, Kind, make_engine
 from rollyard.engines.base import GenerateRequest
-from rollyard.engines.extra import ALLOWED, check_extra
-from rollyard.engines.http import Http
-from rollyard.engines.pool import Health
+from rollyard.engines.clients.http import HttpPool
+from rollyard.engines.clients.sampling_extra import ALLOWED, check_extra
+from rollyard.engines.routing.pool import Health
 from rollyard.testing.script import Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import PROMPT, complete, probed, routed
@@ -40,7 +40,7 @@ def request(**extra: Any) -> GenerateRequest:
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_what_rollyard_says_of_a_call_cannot_be_replaced(http: Http, server: str) -> None:
+async def test_what_rollyard_says_of_a_call_cannot_be_replaced(http: HttpPool, server: str) -> None:
     async with ScriptedEngine(**SERVERS[server]) as engine:
         client = make_engine(EngineSpec("e1", engine.url, KINDS.get(server, Kind.VLLM)), http)
         before = len(engine.requests)
@@ -50,7 +50,7 @@ async def test_what_rollyard_says_of_a_call_cannot_be_replaced(http: Http, serve
         assert len(engine.requests) == before, "nothing was sent"
 
 
-async def test_on_the_completions_path_the_prompt_and_the_ids_are_ours(http: Http) -> None:
+async def test_on_the_completions_path_the_prompt_and_the_ids_are_ours(http: HttpPool) -> None:
     async with ScriptedEngine(is_scale_out=False) as server:
         client = await probed(server, http)
         asked = GenerateRequest("r1", PROMPT, Sampling(extra={"min_p": 0.1}), 20, 5, (), "s1", "salt", 2)

@@ -13,8 +13,8 @@ from rollyard.core import Deadline, Sampling
 from rollyard.core.engine import Admission
 from rollyard.core.policy import PauseMode
 from rollyard.engines import Health, Router, VersionSpan
-from rollyard.engines.following import FollowingRouter
-from rollyard.engines.gates import EngineGate, Gates, PolicyGate
+from rollyard.engines.routing.follower_router import FollowerRouter
+from rollyard.engines.weights.weight_gates import EngineGate, PolicyGate, WeightGates
 from rollyard.testing.script import Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.nodes import Fleet, Node
@@ -37,12 +37,12 @@ async def joined(*servers: ScriptedEngine) -> AsyncGenerator[tuple[Router, Fleet
             yield head, fleet, node
 
 
-def told(*servers: ScriptedEngine, number: int = 1, **fields: object) -> Gates:
+def told(*servers: ScriptedEngine, number: int = 1, **fields: object) -> WeightGates:
     """Handmade gates of e1, e2, …, all alike."""
     specs = tuple(spec_of(server, f"e{count}") for count, server in enumerate(servers, 1))
     gates = tuple(replace(EngineGate(spec.id, 0), **fields) for spec in specs)  # type: ignore[arg-type]
     version = max((gate.version for gate in gates), default=0)
-    return Gates(number, specs, (PolicyGate("default", version, True, False, gates),))
+    return WeightGates(number, specs, (PolicyGate("default", version, True, False, gates),))
 
 
 async def health(router: Router, engine_id: str, *wanted: Health) -> str:
@@ -81,7 +81,7 @@ async def test_an_engine_that_changes_unseen_is_another_one() -> None:
     async with (
         ScriptedEngine(lambda _: "one") as one,
         ScriptedEngine(lambda _: "two") as two,
-        FollowingRouter(QUICK) as router,
+        FollowerRouter(QUICK) as router,
     ):
         await router.follow(told(one))
         await router.follow(told(two, number=2))
@@ -115,7 +115,7 @@ async def test_a_node_does_not_bound_what_the_head_has_admitted() -> None:
 
 async def test_an_engine_has_to_answer_the_node_itself() -> None:
     """A way of its own through the network: what the head can reach, it may not."""
-    async with ScriptedEngine(lambda _: "ok") as server, FollowingRouter(QUICK) as router:
+    async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         await server.stop()
         await router.follow(told(server))
         (status,) = router.list()
@@ -127,7 +127,7 @@ async def test_an_engine_has_to_answer_the_node_itself() -> None:
 
 
 async def test_an_engine_that_the_head_has_not_taken_in_is_nobodys() -> None:
-    async with ScriptedEngine(lambda _: "ok") as server, FollowingRouter(QUICK) as router:
+    async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         await router.follow(told(server, is_joined=False))
         async with asyncio.timeout(90):
             while router.list()[0].info is None:  # it is looked at, but for nothing
@@ -144,7 +144,7 @@ async def test_an_engine_that_the_head_has_not_taken_in_is_nobodys() -> None:
 async def test_a_call_goes_on_while_a_new_head_takes_its_engine_in() -> None:
     async with (
         ScriptedEngine(lambda turn: Reply("ok", stall_after=1 if turn.session_id else None)) as server,
-        FollowingRouter(QUICK) as router,
+        FollowerRouter(QUICK) as router,
     ):
         await router.follow(told(server))
         await health(router, "e1", Health.UP)
@@ -159,7 +159,7 @@ async def test_a_call_goes_on_while_a_new_head_takes_its_engine_in() -> None:
 
 
 async def test_an_engine_that_was_started_again_is_not_believed_before_the_head_has_seen_to_it() -> None:
-    async with ScriptedEngine(lambda _: "ok") as server, FollowingRouter(QUICK) as router:
+    async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         server.version = "5"
         await router.follow(told(server, version=5))
         await health(router, "e1", Health.UP)
@@ -176,7 +176,7 @@ async def test_an_engine_that_was_started_again_is_not_believed_before_the_head_
 
 
 async def test_an_engine_that_goes_by_other_numbers_than_the_head_is_taken_in_all_the_same() -> None:
-    async with ScriptedEngine(lambda _: "ok") as server, FollowingRouter(QUICK) as router:
+    async with ScriptedEngine(lambda _: "ok") as server, FollowerRouter(QUICK) as router:
         server.version = "70"  # its trainer's; it cannot be told ours
         await router.follow(told(server, version=5))
         for _ in range(2):
@@ -262,7 +262,7 @@ async def test_an_abort_after_a_drain_cuts_what_drains_and_both_are_applied_then
 async def test_a_drain_that_is_called_off_is_applied() -> None:
     async with (
         ScriptedEngine(stalls_at_first) as server,
-        FollowingRouter(QUICK) as router,
+        FollowerRouter(QUICK) as router,
     ):
         await router.follow(told(server))
         async with router.session("default", "s1") as session:
@@ -361,7 +361,7 @@ async def test_a_version_told_without_a_pause_cuts_what_cannot_name_it() -> None
 
 
 async def test_whoever_missed_the_pause_cuts_what_cannot_name_its_version_all_the_same() -> None:
-    async with ScriptedEngine(stalls_at_first, dialect="sglang") as server, FollowingRouter(QUICK) as router:
+    async with ScriptedEngine(stalls_at_first, dialect="sglang") as server, FollowerRouter(QUICK) as router:
         await router.follow(told(server))
         async with router.session("default", "s1") as session:
             task = asyncio.create_task(complete(session))
@@ -371,7 +371,7 @@ async def test_whoever_missed_the_pause_cuts_what_cannot_name_its_version_all_th
 
 
 async def test_text_that_a_pause_aborts_is_asked_again_though_its_end_comes_after_the_pause() -> None:
-    async with ScriptedEngine(stalls_at_first) as server, FollowingRouter(QUICK) as router:
+    async with ScriptedEngine(stalls_at_first) as server, FollowerRouter(QUICK) as router:
         await router.follow(told(server))
         async with router.session("default", "s1") as session:
             messages = [{"role": "user", "content": "hello"}]
@@ -456,7 +456,7 @@ async def test_an_engine_that_is_quarantined_at_the_head_is_not_used_at_nodes() 
 async def test_an_engine_that_the_head_gives_free_is_looked_at_at_once() -> None:
     async with (
         ScriptedEngine(lambda _: "ok") as server,
-        FollowingRouter(replace(QUICK, watch_s=600)) as router,
+        FollowerRouter(replace(QUICK, watch_s=600)) as router,
     ):
         await router.follow(told(server, is_joined=False))
         await router.follow(told(server, number=2))
@@ -472,7 +472,7 @@ async def test_what_a_node_has_on_an_engine_that_is_quarantined_goes_on_elsewher
     async with (
         ScriptedEngine(stalls_at_first, dialect="sglang") as one,
         ScriptedEngine(lambda _: "hello world") as two,
-        FollowingRouter(QUICK) as router,
+        FollowerRouter(QUICK) as router,
     ):
         gates = told(one, two)
         await router.follow(gates)

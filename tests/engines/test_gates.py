@@ -15,10 +15,10 @@ from rollyard.core.engine import Admission
 from rollyard.core.failure import PolicyStuck
 from rollyard.core.policy import PauseMode, PolicyRecord
 from rollyard.engines import Health, Router
-from rollyard.engines.admission import CapRules
-from rollyard.engines.gates import EngineGate, Gates
-from rollyard.engines.load import Load
-from rollyard.engines.policy_state import PolicyState
+from rollyard.engines.clients.load import EngineLoad
+from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.weights.state import PolicyState
+from rollyard.engines.weights.weight_gates import EngineGate, WeightGates
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import QUICK, judge_of, routed, spec_of
 
@@ -47,7 +47,7 @@ async def test_they_say_which_engines_there_are_and_which_take_calls_and_survive
         assert first == EngineGate("e1", 3, is_given=True, started=str(one.started_at))
         assert (second.is_paused, second.is_quarantined, second.version) == (True, True, 3)
         assert "did not take its version" in second.error
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=Gates) == gates
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=WeightGates) == gates
 
 
 async def test_their_number_rises_with_every_change_and_listeners_are_told_once() -> None:
@@ -90,7 +90,7 @@ async def test_they_are_above_those_of_an_earlier_life() -> None:
 
 async def test_an_engine_that_is_not_taken_in_yet_is_told_as_such() -> None:
     async with ScriptedEngine() as server, Router(QUICK) as router:
-        told: list[Gates] = []
+        told: list[WeightGates] = []
         router.on_gates.append(lambda: told.append(router.gates()))
         await server.stop()
         assert (await router.add(spec_of(server), must_answer=False)).health is Health.DOWN
@@ -155,10 +155,10 @@ async def test_sessions_of_nodes_fill_an_engine_and_move_its_cap() -> None:
         async with router.session("default", "s1") as session:
             assert session.engine.spec.id == "large", "the other is full"
         member = router.pool("default").members["large"]
-        member.heard(Load(0.1), 0.0)
+        member.heard(EngineLoad(0.1), 0.0)
         assert member.cap == 4
         router.used("large", "n1", 4, 4, 0)
-        member.heard(Load(0.99, running=4), 1.0)
+        member.heard(EngineLoad(0.99, running=4), 1.0)
         assert member.cap == 3, "it is the nodes' sessions that fill its cache"
 
 
@@ -169,7 +169,7 @@ class Slow:
     """Followers that take until they are let go, each time; `seen` has the gates that they were to apply."""
 
     def __init__(self, router: Router) -> None:
-        self.seen: list[Gates] = []
+        self.seen: list[WeightGates] = []
         self._router = router
         self._asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
         router.followers = self
@@ -191,7 +191,7 @@ async def slow(*servers: ScriptedEngine) -> AsyncGenerator[tuple[Router, Slow], 
         yield router, Slow(router)
 
 
-def gates_of(gates: Gates) -> dict[str, tuple[bool, PauseMode | None]]:
+def gates_of(gates: WeightGates) -> dict[str, tuple[bool, PauseMode | None]]:
     return {gate.id: (gate.is_paused, gate.mode) for policy in gates.policies for gate in policy.engines}
 
 

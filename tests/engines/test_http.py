@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollyard.engines import http as http_module
-from rollyard.engines.http import Http, HttpFailure, Target, TooLarge
+from rollyard.engines.clients import http as http_module
+from rollyard.engines.clients.http import HttpFailure, HttpPool, Target, TooLarge
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -52,12 +52,12 @@ async def serving(*replies: bytes | None) -> AsyncGenerator[Server, None]:
         yield server
 
 
-async def ask(http: Http, server: Server, most: int = 1000) -> bytes:
+async def ask(http: HttpPool, server: Server, most: int = 1000) -> bytes:
     head = f"POST / HTTP/1.1\r\nHost: {server.target.authority}\r\nContent-Length: 0\r\n\r\n".encode()
     return (await http.request(server.target, head, b"", most, None)).body
 
 
-async def listen(http: Http, server: Server, until: bytes) -> bytes:
+async def listen(http: HttpPool, server: Server, until: bytes) -> bytes:
     heard = bytearray()
 
     def came(chunk: bytes) -> bool:
@@ -68,7 +68,7 @@ async def listen(http: Http, server: Server, until: bytes) -> bytes:
     return bytes(heard)
 
 
-async def test_a_connection_is_kept_and_used_again(http: Http) -> None:
+async def test_a_connection_is_kept_and_used_again(http: HttpPool) -> None:
     async with serving(OK, OK, OK) as server:
         for _ in range(3):
             assert await ask(http, server) == b"ok"
@@ -83,7 +83,7 @@ async def test_a_connection_is_kept_and_used_again(http: Http) -> None:
     ],
     ids=["it says so", "its end is the reply's"],
 )
-async def test_a_connection_that_ends_with_its_reply_is_not_used_again(reply: bytes, http: Http) -> None:
+async def test_a_connection_that_ends_with_its_reply_is_not_used_again(reply: bytes, http: HttpPool) -> None:
     async with serving(reply, OK) as server:
         assert await ask(http, server) in (b"ok", b"until the end")
         assert http.idle == 0
@@ -91,7 +91,7 @@ async def test_a_connection_that_ends_with_its_reply_is_not_used_again(reply: by
         assert server.connections == 2
 
 
-async def test_news_before_a_reply_is_not_the_reply(http: Http) -> None:
+async def test_news_before_a_reply_is_not_the_reply(http: HttpPool) -> None:
     async with serving(b"HTTP/1.1 100 Continue\r\n\r\n" + OK) as server:
         assert await ask(http, server) == b"ok"
 
@@ -105,7 +105,7 @@ async def test_news_before_a_reply_is_not_the_reply(http: Http) -> None:
     ],
     ids=["no answer", "half an answer", "no HTTP"],
 )
-async def test_what_is_no_whole_answer_is_a_failure(reply: bytes | None, says: str, http: Http) -> None:
+async def test_what_is_no_whole_answer_is_a_failure(reply: bytes | None, says: str, http: HttpPool) -> None:
     async with serving(reply, OK) as server:
         with pytest.raises(HttpFailure, match=says):
             await ask(http, server)
@@ -113,14 +113,14 @@ async def test_what_is_no_whole_answer_is_a_failure(reply: bytes | None, says: s
         assert await ask(http, server) == b"ok"
 
 
-async def test_nobody_there_is_a_failure(http: Http) -> None:
+async def test_nobody_there_is_a_failure(http: HttpPool) -> None:
     async with serving() as server:
         target = server.target
     with pytest.raises(HttpFailure, match=r"refused|Connect"):
         await http.request(target, b"GET / HTTP/1.1\r\n\r\n", b"", 10, None)
 
 
-async def test_tls_where_none_is_spoken_is_a_failure(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tls_where_none_is_spoken_is_a_failure(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "CONNECT_S", 0.2)
     async with serving(OK) as server:
         target = Target("127.0.0.1", server.target.port, True, "")
@@ -128,7 +128,7 @@ async def test_tls_where_none_is_spoken_is_a_failure(http: Http, monkeypatch: py
             await http.request(target, b"GET / HTTP/1.1\r\n\r\n", b"", 10, None)
 
 
-async def test_more_than_was_allowed_is_not_read(http: Http) -> None:
+async def test_more_than_was_allowed_is_not_read(http: HttpPool) -> None:
     async with serving(OK) as server:
         with pytest.raises(TooLarge):
             await ask(http, server, most=1)
@@ -136,7 +136,7 @@ async def test_more_than_was_allowed_is_not_read(http: Http) -> None:
 
 
 async def test_a_reader_that_has_all_it_wants_does_not_wait_for_the_end(
-    http: Http, monkeypatch: pytest.MonkeyPatch
+    http: HttpPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(STREAM + b"4\r\ndone\r\n") as server:
         assert await listen(http, server, b"done") == b"done"
@@ -147,14 +147,14 @@ async def test_a_reader_that_has_all_it_wants_does_not_wait_for_the_end(
         await server.closed.wait()  # nor is it waited for
 
 
-async def test_a_stream_that_came_to_its_end_leaves_its_connection(http: Http) -> None:
+async def test_a_stream_that_came_to_its_end_leaves_its_connection(http: HttpPool) -> None:
     async with serving(STREAM + b"4\r\ndone\r\n4\r\nmore\r\n0\r\n\r\n", OK) as server:
         assert await listen(http, server, b"done") == b"done"
         assert await ask(http, server) == b"ok"
         assert server.connections == 1
 
 
-async def test_what_a_reader_raises_ends_the_exchange(http: Http) -> None:
+async def test_what_a_reader_raises_ends_the_exchange(http: HttpPool) -> None:
     def wrong(_: bytes) -> bool:
         raise KeyError("no such event")
 
@@ -164,7 +164,7 @@ async def test_what_a_reader_raises_ends_the_exchange(http: Http) -> None:
         await server.closed.wait()
 
 
-async def test_an_exchange_that_is_cancelled_closes_its_connection(http: Http) -> None:
+async def test_an_exchange_that_is_cancelled_closes_its_connection(http: HttpPool) -> None:
     async with serving(STREAM) as server:
         asking = asyncio.create_task(listen(http, server, b"never"))
         while not server.connections:
@@ -175,7 +175,7 @@ async def test_an_exchange_that_is_cancelled_closes_its_connection(http: Http) -
         await server.closed.wait()
 
 
-async def test_an_idle_connection_is_closed_by_us(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_by_us(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.01)
     async with serving(OK) as server:
         await ask(http, server)
@@ -185,7 +185,7 @@ async def test_an_idle_connection_is_closed_by_us(http: Http, monkeypatch: pytes
 
 async def test_closing_closes_all_of_them() -> None:
     async with serving(OK) as server:
-        async with Http() as http:
+        async with HttpPool() as http:
             await ask(http, server)
         await server.closed.wait()
 

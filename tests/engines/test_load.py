@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.engines import EngineSpec, Kind
-from rollyard.engines import load as load_module
-from rollyard.engines.http import Http
-from rollyard.engines.load import Load, parse_load, read_load
-from rollyard.engines.wire import Wire
+from rollyard.engines.clients import load as load_module
+from rollyard.engines.clients.http import HttpPool
+from rollyard.engines.clients.load import EngineLoad, parse_load, read_load
+from rollyard.engines.clients.transport import EngineTransport
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import answering, probed
 
@@ -38,11 +38,11 @@ sglang:num_retracted_requests_total{model_name="m"} 9.0
 
 
 def test_of_several_ranks_the_fullest_cache_counts_and_the_rest_adds_up() -> None:
-    assert parse_load(VLLM) == Load(0.75, running=7, waiting=1, preemptions=12)
+    assert parse_load(VLLM) == EngineLoad(0.75, running=7, waiting=1, preemptions=12)
 
 
 def test_sglang_tells_the_same_by_other_names() -> None:
-    assert parse_load(SGLANG) == Load(0.28, running=162, waiting=2826, preemptions=9)
+    assert parse_load(SGLANG) == EngineLoad(0.28, running=162, waiting=2826, preemptions=9)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_nonsense_and_silence_are_no_load(body: bytes) -> None:
 
 
 def test_a_cache_is_never_more_than_full() -> None:
-    assert parse_load(b"vllm:kv_cache_usage_perc 1.0000001\n") == Load(1.0)
+    assert parse_load(b"vllm:kv_cache_usage_perc 1.0000001\n") == EngineLoad(1.0)
 
 
 @given(st.binary(max_size=300) | st.from_regex(rb"vllm:(kv_cache_usage_perc|num_preemptions_total)[^\x00]*\n"))
@@ -77,18 +77,18 @@ def test_no_bytes_break_the_reader(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_an_engine_is_asked_and_tells(dialect: str, http: Http) -> None:
+async def test_an_engine_is_asked_and_tells(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(dialect=dialect) as server:  # type: ignore[arg-type]
         engine = await probed(server, http)
         assert await engine.load() is None  # it was not told to tell
         server.kv_use, server.preemptions = 0.5, 3
-        assert await engine.load() == Load(0.5, running=0, waiting=0, preemptions=3)
+        assert await engine.load() == EngineLoad(0.5, running=0, waiting=0, preemptions=3)
         await engine.close()
 
 
-async def test_whatever_is_on_the_wire_the_answer_is_none(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wire(url: str) -> Wire:
-        return Wire(EngineSpec("e1", url, Kind.VLLM), http)
+async def test_whatever_is_on_the_wire_the_answer_is_none(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wire(url: str) -> EngineTransport:
+        return EngineTransport(EngineSpec("e1", url, Kind.VLLM), http)
 
     assert await read_load(wire("http://127.0.0.1:1")) is None
     monkeypatch.setattr(load_module, "MAX_METRICS_BYTES", 100)

@@ -9,7 +9,7 @@ import pytest
 
 from rollyard.core.failure import PolicyPinned
 from rollyard.engines import Health, Router
-from rollyard.engines.policy_state import PolicyState
+from rollyard.engines.weights.state import PolicyState
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import routed, spec_of
 

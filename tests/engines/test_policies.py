@@ -12,7 +12,7 @@ from rollyard.core import Deadline, Sampling
 from rollyard.core.failure import EngineUnavailable, NotFound, PolicyConflict, PolicyStuck
 from rollyard.core.policy import PauseMode, PolicyRecord
 from rollyard.engines import Generation, Health, Router, RouterSettings, VersionSpan
-from rollyard.engines.policy_state import PolicyState, PolicyStatus
+from rollyard.engines.weights.state import PolicyState, PolicyStatus
 from rollyard.testing.script import Reply, Turn
 from rollyard.testing.scripted_control import ControlFault, Step
 from rollyard.testing.scripted_engine import ScriptedEngine

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.engines import EngineSpec, Health, Kind, VllmEngine, open_http
-from rollyard.engines.pool import Member, Pool
+from rollyard.engines.routing.pool import EnginePool, PoolMember
 
 MOVES = st.lists(st.tuples(st.sampled_from(["seat", "unseat", "down", "up", "pick"]), st.integers(0, 3)), max_size=300)
 
@@ -14,9 +14,9 @@ MOVES = st.lists(st.tuples(st.sampled_from(["seat", "unseat", "down", "up", "pic
 @given(MOVES)
 async def test_pick_is_always_the_least_loaded_that_is_up(moves: list[tuple[str, int]]) -> None:
     async with open_http() as http:
-        pool = Pool("p")
+        pool = EnginePool("p")
         members = [
-            Member(VllmEngine(EngineSpec(f"e{i}", "http://x", Kind.VLLM, capacity=i + 1), http), pool) for i in range(4)
+            PoolMember(VllmEngine(EngineSpec(f"e{i}", "http://x", Kind.VLLM, capacity=i + 1), http), pool) for i in range(4)
         ]
         for member in members:
             pool.add(member)

@@ -8,8 +8,8 @@ import pytest
 
 from rollyard.core.failure import EngineRefused
 from rollyard.engines import make_engine
-from rollyard.engines.http import Http
-from rollyard.engines.probe import compare, cut_is_included
+from rollyard.engines.clients.http import HttpPool
+from rollyard.engines.clients.logprob_probe import compare, cut_is_included
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import probed, spec_of
 
@@ -24,7 +24,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("mode", ["processed", "raw"])
 async def test_two_temperatures_tell_what_logprobs_mean(
-    mode: Literal["processed", "raw"], dialect: str, http: Http
+    mode: Literal["processed", "raw"], dialect: str, http: HttpPool
 ) -> None:
     async with ScriptedEngine(logprobs_mode=mode, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
@@ -46,7 +46,7 @@ def test_a_cut_is_seen_by_its_whole_probability() -> None:
     assert not cut_is_included({1: -1.2, 2: -1.5, 3: -2.0})
 
 
-async def test_the_fallback_is_noted_and_knows_no_versions(http: Http) -> None:
+async def test_the_fallback_is_noted_and_knows_no_versions(http: HttpPool) -> None:
     async with ScriptedEngine(is_scale_out=False) as server:
         info = (await probed(server, http)).info
         assert info.api == "v1/completions" and not info.reports_versions
@@ -56,25 +56,25 @@ async def test_the_fallback_is_noted_and_knows_no_versions(http: Http) -> None:
         assert info.api == "inference/v1/generate" and info.reports_versions
 
 
-async def test_a_model_that_it_does_not_serve_is_refused_by_name(http: Http) -> None:
+async def test_a_model_that_it_does_not_serve_is_refused_by_name(http: HttpPool) -> None:
     async with ScriptedEngine(model="m1") as server:
         with pytest.raises(EngineRefused, match="does not serve 'm2'; it has m1"):
             await probed(server, http, model="m2")
 
 
-async def test_an_engine_without_logprobs_is_untrainable_and_says_so(http: Http) -> None:
+async def test_an_engine_without_logprobs_is_untrainable_and_says_so(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         server.fail_next(1, "no_logprobs")
         info = (await probed(server, http)).info
         assert info.logprobs_kind == "unknown" and any("not trainable" in note for note in info.notes)
 
 
-async def test_info_before_the_probe_is_a_programming_error(http: Http) -> None:
+async def test_info_before_the_probe_is_a_programming_error(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         with pytest.raises(RuntimeError, match="not been probed"):
             _ = make_engine(spec_of(server), http).info
 
 
-async def test_the_engine_tokenizes_for_comparison(http: Http) -> None:
+async def test_the_engine_tokenizes_for_comparison(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         assert await (await probed(server, http)).tokenize("hi<|im_end|>") == [104, 105, 257]

@@ -8,9 +8,9 @@ import pytest
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineBroken, EngineUnavailable
 from rollyard.engines import EngineSpec, GenerateRequest, Kind, ProrlEngine
-from rollyard.engines.http import Http
-from rollyard.engines.prorl import kind_at
-from rollyard.testing.engine_conformance import CHECKS, Check, Context
+from rollyard.engines.clients.http import HttpPool
+from rollyard.engines.clients.prorl import kind_at
+from rollyard.testing.engine_conformance import CHECKS, Context, EngineCheck
 from rollyard.testing.script import Fault, Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.scripted_sampling import scripted_logprob
@@ -22,7 +22,7 @@ CANNOT = re.compile("abort|stream|hang|hung|cancel|chat|context|broken|tokenize|
 """What this protocol has no words for."""
 
 
-async def prorl(server: ScriptedEngine, http: Http) -> ProrlEngine:
+async def prorl(server: ScriptedEngine, http: HttpPool) -> ProrlEngine:
     engine = ProrlEngine(EngineSpec("e1", server.url, Kind.PRORL, tokenizer="/models/Qwen3-8B"), http)
     await engine.probe()
     return engine
@@ -36,7 +36,7 @@ CHECKED = [check for check in CHECKS if not CANNOT.search(check.name)]
 
 
 @pytest.mark.parametrize("check", CHECKED, ids=lambda check: check.name)
-async def test_it_conforms_as_far_as_it_can(check: Check, http: Http) -> None:
+async def test_it_conforms_as_far_as_it_can(check: EngineCheck, http: HttpPool) -> None:
     assert len(CHECKED) >= 3
     async with ScriptedEngine(lambda _: ALPHABET, tokens_per_s=5000, dialect="prorl") as server:
         engine = await prorl(server, http)
@@ -46,7 +46,7 @@ async def test_it_conforms_as_far_as_it_can(check: Check, http: Http) -> None:
             await engine.close()
 
 
-async def test_what_is_sent_and_what_comes_back(http: Http) -> None:
+async def test_what_is_sent_and_what_comes_back(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
         engine = await prorl(server, http)
         found = await engine.generate(asked())
@@ -65,7 +65,7 @@ async def test_what_is_sent_and_what_comes_back(http: Http) -> None:
 
 
 @pytest.mark.parametrize("fault", ["wrong_ids", "fewer_logprobs", "positive_logprob", "not_json"])
-async def test_nonsense_is_not_repaired(fault: Fault, http: Http) -> None:
+async def test_nonsense_is_not_repaired(fault: Fault, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
         engine = await prorl(server, http)
         server.fail_next(1, fault)
@@ -73,7 +73,7 @@ async def test_nonsense_is_not_repaired(fault: Fault, http: Http) -> None:
             await engine.generate(asked())
 
 
-async def test_tokens_told_at_once_are_told_all_the_same(http: Http) -> None:
+async def test_tokens_told_at_once_are_told_all_the_same(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "hello", dialect="prorl") as server:
         engine = await prorl(server, http)
         told: list[int] = []
@@ -90,7 +90,7 @@ async def test_a_session_samples_from_it_with_the_policys_version() -> None:
         assert [(span.version, span.start, span.end) for span in found.versions] == [(0, 0, len(found.token_ids))]
 
 
-async def test_what_answers_at_an_address_is_found_out(http: Http) -> None:
+async def test_what_answers_at_an_address_is_found_out(http: HttpPool) -> None:
     async with (
         ScriptedEngine() as vllm,
         ScriptedEngine(dialect="sglang") as sglang,

@@ -12,10 +12,10 @@ import pytest
 from rollyard.core import Sampling
 from rollyard.core.policy import PolicyRecord
 from rollyard.engines import Health, Router
-from rollyard.engines import http as http_module
 from rollyard.engines.base import Generation
-from rollyard.engines.following import FollowingRouter
-from rollyard.engines.router_settings import RouterSettings
+from rollyard.engines.clients import http as http_module
+from rollyard.engines.routing.follower_router import FollowerRouter
+from rollyard.engines.routing.settings import RouterSettings
 from rollyard.testing.script import Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import complete, routed, spec_of
@@ -218,7 +218,7 @@ async def test_a_restart_of_the_engine_while_the_service_was_down_is_found(is_re
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_node_finds_it_too(kind: str) -> None:
     """Its calls go to the engine directly, and only the head gives the engine a version."""
-    async with named(kind) as (server, head), FollowingRouter(SLOW_WATCH) as node:
+    async with named(kind) as (server, head), FollowerRouter(SLOW_WATCH) as node:
         await node.follow(head.gates())
         async with asyncio.timeout(20):
             while health(node) is not Health.UP:

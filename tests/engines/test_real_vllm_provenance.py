@@ -17,7 +17,7 @@ import pytest
 from rollyard.core import Deadline, Sampling
 from rollyard.engines import EngineSpec, Health, Kind, Router
 from rollyard.engines.base import Generation, Session
-from rollyard.engines.router_settings import RouterSettings
+from rollyard.engines.routing.settings import RouterSettings
 from tests.pipeline.test_real_vllm_weights import real
 from tests.real_vllm import Servers
 

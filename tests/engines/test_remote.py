@@ -11,7 +11,7 @@ import pytest
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
 from rollyard.engines import EngineSpec, GenerateRequest, Kind, make_engine
-from rollyard.engines.http import Http
+from rollyard.engines.clients.http import HttpPool
 from rollyard.testing.script import Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import END_ID, PROMPT, probed
@@ -44,7 +44,7 @@ def request(name: str = "r1", **fields: Any) -> GenerateRequest:
     ],
 )
 async def test_each_fault_has_its_name(
-    fault: Any, error: type[EngineFailure], says: str, dialect: str, http: Http
+    fault: Any, error: type[EngineFailure], says: str, dialect: str, http: HttpPool
 ) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
@@ -56,7 +56,7 @@ async def test_each_fault_has_its_name(
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_version_that_is_no_number_is_broken(dialect: str, http: Http) -> None:
+async def test_a_version_that_is_no_number_is_broken(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.fail_next(1, "bad_version")
@@ -66,7 +66,7 @@ async def test_a_version_that_is_no_number_is_broken(dialect: str, http: Http) -
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("fault", ["no_logprobs", "missing_logprob"])
-async def test_missing_logprobs_are_none_and_never_zero(fault: Any, dialect: str, http: Http) -> None:
+async def test_missing_logprobs_are_none_and_never_zero(fault: Any, dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.fail_next(1, fault)
@@ -74,7 +74,7 @@ async def test_missing_logprobs_are_none_and_never_zero(fault: Any, dialect: str
         assert generation.logprobs is None and len(generation.token_ids) == 3
 
 
-async def test_an_engine_that_is_not_there_is_unavailable(http: Http) -> None:
+async def test_an_engine_that_is_not_there_is_unavailable(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         engine = await probed(server, http)
     assert not await engine.healthy()
@@ -82,15 +82,15 @@ async def test_an_engine_that_is_not_there_is_unavailable(http: Http) -> None:
         await engine.generate(request())
 
 
-async def test_a_refusal_never_repeats_a_whole_prompt(http: Http) -> None:
-    from rollyard.engines.wire import engine_message
+async def test_a_refusal_never_repeats_a_whole_prompt(http: HttpPool) -> None:
+    from rollyard.engines.clients.transport import engine_message
 
     assert len(engine_message(b"x" * 5000)) <= 400
     detail = engine_message(b'{"detail":[{"loc":["body","model"],"msg":"field required","input":"SECRET"}]}')
     assert detail == "body.model: field required"
 
 
-async def test_a_call_carries_all_that_the_engine_can_use(http: Http) -> None:
+async def test_a_call_carries_all_that_the_engine_can_use(http: HttpPool) -> None:
     async with ScriptedEngine() as server:
         engine = await probed(server, http, api_key="k1")
         sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, extra={"min_p": 0.1})
@@ -115,7 +115,7 @@ async def test_a_call_carries_all_that_the_engine_can_use(http: Http) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_stop_text_ends_the_tokens_that_say_it(http: Http, dialect: Any) -> None:
+async def test_a_stop_text_ends_the_tokens_that_say_it(http: HttpPool, dialect: Any) -> None:
     async with ScriptedEngine(lambda _: "one STOP two", dialect=dialect) as server:
         engine = await probed(server, http)
         found = await engine.generate(
@@ -126,7 +126,7 @@ async def test_a_stop_text_ends_the_tokens_that_say_it(http: Http, dialect: Any)
         assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
 
 
-async def test_sglang_gets_the_same_in_its_own_words(http: Http) -> None:
+async def test_sglang_gets_the_same_in_its_own_words(http: HttpPool) -> None:
     async with ScriptedEngine(dialect="sglang") as server:
         engine = await probed(server, http)
         await engine.generate(GenerateRequest("r1", PROMPT, Sampling(), 50, 11, (END_ID,), "s1", "p:3", 2))
@@ -137,7 +137,7 @@ async def test_sglang_gets_the_same_in_its_own_words(http: Http) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_cancelling_a_call_aborts_it_by_id(dialect: str, http: Http) -> None:
+async def test_cancelling_a_call_aborts_it_by_id(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: Reply("long", stall_after=2), **DIALECTS[dialect]) as server:
         server.script, stalling = (lambda _: "ok"), server.script
         engine = await probed(server, http)
@@ -152,7 +152,7 @@ async def test_cancelling_a_call_aborts_it_by_id(dialect: str, http: Http) -> No
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_a_text_engine_chats_and_gives_no_tokens(http: Http) -> None:
+async def test_a_text_engine_chats_and_gives_no_tokens(http: HttpPool) -> None:
     async with ScriptedEngine(lambda turn: "yes" if "really" in turn.text else "no") as server:
         engine = make_engine(EngineSpec("t", f"{server.url}/v1", Kind.OPENAI), http)
         info = await engine.probe()
@@ -163,7 +163,7 @@ async def test_a_text_engine_chats_and_gives_no_tokens(http: Http) -> None:
             await engine.generate(request())
 
 
-async def test_versions_come_as_spans_and_cached_tokens_as_counted(http: Http, web: aiohttp.ClientSession) -> None:
+async def test_versions_come_as_spans_and_cached_tokens_as_counted(http: HttpPool, web: aiohttp.ClientSession) -> None:
     async with ScriptedEngine(lambda _: Reply("abcdef", stall_after=4)) as server:
         server.script, stalling = (lambda _: "ok"), server.script
         engine = await probed(server, http)

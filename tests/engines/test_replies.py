@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from rollyard.engines import replies
 from rollyard.engines.base import VersionSpan
+from rollyard.engines.clients import replies
 
 
 def test_logprobs_are_one_to_one_or_refused() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollyard.core import Sampling
 from rollyard.engines import EngineSpec, GenerateRequest, Kind, make_engine
-from rollyard.engines.http import Http
+from rollyard.engines.clients.http import HttpPool
 from rollyard.testing.script import ByteTokenizer, Reply, Rules, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.scripted_sampling import common_prefix, scripted_logprob
@@ -55,7 +55,7 @@ def test_a_script_with_a_mistake_is_refused(bad: dict[str, object]) -> None:
         Rules.read(bad)
 
 
-async def test_logprobs_follow_from_the_sequence_alone(http: Http) -> None:
+async def test_logprobs_follow_from_the_sequence_alone(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ab") as server:
         engine = await probed(server, http)
         generation = await engine.generate(GenerateRequest("r", PROMPT, Sampling(), 10))
@@ -65,14 +65,14 @@ async def test_logprobs_follow_from_the_sequence_alone(http: Http) -> None:
         assert generation.logprobs == expected
 
 
-async def test_tokens_come_at_their_rate_and_stop_at_the_limit(http: Http) -> None:
+async def test_tokens_come_at_their_rate_and_stop_at_the_limit(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: Reply("abcdef", tokens_per_s=1000.0)) as server:
         engine = await probed(server, http)
         generation = await engine.generate(GenerateRequest("r", PROMPT, Sampling(), 3))
         assert generation.finish_reason == "length" and list(generation.token_ids) == list(b"abc")
 
 
-async def test_a_paused_engine_keeps_its_calls_until_it_is_resumed(http: Http, web: aiohttp.ClientSession) -> None:
+async def test_a_paused_engine_keeps_its_calls_until_it_is_resumed(http: HttpPool, web: aiohttp.ClientSession) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         async with web.post(f"{server.url}/pause?mode=keep"):
@@ -84,7 +84,7 @@ async def test_a_paused_engine_keeps_its_calls_until_it_is_resumed(http: Http, w
         assert len((await task).token_ids) == 3
 
 
-async def test_it_runs_as_a_process_of_its_own(tmp_path: Path, http: Http) -> None:
+async def test_it_runs_as_a_process_of_its_own(tmp_path: Path, http: HttpPool) -> None:
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"rules": [{"if": "something", "turns": ["found"]}], "default": ["lost"]}))
     process = await asyncio.create_subprocess_exec(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rollyard.core import Sampling
 from rollyard.core.engine import Admission
 from rollyard.engines import GenerateRequest, Health, Router
-from rollyard.engines.admission import CapRules
-from rollyard.engines.load import Load
-from rollyard.engines.seats import Seat, Seats
+from rollyard.engines.clients.load import EngineLoad
+from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.routing.policy_slots import PolicySlot, PolicySlots
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import QUICK, routed, spec_of
 
@@ -25,9 +25,9 @@ MOVES = st.lists(
 @given(MOVES)
 @settings(max_examples=60)
 async def test_nobody_waits_while_a_seat_is_free_and_nobody_enters_without_one(moves: list[tuple[str, int]]) -> None:
-    seats = Seats()
+    seats = PolicySlots()
     seats.set_bound(2)
-    held: list[Seat] = []
+    held: list[PolicySlot] = []
     waiting: list[asyncio.Task[None]] = []
 
     async def take(rank: int) -> None:
@@ -67,7 +67,7 @@ async def _quiet() -> None:
 
 
 async def test_the_lowest_rank_goes_first() -> None:
-    seats = Seats()
+    seats = PolicySlots()
     seats.set_bound(1)
     seat = await seats.acquire()
     order: list[int] = []
@@ -86,7 +86,7 @@ async def test_the_lowest_rank_goes_first() -> None:
 
 
 async def test_a_seat_given_to_one_that_is_just_cancelled_goes_to_the_next() -> None:
-    seats = Seats()
+    seats = PolicySlots()
     seats.set_bound(1)
     seat = await seats.acquire()
     first, second = (asyncio.create_task(seats.acquire((number, 0))) for number in (1, 2))
@@ -151,7 +151,7 @@ async def test_the_watch_lets_the_cap_follow_what_the_engine_tells() -> None:
             await asyncio.sleep(0.01)
             server.preemptions += 1
         (status,) = router.list()
-        assert status.cap == seats.bound and status.load is not None and isinstance(status.load, Load)
+        assert status.cap == seats.bound and status.load is not None and isinstance(status.load, EngineLoad)
         assert seats.taken == 5  # nobody is thrown out
         call.cancel()
         await asyncio.wait({call})

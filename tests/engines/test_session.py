@@ -12,9 +12,9 @@ import pytest
 from rollyard.core import Deadline, DeadlineExpired, Sampling
 from rollyard.core.failure import EngineBroken, EngineRefused, EngineTimeout, EngineUnavailable
 from rollyard.engines import Generation, Health, VersionSpan
-from rollyard.engines.http import Http
-from rollyard.engines.joining import Kept
-from rollyard.engines.provenance import stamped
+from rollyard.engines.clients.http import HttpPool
+from rollyard.engines.routing.completion import PartialCompletion
+from rollyard.engines.weights.provenance import stamped
 from rollyard.testing.script import Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import END_ID, PROMPT, QUICK, TOKENIZER, complete, probed, routed, text_of
@@ -31,7 +31,7 @@ def stalls_at_first(after: int) -> Any:
     return script
 
 
-async def uninterrupted(http: Http) -> Generation:
+async def uninterrupted(http: HttpPool) -> Generation:
     from rollyard.engines import GenerateRequest
 
     async with ScriptedEngine(lambda _: WORDS) as server:
@@ -40,7 +40,7 @@ async def uninterrupted(http: Http) -> Generation:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_call_past_its_deadline_goes_on_from_what_it_had(dialect: Any, http: Http) -> None:
+async def test_a_call_past_its_deadline_goes_on_from_what_it_had(dialect: Any, http: HttpPool) -> None:
     async with ScriptedEngine(stalls_at_first(9), dialect=dialect) as server, routed(server) as router:
         async with router.session("default", "s1") as session:
             generation = await complete(session, model_s=0.2)
@@ -292,7 +292,7 @@ async def test_a_chat_past_its_deadline_is_a_timeout_and_past_the_clock_expired(
 def test_joining_shifts_and_merges_versions_and_drops_holed_logprobs() -> None:
     from rollyard.core import ids_array, logprobs_array
 
-    kept = Kept()
+    kept = PartialCompletion()
     kept.add(Generation(ids_array([1, 2]), logprobs_array([-1.0, -2.0]), "abort", (VersionSpan(3, 0, 2),), 7, 5))
     kept.add(
         Generation(

@@ -12,7 +12,7 @@ import pytest
 from rollyard.core import Deadline, DeadlineExpired, ids_array, logprobs_array
 from rollyard.core.failure import EngineRefused, EngineUnavailable
 from rollyard.engines import Generation, VersionSpan
-from rollyard.engines.http import Http
+from rollyard.engines.clients.http import HttpPool
 from rollyard.testing.script import Reply, Turn
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import END_ID, PROMPT, QUICK, TOKENIZER, complete, routed, spec_of, text_of
@@ -136,7 +136,7 @@ async def test_a_stream_that_told_nothing_and_ignores_its_abort_is_lost_and_trie
 @pytest.mark.parametrize("is_obeyed", [True, False], ids=["aborted", "hung up on"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_pause_cuts_a_stream_and_it_goes_on_under_the_new_weights(
-    dialect: str, is_obeyed: bool, http: Http, web: aiohttp.ClientSession
+    dialect: str, is_obeyed: bool, http: HttpPool, web: aiohttp.ClientSession
 ) -> None:
     """On an engine that numbers its tokens and on those that do not: the versions of a stream come with its end."""
 

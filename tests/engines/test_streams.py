@@ -27,10 +27,10 @@ from rollyard.engines import (
     remote,
     wire,
 )
-from rollyard.engines import http as http_module
 from rollyard.engines.base import Generation
-from rollyard.engines.http import Http
-from rollyard.engines.joining import Kept
+from rollyard.engines.clients import http as http_module
+from rollyard.engines.clients.http import HttpPool
+from rollyard.engines.routing.completion import PartialCompletion
 from rollyard.testing.script import Reply
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import END_ID, PROMPT, TOKENIZER, probed
@@ -109,16 +109,16 @@ def sglang_event(ids: list[int], total: int, finish: str | None = None, **meta: 
     return {"output_ids": ids, "meta_info": known}
 
 
-def vllm_at(url: str, http: Http) -> VllmEngine:
+def vllm_at(url: str, http: HttpPool) -> VllmEngine:
     return VllmEngine(EngineSpec("e", url, Kind.VLLM), http)
 
 
-def sglang_at(url: str, http: Http) -> SglangEngine:
+def sglang_at(url: str, http: HttpPool) -> SglangEngine:
     return SglangEngine(EngineSpec("e", url, Kind.SGLANG), http)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_tokens_are_told_as_they_come(dialect: str, http: Http) -> None:
+async def test_tokens_are_told_as_they_come(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         whole = await engine.generate(request(stop_token_ids=(END_ID,)))
@@ -132,7 +132,7 @@ async def test_tokens_are_told_as_they_come(dialect: str, http: Http) -> None:
         assert not any("does not stream" in note for note in engine.info.notes)
 
 
-async def test_a_call_that_nobody_listens_to_is_not_streamed(http: Http) -> None:
+async def test_a_call_that_nobody_listens_to_is_not_streamed(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         await engine.generate(request())
@@ -156,7 +156,7 @@ async def test_a_call_that_nobody_listens_to_is_not_streamed(http: Http) -> None
     ],
 )
 async def test_before_the_first_token_a_fault_is_what_it_is_in_a_whole_reply(
-    fault: Any, error: type[EngineFailure], dialect: str, http: Http
+    fault: Any, error: type[EngineFailure], dialect: str, http: HttpPool
 ) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
@@ -175,7 +175,7 @@ async def test_before_the_first_token_a_fault_is_what_it_is_in_a_whole_reply(
     ["cut_midway", "error_midway", "not_json", "no_token_ids", "wrong_ids", "fewer_logprobs", "positive_logprob"],
 )
 async def test_after_it_what_was_told_is_kept(
-    fault: Any, dialect: str, http: Http, caplog: pytest.LogCaptureFixture
+    fault: Any, dialect: str, http: HttpPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
@@ -195,7 +195,7 @@ async def test_after_it_what_was_told_is_kept(
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with_it(dialect: str, http: Http) -> None:
+async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with_it(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -210,7 +210,7 @@ async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("fault", ["no_logprobs", "missing_logprob"])
-async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: str, http: Http) -> None:
+async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: Reply(WORDS), **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -219,7 +219,7 @@ async def test_missing_logprobs_are_none_in_a_stream_too(fault: Any, dialect: st
         assert generation.logprobs is None and len(generation.token_ids) == len(IDS) + 1
 
 
-async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: Http, web: aiohttp.ClientSession) -> None:
+async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: HttpPool, web: aiohttp.ClientSession) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("abcdef", stall_after=4)
@@ -233,7 +233,7 @@ async def test_versions_of_a_stream_come_as_spans_over_all_of_it(http: Http, web
         assert (await task).versions == (VersionSpan(7, 0, 4),) and told.ids == list(b"abcd")
 
 
-async def test_sglang_names_the_version_of_what_each_event_brings(http: Http) -> None:
+async def test_sglang_names_the_version_of_what_each_event_brings(http: HttpPool) -> None:
     events = (
         sglang_event([1, 2], 2, weight_version="3"),
         sglang_event([1, 2, 3], 3, weight_version="4"),
@@ -245,7 +245,7 @@ async def test_sglang_names_the_version_of_what_each_event_brings(http: Http) ->
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: Http) -> None:
+async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok", **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("long", stall_after=2)
@@ -260,7 +260,7 @@ async def test_cancelling_a_stream_aborts_it_by_id(dialect: str, http: Http) -> 
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_nonsense_in_a_stream_frees_the_engine(http: Http) -> None:
+async def test_nonsense_in_a_stream_frees_the_engine(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -270,7 +270,7 @@ async def test_nonsense_in_a_stream_frees_the_engine(http: Http) -> None:
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: Http) -> None:
+async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: "ok") as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply("x", fault="hang")
@@ -283,7 +283,7 @@ async def test_a_silent_stream_that_is_hung_up_on_is_a_timeout(http: Http) -> No
         assert [name for name in server.aborted if "r9" in name]
 
 
-async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: Http) -> None:
+async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: HttpPool) -> None:
     whole = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}], "usage": {"prompt_tokens": 3}}
 
     async def handle(asked: web.BaseRequest) -> web.StreamResponse:
@@ -309,7 +309,7 @@ async def test_an_engine_that_does_not_stream_tells_all_at_the_end(http: Http) -
 # --- the wire
 
 
-async def test_events_are_found_wherever_the_bytes_are_split(http: Http) -> None:
+async def test_events_are_found_wherever_the_bytes_are_split(http: HttpPool) -> None:
     raw = b"".join(
         b": ping\r\n\r\ndata:" + orjson.dumps(event) + b"\r\n\r\n"
         for event in (vllm_event(1, 2), vllm_event(3, finish="stop"))
@@ -320,7 +320,7 @@ async def test_events_are_found_wherever_the_bytes_are_split(http: Http) -> None
         assert told.batches == [[1, 2], [3]] and generation.finish_reason == "stop"
 
 
-async def test_a_line_too_long_is_not_read(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_line_too_long_is_not_read(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_REPLY_BYTES", 2000)
     async with streaming(*[b"data: " + b"x" * 500] * 5, ends=False) as url:
         engine = vllm_at(url, http)
@@ -329,18 +329,18 @@ async def test_a_line_too_long_is_not_read(http: Http, monkeypatch: pytest.Monke
         await engine.close()
 
 
-async def test_what_is_no_stream_is_named(http: Http) -> None:
+async def test_what_is_no_stream_is_named(http: HttpPool) -> None:
     async with streaming(b"<html>", kind="text/html") as url:
         with pytest.raises(EngineBroken, match="text/html where a stream was asked for"):
             await vllm_at(url, http).generate(request(), Told())
 
 
-async def test_a_stream_that_is_complete_but_for_its_last_line_is_complete(http: Http) -> None:
+async def test_a_stream_that_is_complete_but_for_its_last_line_is_complete(http: HttpPool) -> None:
     async with streaming(vllm_event(1, 2, finish="stop"), ends=False) as url:
         assert (await vllm_at(url, http).generate(request(), Told())).finish_reason == "stop"
 
 
-async def test_a_stream_after_its_end_gives_its_connection_back(http: Http) -> None:
+async def test_a_stream_after_its_end_gives_its_connection_back(http: HttpPool) -> None:
     """Its end comes some time after [DONE]; a connection that is left before it is closed."""
     async with streaming(vllm_event(1), vllm_event(2, finish="stop"), holds_s=0.05) as url:
         for _ in range(2):
@@ -353,7 +353,7 @@ async def test_a_stream_after_its_end_gives_its_connection_back(http: Http) -> N
 
 @pytest.mark.parametrize("ends", [True, False], ids=["after [DONE]", "without [DONE]"])
 async def test_a_connection_held_open_after_the_end_is_not_waited_for(
-    http: Http, monkeypatch: pytest.MonkeyPatch, ends: bool
+    http: HttpPool, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     for module in (http_module, remote):
         monkeypatch.setattr(module, "DRAIN_S", 0.02)
@@ -375,7 +375,7 @@ async def test_a_connection_held_open_after_the_end_is_not_waited_for(
         ([{"error": {"message": "it broke", "code": 500}}], "it broke"),
     ],
 )
-async def test_events_of_vllm_that_cannot_be_believed(events: list[Any], says: str, http: Http) -> None:
+async def test_events_of_vllm_that_cannot_be_believed(events: list[Any], says: str, http: HttpPool) -> None:
     for before in ([], [vllm_event(7, 8)]):
         async with streaming(*before, *events) as url:
             engine = vllm_at(url, http)
@@ -390,7 +390,7 @@ async def test_events_of_vllm_that_cannot_be_believed(events: list[Any], says: s
             await engine.close()
 
 
-async def test_tokens_after_the_end_are_not_taken(http: Http, caplog: pytest.LogCaptureFixture) -> None:
+async def test_tokens_after_the_end_are_not_taken(http: HttpPool, caplog: pytest.LogCaptureFixture) -> None:
     async with streaming(vllm_event(1, finish="stop"), vllm_event(2)) as url:
         told = Told()
         generation = await vllm_at(url, http).generate(request(), told)
@@ -425,7 +425,7 @@ async def test_tokens_after_the_end_are_not_taken(http: Http, caplog: pytest.Log
         ([sglang_event([1, 2, 3], 3), sglang_event([4, 5], 4, "stop")], [1, 2, 3], "abort"),
     ],
 )
-async def test_both_ways_in_which_sglang_streams(events: list[Any], ids: list[int], finish: str, http: Http) -> None:
+async def test_both_ways_in_which_sglang_streams(events: list[Any], ids: list[int], finish: str, http: HttpPool) -> None:
     async with streaming(*events) as url:
         engine = sglang_at(url, http)
         told = Told()
@@ -449,7 +449,7 @@ async def test_both_ways_in_which_sglang_streams(events: list[Any], ids: list[in
     ],
 )
 async def test_what_sglang_refuses_in_a_stream(
-    event: Any, error: type[EngineFailure], is_context: bool, http: Http
+    event: Any, error: type[EngineFailure], is_context: bool, http: HttpPool
 ) -> None:
     async with streaming(event) as url:
         engine = sglang_at(url, http)
@@ -464,7 +464,7 @@ async def test_what_sglang_refuses_in_a_stream(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_the_likeliest_tokens_are_those_of_each_place(dialect: str, is_stream: bool, http: Http) -> None:
+async def test_the_likeliest_tokens_are_those_of_each_place(dialect: str, is_stream: bool, http: HttpPool) -> None:
     async with ScriptedEngine(lambda _: Reply(WORDS, tokens_per_s=400), **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         told = Told() if is_stream else None
@@ -476,7 +476,7 @@ async def test_the_likeliest_tokens_are_those_of_each_place(dialect: str, is_str
         assert plain.tops is None and plain.token_ids == found.token_ids and plain.logprobs == found.logprobs
 
 
-async def test_a_masked_neighbour_is_left_out(http: Http) -> None:
+async def test_a_masked_neighbour_is_left_out(http: HttpPool) -> None:
     tops = [{"token_id": 8, "logprob": -9999.0}, {"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": -0.7}]
     entry = {"token_id": 7, "logprob": -0.5, "top_logprobs": tops}
     async with streaming(vllm_event(7, finish="stop", logprobs={"content": [entry]})) as url:
@@ -486,7 +486,7 @@ async def test_a_masked_neighbour_is_left_out(http: Http) -> None:
 
 @pytest.mark.parametrize("first", [(((7, -0.5),),), None])
 def test_the_likeliest_tokens_of_several_calls_are_joined_or_none(first: Any) -> None:
-    kept = Kept()
+    kept = PartialCompletion()
     for token, tops in ((7, first), (8, (((8, -0.1),),))):
         kept.add(Generation(array("i", [token]), array("f", [-0.5]), "stop", tops=tops))
     assert kept.generation("stop").tops == (None if first is None else (((7, -0.5),), ((8, -0.1),)))

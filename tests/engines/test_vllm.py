@@ -12,8 +12,8 @@ from rollyard.core import Deadline, Sampling
 from rollyard.core.failure import EngineTimeout
 from rollyard.engines import Engine, EngineSpec, GenerateRequest, Generation, Kind, Router, VersionSpan, make_engine
 from rollyard.engines.base import OnTokens
-from rollyard.engines.http import Http
-from rollyard.testing.engine_conformance import CHECKS, Check, Context
+from rollyard.engines.clients.http import HttpPool
+from rollyard.testing.engine_conformance import CHECKS, Context, EngineCheck
 from rollyard.testing.script import FolderTokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -27,7 +27,7 @@ def prompt(vllm_model: Path) -> list[int]:
 
 
 @pytest.fixture
-async def engine(vllm_url: str, http: Http) -> Engine:
+async def engine(vllm_url: str, http: HttpPool) -> Engine:
     engine = make_engine(EngineSpec("real", vllm_url, Kind.VLLM), http)
     await engine.probe()
     return engine
@@ -41,12 +41,12 @@ async def test_the_probe_reads_it_right(engine: Engine, vllm_model: Path) -> Non
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-async def test_it_conforms(check: Check, engine: Engine, prompt: list[int]) -> None:
+async def test_it_conforms(check: EngineCheck, engine: Engine, prompt: list[int]) -> None:
     await check.run(engine, Context(prompt, long_tokens=300))
     await engine.close()
 
 
-async def test_it_conforms_by_completions_too(vllm_url: str, http: Http, prompt: list[int]) -> None:
+async def test_it_conforms_by_completions_too(vllm_url: str, http: HttpPool, prompt: list[int]) -> None:
     from rollyard.engines import VllmEngine
 
     engine = VllmEngine(EngineSpec("real", vllm_url, Kind.VLLM), http)
@@ -64,7 +64,7 @@ async def test_its_tokenizer_is_the_folders(engine: Engine, vllm_model: Path) ->
 
 
 async def test_versions_follow_the_updates(
-    engine: Engine, vllm_url: str, http: Http, prompt: list[int], web: aiohttp.ClientSession
+    engine: Engine, vllm_url: str, http: HttpPool, prompt: list[int], web: aiohttp.ClientSession
 ) -> None:
     async with web.post(f"{vllm_url}/update_weight_version", json={"new_version": "7"}) as reply:
         assert reply.status == 200

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rollyard.agents.base import AgentContext
-from rollyard.agents.known import NoopAgent
+from rollyard.agents.oracle import NoopAgent
 from rollyard.core import Message
 from tests.sandbox.runtimes import image
 

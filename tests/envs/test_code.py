@@ -14,8 +14,8 @@ from rollyard.core import Deadline, Rollout, Score, Trajectory, new_id
 from rollyard.core.failure import TaskInvalid
 from rollyard.envs.code import data as code_data
 from rollyard.envs.code import grading
-from rollyard.pipeline import Workshop
-from rollyard.pipeline.evaluating import evaluate
+from rollyard.pipeline import StageResources
+from rollyard.pipeline.evaluation import evaluate
 
 from .yard import RUNTIMES, played, rewards, to_play, workshop
 
@@ -49,7 +49,7 @@ async def any_shop(request: pytest.FixtureRequest):
         yield made
 
 
-async def scored(shop: Workshop, data: dict[str, Any], solution: str | None = None, **sandbox: Any) -> Score:
+async def scored(shop: StageResources, data: dict[str, Any], solution: str | None = None, **sandbox: Any) -> Score:
     """Of this solution; that there is a score, whatever the solution does, is part of every test here."""
     given = to_play({"environment": "code", "data": data, "sandbox": sandbox}, shop.default_runtime)
     rollout = Rollout(new_id("try"), "try", given)
@@ -59,12 +59,12 @@ async def scored(shop: Workshop, data: dict[str, Any], solution: str | None = No
     return await evaluate(shop, rollout, trajectory, clock, lease_s=600.0, watch=lambda _: None)
 
 
-async def test_the_oracle_gets_all_and_the_no_op_nothing(any_shop: Workshop):
+async def test_the_oracle_gets_all_and_the_no_op_nothing(any_shop: StageResources):
     bodies = [{"environment": "code", "data": data} for data in (PROGRAM, CALLED, ASSERTED)]
     assert await asyncio.gather(*(rewards(any_shop, body) for body in bodies)) == [(1.0, 0.0)] * 3
 
 
-async def test_the_asserts_are_hidden_in_each_runtime(any_shop: Workshop):
+async def test_the_asserts_are_hidden_in_each_runtime(any_shop: StageResources):
     assert (await scored(any_shop, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.0
 
 
@@ -74,7 +74,7 @@ async def test_the_asserts_are_hidden_in_each_runtime(any_shop: Workshop):
 HALF = "a, b = map(int, input().split())\nprint(a + b if a < 3 else 0)\n"
 
 
-async def test_the_reward_is_for_all_tests_or_for_their_share(shop: Workshop):
+async def test_the_reward_is_for_all_tests_or_for_their_share(shop: StageResources):
     score = await scored(shop, PROGRAM, HALF)
     assert (score.reward, score.components) == (0.0, {"passed": pytest.approx(2 / 3)})
     assert score.metrics == {
@@ -88,12 +88,12 @@ async def test_the_reward_is_for_all_tests_or_for_their_share(shop: Workshop):
     assert (await scored(shop, {**PROGRAM, "reward": "share"}, HALF)).reward == pytest.approx(2 / 3)
 
 
-async def test_any_of_several_outputs_is_accepted(shop: Workshop):
+async def test_any_of_several_outputs_is_accepted(shop: StageResources):
     data = {**PROGRAM, "tests": [{"input": "1 2", "outputs": ["4", "3"]}]}
     assert (await scored(shop, data)).reward == 1.0
 
 
-async def test_other_languages_run_by_their_own_programs_or_a_given_command(shop: Workshop):
+async def test_other_languages_run_by_their_own_programs_or_a_given_command(shop: StageResources):
     bash = {**PROGRAM, "language": "bash", "solution": "read a b; echo $((a + b))"}
     assert (await scored(shop, bash)).reward == 1.0
     awk = {**PROGRAM, "language": "awk", "file": "sum.awk", "command": "awk -f sum.awk", "solution": "{print $1 + $2}"}
@@ -111,16 +111,16 @@ async def test_other_languages_run_by_their_own_programs_or_a_given_command(shop
     assert (score.reward, score.metrics["skipped"]) == (0.0, 3)
 
 
-async def test_many_tests_are_all_run(shop: Workshop):
+async def test_many_tests_are_all_run(shop: StageResources):
     tests = [{"input": f"{n} 1", "output": str(n + 1)} for n in range(12)]
     assert (await scored(shop, {**PROGRAM, "tests": tests})).metrics["passed"] == 12
 
 
-async def test_a_program_that_ends_with_a_status_fails_whatever_it_printed(shop: Workshop):
+async def test_a_program_that_ends_with_a_status_fails_whatever_it_printed(shop: StageResources):
     assert (await scored(shop, PROGRAM, f"{ADD}raise SystemExit(1)")).reward == 0.0
 
 
-async def test_asserts_see_changed_arguments_objects_and_exceptions(shop: Workshop):
+async def test_asserts_see_changed_arguments_objects_and_exceptions(shop: StageResources):
     data = {
         **ASSERTED,
         "entry_point": "first",
@@ -157,7 +157,7 @@ def add(a, b): return a + b
     assert score.metrics["passed"] == len(data["asserts"]), score
 
 
-async def test_wrong_functions_fail_each_assert_by_itself(shop: Workshop):
+async def test_wrong_functions_fail_each_assert_by_itself(shop: StageResources):
     solution = "import os\ndef add(a, b):\n    return 3 if a == 1 else os._exit(0)"
     score = await scored(shop, ASSERTED, solution)
     assert (score.reward, score.metrics["passed"], score.metrics["failed"]) == (0.0, 1, 1)
@@ -169,7 +169,7 @@ async def test_wrong_functions_fail_each_assert_by_itself(shop: Workshop):
     assert [score.reward for score in scores] == [0.0] * 3
 
 
-async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(shop: Workshop):
+async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(shop: StageResources):
     solution = "def add(a, b): return [a + b]"
     assert (await scored(shop, CALLED, solution)).reward == 0.0
     data = {**CALLED, "tests": [{"input": [1, 2], "outputs": [3, [3]]}]}
@@ -180,7 +180,7 @@ async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(shop: Wor
 
 
 async def test_what_waits_too_long_fails_and_after_three_the_rest_is_skipped(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+    shop: StageResources, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(code_data, "WAIT_S", 0.3)
     tests = [{"input": "1 1", "output": "2"}] * 5
@@ -195,7 +195,7 @@ async def test_what_waits_too_long_fails_and_after_three_the_rest_is_skipped(
         assert (score.reward, score.metrics["timed_out"], score.metrics["skipped"]) == (0.0, 3, 2)
 
 
-async def test_what_computes_too_long_is_ended_by_its_cpu_time(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
+async def test_what_computes_too_long_is_ended_by_its_cpu_time(shop: StageResources, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(code_data, "WAIT_S", 600.0)  # so that nothing else can end it within this test's own time
     endless = "def add(a, b):\n    while True: pass\nadd(1, 1)"
     called = "def add(a, b):\n    while True: pass"
@@ -210,7 +210,7 @@ async def test_what_computes_too_long_is_ended_by_its_cpu_time(shop: Workshop, m
     assert ended == [(0.0, 1, 0), (0.0, 1, 0), (0.0, 1, 0), (0.0, 0, 1)]
 
 
-async def test_memory_is_limited(shop: Workshop):
+async def test_memory_is_limited(shop: StageResources):
     limit = {"memory_bytes": 256 << 20}
     big = "def add(a, b):\n    x = bytes(1 << 29)\n    return a + b"
     for data, solution in ((PROGRAM, f"x = bytes(1 << 29)\n{ADD}"), (CALLED, big), (ASSERTED, big)):
@@ -218,14 +218,14 @@ async def test_memory_is_limited(shop: Workshop):
         assert (right.reward, wrong.metrics["failed"]) == (1.0, right.metrics["tests"])
 
 
-async def test_a_flood_of_output_is_bounded_and_wrong(shop: Workshop):
+async def test_a_flood_of_output_is_bounded_and_wrong(shop: StageResources):
     flood = f"import sys\n{ADD}sys.stdout.flush()\nfor _ in range(200): sys.stdout.write(' ' * (1 << 16))"
     assert (await scored(shop, PROGRAM, flood)).metrics["failed"] == 3
     loud = f"import sys\n{ADD}sys.stderr.write('x' * (4 << 20))"
     assert (await scored(shop, PROGRAM, loud)).reward == 1.0
 
 
-async def test_a_right_answer_may_be_much_longer_than_the_expected_one(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
+async def test_a_right_answer_may_be_much_longer_than_the_expected_one(shop: StageResources, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grading, "OUTPUT_BYTES", 1000)
     data = {**PROGRAM, "tests": [{"input": "", "output": "0.5\n" * 1000}]}
     assert (await scored(shop, data, "print(('0.5' + '0' * 20 + '\\n') * 1000)")).reward == 1.0
@@ -233,7 +233,7 @@ async def test_a_right_answer_may_be_much_longer_than_the_expected_one(shop: Wor
     assert (await scored(shop, data, "def add(a, b): return [()] * 1000")).reward == 1.0
 
 
-async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(shop: Workshop):
+async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(shop: StageResources):
     data = {**CALLED, "tests": [{"input": [[1], [2]], "output": [1, 2]}], "reward": "share"}
     solution = "def add(a, b):\n    c = a + b\n    a.extend([0] * 1_000_000)\n    return c"
     assert (await scored(shop, data, solution)).reward == 1.0
@@ -241,7 +241,7 @@ async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(s
         assert (await scored(shop, given, "def add(a, b):\n    c = a + b\n    a.append(a)\n    return c")).reward == 1.0
 
 
-async def test_a_fork_bomb_is_bounded_and_fails(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
+async def test_a_fork_bomb_is_bounded_and_fails(shop: StageResources, monkeypatch: pytest.MonkeyPatch):
     bomb = "import os, time\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(0.1)"
     with monkeypatch.context() as patched:
         patched.setattr(code_data, "WAIT_S", 0.5)
@@ -259,14 +259,14 @@ except OSError:
     assert (await scored(shop, {**PROGRAM, "tests": PAIRS[:1]}, many)).reward == 1.0
 
 
-async def test_a_solution_that_ends_the_sandbox_has_a_score(shop: Workshop):
+async def test_a_solution_that_ends_the_sandbox_has_a_score(shop: StageResources):
     solution = "import time\nopen('big', 'wb').write(bytes(80 << 20))\ntime.sleep(60)"
     kinds = (PROGRAM, CALLED, ASSERTED)
     for score in await asyncio.gather(*(scored(shop, data, solution, disk_bytes=20 << 20) for data in kinds)):
         assert (score.reward, score.metrics["failed"], score.metrics["skipped"] > 0) == (0.0, 1, True)
 
 
-async def test_a_program_has_all_the_stack_that_there_is(shop: Workshop):
+async def test_a_program_has_all_the_stack_that_there_is(shop: StageResources):
     given = "import resource\nprint(len(set(resource.getrlimit(resource.RLIMIT_STACK))))"
     assert (await scored(shop, {**PROGRAM, "tests": [{"input": "", "output": "1"}]}, given)).reward == 1.0
 
@@ -344,21 +344,21 @@ CHEATS = {
 }
 
 
-async def test_no_verdict_of_an_assert_can_be_forged(shop: Workshop):
+async def test_no_verdict_of_an_assert_can_be_forged(shop: StageResources):
     data = {**ASSERTED, "reward": "share"}
     scores = await asyncio.gather(*(scored(shop, data, cheat) for cheat in CHEATS.values()))
     passed = {name: (score.reward, score.metrics["passed"]) for name, score in zip(CHEATS, scores, strict=True)}
     assert passed == dict.fromkeys(CHEATS, (0.0, 0))
 
 
-async def test_a_solution_cannot_end_a_loop_of_the_asserts(shop: Workshop):
+async def test_a_solution_cannot_end_a_loop_of_the_asserts(shop: StageResources):
     """By StopIteration, a `map` ends: and nothing of what it has not given is false."""
     data = {**ASSERTED, "asserts": ["assert all(map(lambda n: add(n, n) == 2 * n, [1, 2]))"]}
     assert (await scored(shop, data)).reward == 1.0
     assert (await scored(shop, data, "def add(a, b): raise StopIteration")).reward == 0.0
 
 
-async def test_no_result_of_a_call_can_be_forged(shop: Workshop):
+async def test_no_result_of_a_call_can_be_forged(shop: StageResources):
     data, names = (
         {**CALLED, "reward": "share"},
         ("exits", "answers for the worker", "nests deeply", "starves the tester"),
@@ -367,7 +367,7 @@ async def test_no_result_of_a_call_can_be_forged(shop: Workshop):
     assert {name: score.reward for name, score in zip(names, scores, strict=True)} == dict.fromkeys(names, 0.0)
 
 
-async def test_the_cheat_that_looks_would_find_an_open_door(shop: Workshop, monkeypatch: pytest.MonkeyPatch):
+async def test_the_cheat_that_looks_would_find_an_open_door(shop: StageResources, monkeypatch: pytest.MonkeyPatch):
     """The cheat is a real one: it succeeds as soon as the tester's memory is not shut."""
     source = grading._source
     monkeypatch.setattr(
@@ -376,7 +376,7 @@ async def test_the_cheat_that_looks_would_find_an_open_door(shop: Workshop, monk
     assert (await scored(shop, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.5
 
 
-async def test_what_an_assert_leaves_running_is_gone_at_the_next(shop: Workshop):
+async def test_what_an_assert_leaves_running_is_gone_at_the_next(shop: StageResources):
     solution = """
 import os, time
 
@@ -399,7 +399,7 @@ def alive():
     assert (await scored(shop, data, solution)).metrics["passed"] == 2
 
 
-async def test_a_task_without_a_solution_has_no_oracle(shop: Workshop):
+async def test_a_task_without_a_solution_has_no_oracle(shop: StageResources):
     data = {name: value for name, value in PROGRAM.items() if name != "solution"}
     result = await played(shop, {"environment": "code", "data": data}, "oracle")
     assert result.failure is not None

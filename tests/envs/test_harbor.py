@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from rollyard.core.failure import EgressNotAllowed
-from rollyard.pipeline import Workshop
+from rollyard.pipeline import StageResources
 from tests.sandbox.egress.site import served
 
 from .harbor_folders import SOLVE, TEST, TOML, imported, local, ready, write
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shop() -> AsyncGenerator[Workshop, None]:
+async def shop() -> AsyncGenerator[StageResources, None]:
     """One for all that need no other runtime: it takes longer to open than a task takes."""
     async with workshop("bubblewrap") as opened:
         yield opened
@@ -34,7 +34,7 @@ EOF
 """
 
 
-async def score_of(shop: Workshop, body: dict[str, Any], agent: str = "oracle"):
+async def score_of(shop: StageResources, body: dict[str, Any], agent: str = "oracle"):
     result = await played(shop, body, agent)
     assert result.score is not None, result.failure
     return result.score
@@ -81,7 +81,7 @@ diff answer /srv/greeting && echo 1.0 > /logs/verifier/reward.txt
 """
 
 
-async def test_a_dockerfile_is_honoured_without_a_build(shop: Workshop, tmp_path: Path):
+async def test_a_dockerfile_is_honoured_without_a_build(shop: StageResources, tmp_path: Path):
     files = {
         "task.toml": TOML.replace("docker_image", "# docker_image"),
         "environment/Dockerfile": DOCKERFILE,
@@ -97,7 +97,7 @@ async def test_a_dockerfile_is_honoured_without_a_build(shop: Workshop, tmp_path
     assert await rewards(shop, local(body)) == (1.0, 0.0)
 
 
-async def test_variables_reach_only_those_they_are_for(shop: Workshop, tmp_path: Path):
+async def test_variables_reach_only_those_they_are_for(shop: StageResources, tmp_path: Path):
     toml = TOML + 'env = {FOR_ALL = "a"}\n[solution]\nenv = {FOR_ORACLE = "o"}\n'
     toml = toml.replace("[verifier]\n", '[verifier]\nenv = {FOR_TESTS = "${SECRET}"}\n')
     files = {
@@ -109,7 +109,7 @@ async def test_variables_reach_only_those_they_are_for(shop: Workshop, tmp_path:
     assert await rewards(shop, ready(tmp_path, files, env__SECRET="s")) == (1.0, 0.0)
 
 
-async def test_the_folders_of_the_format_are_there_for_the_agent(shop: Workshop, tmp_path: Path):
+async def test_the_folders_of_the_format_are_there_for_the_agent(shop: StageResources, tmp_path: Path):
     solve = "touch /logs/agent/a /logs/verifier/b && pwd > where"
     test = f"#!/bin/bash\n[ $(cat /app/where) = /app ] && [ ! -e /logs/verifier/b ] && {FORGE}"
     assert await rewards(shop, ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test})) == (1.0, 0.0)
@@ -166,7 +166,7 @@ done
 """
 
 
-async def test_what_test_runners_read_above_the_tests_is_not_the_agents(shop: Workshop, tmp_path: Path):
+async def test_what_test_runners_read_above_the_tests_is_not_the_agents(shop: StageResources, tmp_path: Path):
     plant = "for name in conftest.py pytest.ini pyproject.toml setup.cfg tox.ini kept.txt; do echo x > /$name; done\n"
     body = ready(tmp_path, {"tests/test.sh": ABOVE, "solution/solve.sh": f"{plant}mkdir /node_modules; rm /setup.py"})
     body["data"]["setup"] = [{"files": {"setup.py": "the image's own"}}]
@@ -175,7 +175,7 @@ async def test_what_test_runners_read_above_the_tests_is_not_the_agents(shop: Wo
     assert (await score_of(shop, body)).reward == 1.0, "there, they are the work"
 
 
-async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(shop: Workshop, tmp_path: Path):
+async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(shop: StageResources, tmp_path: Path):
     for number, (name, program) in enumerate(PROGRAMS.items()):
         solve = f"cat > main.py <<'EOF'\n{program}EOF\n"
         body = ready(tmp_path / str(number), {"tests/test.sh": RUNS_IT, "solution/solve.sh": solve})
@@ -185,7 +185,7 @@ async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple
 IMPORTS = "#!/bin/bash\npython3 -c 'import json, sys; sys.exit(1)' && echo 1 > /logs/verifier/reward.txt\n"
 
 
-async def test_python_imports_from_the_tests_and_not_from_the_agents_folder(shop: Workshop, tmp_path: Path):
+async def test_python_imports_from_the_tests_and_not_from_the_agents_folder(shop: StageResources, tmp_path: Path):
     planted = {"solution/solve.sh": "echo 'raise SystemExit(0)' > json.py", "tests/test.sh": IMPORTS}
     own = {
         "tests/test.sh": "#!/bin/bash\npython3 /tests/main.py",
@@ -226,25 +226,25 @@ async def test_what_a_task_does_to_the_system_is_judged_where_it_says_so(tmp_pat
     ],
     ids=["none", "empty", "no number", "a folder"],
 )
-async def test_a_verifier_that_wrote_no_reward_gives_none(shop: Workshop, tmp_path: Path, test: str):
+async def test_a_verifier_that_wrote_no_reward_gives_none(shop: StageResources, tmp_path: Path, test: str):
     body = ready(tmp_path, {"tests/test.sh": f"#!/bin/sh\n{test}\n"})
     score = await score_of(shop, body)
     assert (score.reward, score.metrics["reward_written"]) == (0.0, 0.0)
 
 
-async def test_what_an_image_has_in_the_verifiers_folders_does_not_count(shop: Workshop, tmp_path: Path):
+async def test_what_an_image_has_in_the_verifiers_folders_does_not_count(shop: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\ntest -e /tests/planted && echo 1 > /logs/verifier/reward.txt"})
     body["data"]["setup"] = [{"files": {"logs/verifier/reward.txt": "1", "tests/planted": ""}}]
     assert (await score_of(shop, body, "noop")).metrics["reward_written"] == 0.0
 
 
-async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys_doing(shop: Workshop, tmp_path: Path):
+async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys_doing(shop: StageResources, tmp_path: Path):
     solve = "mkdir -p /data/x; touch /data/x/y; chmod 555 /data/x /data"
     body = ready(tmp_path, {"solution/solve.sh": solve}, keep="/data/x")
     assert (await score_of(shop, body)).metrics == {"verifier_ran": 0.0, "reward_written": 0.0}
 
 
-async def test_what_is_kept_does_not_come_among_the_tests_over_a_link(shop: Workshop, tmp_path: Path):
+async def test_what_is_kept_does_not_come_among_the_tests_over_a_link(shop: StageResources, tmp_path: Path):
     solve = "mkdir -p /data; rm -rf /tests; ln -s / /data/x; mkdir /tests; touch /tests/planted"
     test = "#!/bin/sh\ntest -e /tests/planted && echo 1 > /logs/verifier/reward.txt"
     body = ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test}, keep="/data/x/tests")
@@ -252,7 +252,7 @@ async def test_what_is_kept_does_not_come_among_the_tests_over_a_link(shop: Work
 
 
 async def test_a_host_that_cannot_write_the_tests_is_not_the_policys_doing(
-    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shop: StageResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -264,7 +264,7 @@ async def test_a_host_that_cannot_write_the_tests_is_not_the_policys_doing(
     assert result.failure is not None and result.failure.code == "verifier_crashed"
 
 
-async def test_tests_that_are_not_done_in_time_are_the_policys_doing(shop: Workshop, tmp_path: Path):
+async def test_tests_that_are_not_done_in_time_are_the_policys_doing(shop: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\nsleep 600\n"})
     body["limits"]["eval_s"] = 4.0
     result = await played(shop, body, "noop")
@@ -282,7 +282,7 @@ async def test_tests_that_are_not_done_in_time_are_the_policys_doing(shop: Works
     ],
     ids=["a command fails", "no interpreter"],
 )
-async def test_a_set_up_that_cannot_be_done_says_why(shop: Workshop, tmp_path: Path, change: Any, detail: str):
+async def test_a_set_up_that_cannot_be_done_says_why(shop: StageResources, tmp_path: Path, change: Any, detail: str):
     body = ready(tmp_path)
     body["data"] |= change
     result = await played(shop, body, "noop")
@@ -291,7 +291,7 @@ async def test_a_set_up_that_cannot_be_done_says_why(shop: Workshop, tmp_path: P
     assert detail in result.failure.detail
 
 
-async def test_a_set_up_that_does_not_end_is_ended(shop: Workshop, tmp_path: Path):
+async def test_a_set_up_that_does_not_end_is_ended(shop: StageResources, tmp_path: Path):
     body = ready(tmp_path)
     body["data"]["setup"] = [{"run": "sleep 600"}]
     body["limits"]["init_s"] = 4.0
@@ -299,14 +299,14 @@ async def test_a_set_up_that_does_not_end_is_ended(shop: Workshop, tmp_path: Pat
     assert result.failure is not None and result.failure.code == "setup_deadline"
 
 
-async def test_without_a_solution_there_is_no_oracle(shop: Workshop, tmp_path: Path):
+async def test_without_a_solution_there_is_no_oracle(shop: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"solution/solve.sh": None})
     result = await played(shop, body, "oracle")
     assert result.failure is not None
     assert "the task has no solution/solve.sh" in result.failure.detail
 
 
-async def test_what_the_oracle_said_is_in_its_messages(shop: Workshop, tmp_path: Path):
+async def test_what_the_oracle_said_is_in_its_messages(shop: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"solution/solve.sh": f"{SOLVE}echo not quite >&2; exit 7"})
     result = await played(shop, body, "oracle")
     assert result.score is not None and result.score.reward == 1.0, "only the verifier judges"

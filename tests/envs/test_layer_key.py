@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rollyard.core import Json, Limits, Task
 from rollyard.envs.base import EnvContext, Environment, Plan
-from rollyard.envs.math import MathEnvironment
+from rollyard.envs.math.environment import MathEnvironment
 from rollyard.envs.shell import ShellEnvironment
 
 

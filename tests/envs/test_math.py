@@ -7,9 +7,9 @@ import pytest_asyncio
 
 from rollyard.core.failure import EvalDeadline, TaskInvalid, VerifierCrashed
 from rollyard.envs.children import WORKERS
-from rollyard.envs.math import MathEnvironment
-from rollyard.envs.math_boxed import all_boxed, last_boxed
-from rollyard.envs.math_judge import MathJudge
+from rollyard.envs.math.boxed import all_boxed, last_boxed
+from rollyard.envs.math.environment import MathEnvironment
+from rollyard.envs.math.judge import MathJudge
 
 from .conftest import context, evidence, task
 from .yard import RUNTIMES, rewards, workshop

@@ -6,8 +6,8 @@ import pytest
 import pytest_asyncio
 
 from rollyard.core.failure import TaskInvalid
-from rollyard.envs.math import MathEnvironment
-from rollyard.envs.math_boxed import HINT
+from rollyard.envs.math.boxed import HINT
+from rollyard.envs.math.environment import MathEnvironment
 
 from .conftest import context, evidence, task
 

@@ -6,7 +6,7 @@ from rollyard.agents.base import Agent
 from rollyard.core import Score, Task
 from rollyard.core.failure import UnknownEnvironment
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Start
-from rollyard.envs.math import MathEnvironment
+from rollyard.envs.math.environment import MathEnvironment
 from rollyard.envs.shell import ShellEnvironment
 from rollyard.pipeline.handler import Handler
 

@@ -6,8 +6,8 @@ import pytest
 import pytest_asyncio
 
 from rollyard.core.failure import TaskInvalid
-from rollyard.envs.stem import StemEnvironment
-from rollyard.envs.stem_data import StemData
+from rollyard.envs.stem.data import StemData
+from rollyard.envs.stem.environment import StemEnvironment
 
 from .conftest import context, evidence, task
 from .yard import RUNTIMES, rewards, to_play, workshop

@@ -12,8 +12,8 @@ from rollyard.core import AgentSpec, Blame, Limits, Outcome, Task
 from rollyard.core.failure import JudgeUnreachable, VerifierCrashed
 from rollyard.engines import EngineSpec, Kind, Role, Router
 from rollyard.envs import EnvContext, Environments
-from rollyard.envs.stem import StemEnvironment
-from rollyard.envs.stem_judge import MAX_ANSWER_CHARS, is_same_to_judge, judge_messages, read_verdict
+from rollyard.envs.stem.environment import StemEnvironment
+from rollyard.envs.stem.judge import MAX_ANSWER_CHARS, is_same_to_judge, judge_messages, read_verdict
 from rollyard.testing.script import Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.pipeline.site import SETTINGS, finish, says, site

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from rollyard.core.failure import TaskInvalid
-from rollyard.envs.stem import StemEnvironment
-from rollyard.envs.stem_data import StemData
+from rollyard.envs.stem.data import StemData
+from rollyard.envs.stem.environment import StemEnvironment
 
 from .conftest import task
 

@@ -14,8 +14,8 @@ from rollyard.agents.base import AgentContext
 from rollyard.agents.registry import Agents
 from rollyard.core import Message
 from rollyard.envs.swe import repository
-from rollyard.pipeline import Workshop
-from rollyard.pipeline.playing import Played
+from rollyard.pipeline import StageResources
+from rollyard.pipeline.local_rollout import PlayResult
 from tests.envs.swe_repos import FAIL_TO_PASS, PASS_TO_PASS, Hands, Repository, as_r2e, as_sif, build
 from tests.envs.yard import RUNTIMES, played, rewards, workshop
 
@@ -84,7 +84,7 @@ def r2e(calc: Repository, tmp_path_factory: pytest.TempPathFactory) -> Repositor
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shops() -> AsyncGenerator[dict[str, Workshop], None]:
+async def shops() -> AsyncGenerator[dict[str, StageResources], None]:
     """One per runtime for all tests: swebench takes a second or two to start."""
     agents = Agents({"hands": Hands()})
     async with workshop("bubblewrap") as bubblewrap, workshop("apptainer") as apptainer:
@@ -92,15 +92,15 @@ async def shops() -> AsyncGenerator[dict[str, Workshop], None]:
 
 
 @pytest.fixture
-def shop(shops: dict[str, Workshop]) -> Workshop:
+def shop(shops: dict[str, StageResources]) -> StageResources:
     return shops["bubblewrap"]
 
 
-async def tried(shop: Workshop, calc: Repository, commands: Sequence[str], **more: Any) -> Played:
+async def tried(shop: StageResources, calc: Repository, commands: Sequence[str], **more: Any) -> PlayResult:
     return await played(shop, calc.body(commands, **more), "hands")
 
 
-def score_of(result: Played) -> Any:
+def score_of(result: PlayResult) -> Any:
     assert result.failure is None, result.failure
     assert result.score is not None
     return result.score
@@ -108,7 +108,7 @@ def score_of(result: Played) -> Any:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_the_oracle_resolves_it_and_doing_nothing_does_not(
-    runtime: str, calc: Repository, shops: dict[str, Workshop]
+    runtime: str, calc: Repository, shops: dict[str, StageResources]
 ):
     """The fix has a binary file, a new one, a deleted one, and one with CRLF; the hidden tests look at their bytes.
     What is to pass is a list here, as SWE-Gym has it, and else JSON in a string."""
@@ -120,11 +120,11 @@ async def test_the_oracle_resolves_it_and_doing_nothing_does_not(
     assert (nothing.reward, nothing.metrics) == (0.0, {"patch_kept": 1.0, "patch_bytes": 0.0, "patch_applied": 0.0})
 
 
-async def test_in_an_image_file_too(calc: Repository, shops: dict[str, Workshop], tmp_path: Path):
+async def test_in_an_image_file_too(calc: Repository, shops: dict[str, StageResources], tmp_path: Path):
     assert await rewards(shops["apptainer"], as_sif(calc, tmp_path / "calc.sif").body()) == (1.0, 0.0)
 
 
-async def left(shop: Workshop, calc: Repository, script: str) -> Any:
+async def left(shop: StageResources, calc: Repository, script: str) -> Any:
     """The agent has a git of its own, so it can leave anything as its patch."""
     program = adds("/usr/local/bin/git", f"#!/bin/sh\ncd /var/tmp/rollyard-swe\n{script}\n")
     command = f"mkdir -p /usr/local/bin; {program}; chmod +x /usr/local/bin/git"
@@ -134,13 +134,13 @@ async def left(shop: Workshop, calc: Repository, script: str) -> Any:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_a_patch_that_does_not_apply_is_zero(runtime: str, calc: Repository, shops: dict[str, Workshop]):
+async def test_a_patch_that_does_not_apply_is_zero(runtime: str, calc: Repository, shops: dict[str, StageResources]):
     stale = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-other\n+text\n"
     metrics = await left(shops[runtime], calc, f"cat > solution.patch <<'END'\n{stale}END")
     assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
 
 
-async def test_what_is_no_patch_is_zero(calc: Repository, shop: Workshop):
+async def test_what_is_no_patch_is_zero(calc: Repository, shop: StageResources):
     garbage = await left(shop, calc, "echo no patch > solution.patch")
     assert (garbage["patch_files"], garbage["patch_applied"]) == (0.0, 0.0)
     assert await left(shop, calc, "truncate -s 33M solution.patch") == {"patch_kept": 0.0}
@@ -165,7 +165,7 @@ class Ways(Hands):
         return "done"
 
 
-async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc: Repository, shop: Workshop):
+async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc: Repository, shop: StageResources):
     who = "git -c user.name=a -c user.email=a@b.c"
     hostile = (
         "git config diff.external /bin/false; git config core.autocrlf true; git config diff.noprefix true;"
@@ -193,7 +193,7 @@ async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc
         assert patch.count("diff --git") == (3 if way == "with a configuration" else 1), (way, patch)
 
 
-async def test_every_byte_and_mode_arrives(calc: Repository, shop: Workshop):
+async def test_every_byte_and_mode_arrives(calc: Repository, shop: StageResources):
     """What is made in RUN is what EVAL's sandbox has: asked for by a test command of our own."""
     make = (
         r"printf 'one\r\n2\r\nthree\r\n' > notes.txt; printf 'a\r\nb' > 'odd \"name*[x].txt';"
@@ -219,18 +219,18 @@ async def test_every_byte_and_mode_arrives(calc: Repository, shop: Workshop):
 
 
 @pytest.mark.parametrize("how", CHEATS)
-async def test_cheating_does_not_pay(how: str, calc: Repository, shop: Workshop):
+async def test_cheating_does_not_pay(how: str, calc: Repository, shop: StageResources):
     assert score_of(await tried(shop, calc, [adds("calc.py", CHEATS[how])], **ONLY_ADD)).reward == 0.0
 
 
-async def test_files_that_decide_how_tests_run_are_not_there(calc: Repository, shop: Workshop):
+async def test_files_that_decide_how_tests_run_are_not_there(calc: Repository, shop: StageResources):
     commands = [f'd=$(dirname {path}); mkdir -p "$d"; {adds(path, text)}' for path, text in LEFT_OUT.items()]
     score = score_of(await tried(shop, calc, [*commands, adds("cheat.py", ALWAYS_PASSED)], **ONLY_ADD))
     assert score.reward == 0.0
     assert (score.metrics["patch_files"], score.metrics["patch_files_left_out"]) == (1.0, len(LEFT_OUT))
 
 
-async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, shop: Workshop):
+async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, shop: StageResources):
     spoilt = "echo 'assert False' > tests/test_calc.py; echo 'assert False' > tests/conftest.py"
     score = score_of(await tried(shop, calc, [f"{FIX}; {spoilt}"], **ONLY_ADD))
     gone = score_of(await tried(shop, calc, [f"{FIX}; rm -r tests"], **ONLY_ADD))
@@ -240,7 +240,7 @@ async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, shop
     assert in_the_way.reward == 0.0
 
 
-async def test_tests_that_are_in_the_image_are_as_little_a_solution(calc: Repository, shop: Workshop):
+async def test_tests_that_are_in_the_image_are_as_little_a_solution(calc: Repository, shop: StageResources):
     """A row without a test patch: the agent sees its tests, and they are left as they were."""
     command = "python3 -m pytest -rA -p no:cacheprovider tests"
     own = {"test_patch": "", "test_command": command, "FAIL_TO_PASS": PASS_TO_PASS, "PASS_TO_PASS": []}
@@ -249,7 +249,7 @@ async def test_tests_that_are_in_the_image_are_as_little_a_solution(calc: Reposi
     assert (score.reward, score.metrics["patch_files_left_out"]) == (0.0, 1.0)
 
 
-async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, shop: Workshop):
+async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, shop: StageResources):
     """A change of a conftest.py is a solution where the solution is one."""
     own = calc.row(**ONLY_ADD)
     own["patch"] += "diff --git a/conftest.py b/conftest.py\nnew file mode 100644\n--- /dev/null\n+++ b/conftest.py\n"
@@ -259,7 +259,7 @@ async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, shop:
     assert score_of(await tried(shop, calc, commands, **ONLY_ADD)).reward == 0.0
 
 
-async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, shop: Workshop):
+async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, shop: StageResources):
     commands = [
         'test "$(git log --all --oneline | wc -l)" = 1',
         "! git rev-parse -q --verify v2",
@@ -273,7 +273,7 @@ async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, shop
     assert score_of(await tried(shop, calc, commands)).reward == 0.0
 
 
-async def test_a_repository_of_another_user_is_as_good(calc: Repository, shop: Workshop):
+async def test_a_repository_of_another_user_is_as_good(calc: Repository, shop: StageResources):
     """Git itself can be told to take every repository for somebody else's."""
     foreign = {"env": {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}}
     refused = "! GIT_CONFIG_COUNT=0 git status"
@@ -281,13 +281,13 @@ async def test_a_repository_of_another_user_is_as_good(calc: Repository, shop: W
     assert score.reward == 1.0
 
 
-async def test_more_output_than_anybody_reads_is_no_verdict(calc: Repository, shop: Workshop):
+async def test_more_output_than_anybody_reads_is_no_verdict(calc: Repository, shop: StageResources):
     loud = "head -c 9000000 /dev/zero | tr '\\0' x; python3 -m pytest -rA {test_files}"
     score = score_of(await tried(shop, calc, [FIX], test_command=loud, **ONLY_ADD))
     assert (score.reward, score.metrics["tests_ended"]) == (0.0, 0.0)
 
 
-async def test_a_row_with_a_script_of_its_own(calc: Repository, shop: Workshop):
+async def test_a_row_with_a_script_of_its_own(calc: Repository, shop: StageResources):
     script = "\n".join(
         [
             "#!/bin/bash",
@@ -309,7 +309,7 @@ async def test_a_row_with_a_script_of_its_own(calc: Repository, shop: Workshop):
     assert (half.reward, half.components) == (0.0, {"fail_to_pass": 0.5, "pass_to_pass": 1.0})
 
 
-async def test_a_runner_that_is_not_pytest(calc: Repository, shop: Workshop):
+async def test_a_runner_that_is_not_pytest(calc: Repository, shop: StageResources):
     patch = (
         "diff --git a/test_u.py b/test_u.py\nnew file mode 100644\n--- /dev/null\n+++ b/test_u.py\n@@ -0,0 +1,5 @@\n"
         "+import unittest, calc\n+class T(unittest.TestCase):\n"
@@ -328,7 +328,7 @@ async def test_a_runner_that_is_not_pytest(calc: Repository, shop: Workshop):
     assert score_of(await played(shop, body, "noop")).reward == 0.0
 
 
-async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, shop: Workshop):
+async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, shop: StageResources):
 
     async def code_of(agent: str, commands: Sequence[str] = (), **more: Any) -> tuple[str, str]:
         result = await played(shop, calc.body(commands, **more), agent)
@@ -350,7 +350,7 @@ async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, 
         assert code == "setup_failed" and f"no git repository in {workdir}" in detail
 
 
-async def test_tests_that_never_end_are_the_policys(calc: Repository, shop: Workshop):
+async def test_tests_that_never_end_are_the_policys(calc: Repository, shop: StageResources):
     body = calc.body(["echo 'import time; time.sleep(60)' >> calc.py"])
     body["limits"] = {**body["limits"], "eval_s": 3}  # of which its sandbox takes a part
     result = await played(shop, body, "hands")
@@ -358,7 +358,7 @@ async def test_tests_that_never_end_are_the_policys(calc: Repository, shop: Work
     assert result.score is not None and result.score.reward == 0.0
 
 
-async def test_r2e_rows_are_judged_by_the_expected_outcomes(calc: Repository, r2e: Repository, shop: Workshop):
+async def test_r2e_rows_are_judged_by_the_expected_outcomes(calc: Repository, r2e: Repository, shop: StageResources):
     expected = {"T.test_add": "PASSED", "test_mul[a b]": "PASSED", "test_wrong": "FAILED"}
     row = {
         "repo_name": "calc",

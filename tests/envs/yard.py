@@ -11,8 +11,8 @@ import pytest
 
 from rollyard.cli._solo import solo_workshop
 from rollyard.core import Task
-from rollyard.pipeline import Workshop
-from rollyard.pipeline.playing import Played, play
+from rollyard.pipeline import StageResources
+from rollyard.pipeline.local_rollout import PlayResult, play
 from rollyard.service.models import to_task
 
 RUNTIMES = ("bubblewrap", "apptainer")
@@ -22,7 +22,7 @@ NEEDS = {"bubblewrap": "bwrap", "apptainer": "apptainer"}
 
 
 @asynccontextmanager
-async def workshop(runtime: str) -> AsyncGenerator[Workshop, None]:
+async def workshop(runtime: str) -> AsyncGenerator[StageResources, None]:
     if shutil.which(NEEDS[runtime]) is None:
         pytest.skip(f"no {NEEDS[runtime]} here: `make test` installs it when root")
     with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: it may hold sockets
@@ -35,11 +35,11 @@ def to_play(body: Mapping[str, Any], runtime: str) -> Task:
     return to_task({**body, "sandbox": {**body.get("sandbox", {}), "runtime": runtime}}, {})
 
 
-async def played(shop: Workshop, body: Mapping[str, Any], agent: str) -> Played:
+async def played(shop: StageResources, body: Mapping[str, Any], agent: str) -> PlayResult:
     return await play(shop, to_play(body, shop.default_runtime), agent=agent)
 
 
-async def rewards(shop: Workshop, body: Mapping[str, Any]) -> tuple[float, float]:
+async def rewards(shop: StageResources, body: Mapping[str, Any]) -> tuple[float, float]:
     """Of the oracle and of the no-op; that each of them has one is part of the test."""
     found: list[float] = []
     for agent in ("oracle", "noop"):

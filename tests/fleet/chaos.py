@@ -25,7 +25,7 @@ import aiohttp
 
 from rollyard.client import AsyncClient, Record, ServiceUnreachable
 from rollyard.core import Json
-from rollyard.sandbox import _kernel as kernel
+from rollyard.sandbox.launcher import kernel
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.fleet.fleet_site import ProcessNode
 from tests.worker import free_port

@@ -6,9 +6,9 @@ import pytest
 
 from rollyard.core import Ending, LostAttempt, Outcome, State
 from rollyard.core.failure import EngineUnavailable, SandboxStartFailed, TokenizerMismatch
-from rollyard.engines.pool import Health
-from rollyard.fleet.excusing import DRAINED, MOST_EXCUSED, is_nodes_own
-from rollyard.fleet.wire import Ended, Key, Returned
+from rollyard.engines.routing.pool import Health
+from rollyard.fleet.lost_attempts import DRAINED, MOST_EXCUSED, is_nodes_own
+from rollyard.fleet.messages import Ended, Key, Returned
 from rollyard.store.codec import to_json
 from tests.fleet.test_head import Hand, opened
 

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from rollyard.core import State
-from rollyard.fleet.head import HeadYard
-from rollyard.fleet.wire import (
+from rollyard.fleet.head import HeadPipeline
+from rollyard.fleet.messages import (
     PROTOCOL,
     Ended,
+    EngineUse,
     Join,
     Joined,
     Key,
     Moved,
+    NodeStatus,
     Orders,
     Poll,
     Report,
     Saved,
-    Standing,
-    Use,
     rollout_of,
 )
 from rollyard.store.codec import encode_trajectory, to_json
@@ -43,7 +43,7 @@ def ended(key: Key, reward: float = 0.5) -> Ended:
 class Hand:
     """A node that says what it is told to."""
 
-    def __init__(self, head: HeadYard, name: str = "hand") -> None:
+    def __init__(self, head: HeadPipeline, name: str = "hand") -> None:
         self._head = head
         self._name = name
         self.got = 0
@@ -61,9 +61,9 @@ class Hand:
         self.got = (await self._head.poll(Poll(self._name, self._standing(8)), 0.3)).number
         return await self._head.poll(Poll(self._name, self._standing(8)), 0.3)
 
-    def _standing(self, want: int) -> Standing:
-        uses = [Use(name, 0, 0, 0, not why, why) for name, why in self.engines.items()]
-        return Standing(got=self.got, want=want, engines=uses)
+    def _standing(self, want: int) -> NodeStatus:
+        uses = [EngineUse(name, 0, 0, 0, not why, why) for name, why in self.engines.items()]
+        return NodeStatus(got=self.got, want=want, engines=uses)
 
     async def leased(self, count: int) -> list[Key]:
         """Polls until it has got so many."""

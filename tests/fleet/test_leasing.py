@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.core import Rollout
-from rollyard.fleet.head import HeadYard
+from rollyard.fleet.head import HeadPipeline
 from tests.fleet.fleet_site import loop_node, open_head
 from tests.service.site import engine_table, finish, scripted
 
@@ -17,7 +17,7 @@ async def test_what_nobody_has_room_for_stays_in_the_queue(tmp_path: Path, monke
     async with scripted(finish()) as engine:
         async with open_head(tmp_path, engines=[engine_table(engine)]) as site, loop_node(site, tmp_path, "n1"):
             yard = site.served.house.yard
-            assert isinstance(yard, HeadYard)
+            assert isinstance(yard, HeadPipeline)
             get_many, read, most = yard.store.get_many, list[str](), 0
 
             async def looked_at_meanwhile(ids: Sequence[str]) -> Sequence[Rollout]:

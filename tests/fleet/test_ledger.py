@@ -10,10 +10,10 @@ import pytest
 from rollyard.core import Artifact, LostAttempt, Position, Rollout, State, Task
 from rollyard.core.failure import NotFound
 from rollyard.fleet import ledger as module
-from rollyard.fleet.ledger import Ledger
-from rollyard.fleet.wire import Blob, Ended, Key, Moved, Returned, Saved
+from rollyard.fleet.ledger import NodeLedger
+from rollyard.fleet.messages import Blob, Ended, Key, Moved, Returned, Saved
 from rollyard.pipeline import ArtifactFolder
-from rollyard.store.base import Retention, Stale, Swept
+from rollyard.store.base import Retention, Stale, SweepResult
 from rollyard.store.codec import decode_trajectory
 from rollyard.testing.store_conformance import completed, trajectory
 
@@ -31,7 +31,7 @@ class Site:
     def __init__(self, folder: Path, *names: str) -> None:
         self.news = 0
         self.folder = ArtifactFolder(folder)
-        self.ledger = Ledger(self.folder, on_news=self._on_news)
+        self.ledger = NodeLedger(self.folder, on_news=self._on_news)
         for name in names:
             assert self.ledger.accept(rollout(name))
             self.begin(name)
@@ -187,10 +187,10 @@ async def test_what_left_without_an_end_leaves_its_artifacts_to_the_sweep(tmp_pa
     await asyncio.sleep(0)
     site.tell()
     await end
-    assert await site.ledger.sweep(Retention(3600.0)) == Swept(("r1",)), "r2 is here again, r3 has cleaned up itself"
-    assert await site.ledger.sweep(Retention(3600.0)) == Swept()
+    assert await site.ledger.sweep(Retention(3600.0)) == SweepResult(("r1",)), "r2 is here again, r3 has cleaned up itself"
+    assert await site.ledger.sweep(Retention(3600.0)) == SweepResult()
     site.ledger.drop(Key("r2", 2))
-    assert await site.ledger.sweep(Retention(3600.0)) == Swept(("r2",))
+    assert await site.ledger.sweep(Retention(3600.0)) == SweepResult(("r2",))
 
 
 async def test_what_has_not_begun_is_given_back_or_cancelled_by_asking(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import pytest
 from aiohttp import web
 
 from rollyard.core.failure import NodeUnknown
-from rollyard.fleet import link as module
-from rollyard.fleet.link import HeadAway, Link, NotWanted
-from rollyard.fleet.wire import MEDIA_TYPE, Orders, Poll, Report, Reported, Standing, encode
+from rollyard.fleet import head_connection as module
+from rollyard.fleet.head_connection import HeadConnection, HeadUnreachable, NodeRefused
+from rollyard.fleet.messages import MEDIA_TYPE, NodeStatus, Orders, Poll, Report, Reported, encode
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-POLL = Poll("session", Standing())
+POLL = Poll("session", NodeStatus())
 
 
 @asynccontextmanager
@@ -43,7 +43,7 @@ def problem(code: str) -> bytes:
 
 
 async def polled(handler: Handler) -> Orders:
-    async with served(handler) as url, Link(lambda: (url, "token")) as link:
+    async with served(handler) as url, HeadConnection(lambda: (url, "token")) as link:
         return await link.poll(POLL, 0.0)
 
 
@@ -57,12 +57,12 @@ async def test_a_call_goes_where_the_head_is_now_with_the_token_of_now() -> None
 
     async with served(answer) as first, served(answer) as second:
         places = [(first, "one"), (second + "/", "two")]
-        async with Link(lambda: places.pop(0)) as link:
+        async with HeadConnection(lambda: places.pop(0)) as link:
             assert (await link.poll(POLL, 2.5)).number == 3
-            assert (await link.report(Report("session", Standing()))).refused == []
+            assert (await link.report(Report("session", NodeStatus()))).refused == []
     assert seen == [
         ("/v1/fleet/poll?wait_s=2.5", "Bearer one", encode(POLL)),
-        ("/v1/fleet/report", "Bearer two", encode(Report("session", Standing()))),
+        ("/v1/fleet/report", "Bearer two", encode(Report("session", NodeStatus()))),
     ]
 
 
@@ -79,9 +79,9 @@ async def test_a_head_that_had_let_us_in_may_do_so_again() -> None:
         status, body, media_type = answers.pop(0)
         return web.Response(status=status, body=body, content_type=media_type)
 
-    async with served(answer) as url, Link(lambda: (url, "token")) as link:
+    async with served(answer) as url, HeadConnection(lambda: (url, "token")) as link:
         await link.poll(POLL, 0.0)
-        with pytest.raises(HeadAway):
+        with pytest.raises(HeadUnreachable):
             await link.poll(POLL, 0.0)
 
 
@@ -89,12 +89,12 @@ async def test_a_head_that_had_let_us_in_may_do_so_again() -> None:
     ("status", "code"), [(409, "node_replaced"), (401, "unauthorized"), (403, "forbidden"), (404, "not_found")]
 )
 async def test_a_head_that_will_not_have_us_is_not_asked_again(status: int, code: str) -> None:
-    with pytest.raises(NotWanted, match="so it is"):
+    with pytest.raises(NodeRefused, match="so it is"):
         await polled(always(status, problem(code)))
 
 
 async def test_another_protocol_is_not_ours() -> None:
-    with pytest.raises(NotWanted, match="protocol"):
+    with pytest.raises(NodeRefused, match="protocol"):
         await polled(always(200, b"\xc1 nonsense", MEDIA_TYPE))
 
 
@@ -111,7 +111,7 @@ async def test_another_protocol_is_not_ours() -> None:
     ids=["internal", "unavailable", "no object", "a page", "somebody in between", "another conflict"],
 )
 async def test_what_no_head_would_say_means_that_it_is_away(handler: Handler) -> None:
-    with pytest.raises(HeadAway):
+    with pytest.raises(HeadUnreachable):
         await polled(handler)
 
 
@@ -130,15 +130,15 @@ async def test_a_cut_connection_means_that_it_is_away() -> None:
         return reply
 
     for handler in (cut, cut_midway):
-        with pytest.raises(HeadAway):
+        with pytest.raises(HeadUnreachable):
             await polled(handler)
 
 
 async def test_nobody_there_means_that_it_is_away() -> None:
     async with served(always(200, b"")) as url:
         pass
-    async with Link(lambda: (url, "token")) as link:
-        with pytest.raises(HeadAway):
+    async with HeadConnection(lambda: (url, "token")) as link:
+        with pytest.raises(HeadUnreachable):
             await link.poll(POLL, 0.0)
 
 
@@ -150,9 +150,9 @@ async def test_one_that_never_answers_is_away_after_a_bound(monkeypatch: pytest.
         await ended.wait()
         return web.Response()
 
-    async with served(never) as url, Link(lambda: (url, "token")) as link:
+    async with served(never) as url, HeadConnection(lambda: (url, "token")) as link:
         try:
-            with pytest.raises(HeadAway):
+            with pytest.raises(HeadUnreachable):
                 await link.poll(POLL, 0.0)
         finally:
             ended.set()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollyard.agents.base import AgentContext
-from rollyard.agents.known import NoopAgent
+from rollyard.agents.oracle import NoopAgent
 from rollyard.agents.registry import Agents
 from rollyard.core import Message
 from rollyard.service.node import run_node

@@ -4,13 +4,13 @@ import pytest
 
 from rollyard.core import Rollout, Run, Task
 from rollyard.core.failure import NodeReplaced, NodeUnknown, NotFound
-from rollyard.engines.gates import Gates
-from rollyard.fleet.nodes import REPLACED, FleetSettings, Node, Nodes
-from rollyard.fleet.wire import PROTOCOL, Join, Key, Orders, Places, Standing, decode, encode, rollout_of, run_of
+from rollyard.engines.weights.weight_gates import WeightGates
+from rollyard.fleet.messages import PROTOCOL, Join, Key, NodeStatus, Orders, PoolUse, decode, encode, rollout_of, run_of
+from rollyard.fleet.nodes import REPLACED, ConnectedNode, FleetSettings, Nodes
 
 LEASE_S = 10.0
 RUN = Run("run")
-GATES = Gates(7)
+GATES = WeightGates(7)
 
 
 class Clock:
@@ -34,8 +34,8 @@ class Site:
             clock=self.clock,
         )
 
-    def join(self, name: str = "n1", session: str = "s1", standing: Standing | None = None) -> Node:
-        standing = standing or Standing(want=4)
+    def join(self, name: str = "n1", session: str = "s1", standing: NodeStatus | None = None) -> ConnectedNode:
+        standing = standing or NodeStatus(want=4)
         node, was_there = self.nodes.join(Join(PROTOCOL, "0", name, session, "host", [], standing))
         if not was_there:
             node.anew(standing)
@@ -51,7 +51,7 @@ def rollout(name: str = "r1") -> Rollout:
     return Rollout(name, "run", Task("shell"))
 
 
-def orders_of(node: Node, gates: Gates = GATES) -> Orders:
+def orders_of(node: ConnectedNode, gates: WeightGates = GATES) -> Orders:
     orders = node.orders(gates)
     assert orders is not None
     return orders
@@ -71,11 +71,11 @@ async def test_orders_are_sent_again_until_they_came() -> None:
     first = orders_of(node)
     assert ids(first) == ["r1"] and [run_of(run) for run in first.runs] == [RUN] and first.gates == GATES
     assert [cancel.key.id for cancel in first.cancels] == ["r0"]
-    node.stands(Standing(got=0, want=4))  # it polls again, and has not got them: the answer was lost
+    node.stands(NodeStatus(got=0, want=4))  # it polls again, and has not got them: the answer was lost
     again = orders_of(node)
     assert again.number > first.number
     assert (ids(again), again.runs, again.cancels, again.gates) == (["r1"], first.runs, first.cancels, GATES)
-    node.stands(Standing(got=again.number, want=3))
+    node.stands(NodeStatus(got=again.number, want=3))
     assert node.orders(GATES) is None
 
 
@@ -83,19 +83,19 @@ async def test_gates_alone_are_sent_again_too() -> None:
     node = Site().join()
     first = orders_of(node)
     assert first.gates == GATES and not first.leases
-    node.stands(Standing(got=0))
+    node.stands(NodeStatus(got=0))
     again = orders_of(node)
     assert again.gates == GATES
-    node.stands(Standing(got=again.number))
+    node.stands(NodeStatus(got=again.number))
     assert node.orders(GATES) is None
-    assert orders_of(node, Gates(8)).gates == Gates(8)
+    assert orders_of(node, WeightGates(8)).gates == WeightGates(8)
 
 
 async def test_a_run_is_told_once() -> None:
     node = Site().join()
     node.lease(rollout("r1"), RUN)
     first = orders_of(node)
-    node.stands(Standing(got=first.number))
+    node.stands(NodeStatus(got=first.number))
     node.lease(rollout("r2"), RUN)
     second = orders_of(node)
     assert ids(second) == ["r2"] and second.runs == [] and second.gates is None
@@ -104,7 +104,7 @@ async def test_a_run_is_told_once() -> None:
 async def test_a_run_is_told_as_it_is_now_with_integers_of_any_size() -> None:
     node = Site().join()
     node.lease(rollout("r1"), RUN)
-    node.stands(Standing(got=orders_of(node).number))
+    node.stands(NodeStatus(got=orders_of(node).number))
     made_again = Run(RUN.id, policy="another", defaults={"data": {"n": 2**70}})
     node.lease(rollout("r2"), made_again)
     sent = decode(encode(orders_of(node)), Orders)
@@ -113,13 +113,13 @@ async def test_a_run_is_told_as_it_is_now_with_integers_of_any_size() -> None:
 
 async def test_a_drain_is_asked_for_until_it_is_so() -> None:
     node = Site().join()
-    node.stands(Standing(got=orders_of(node).number, want=4))
+    node.stands(NodeStatus(got=orders_of(node).number, want=4))
     node.drain(True)
     assert node.room.want == 0 and node.is_drained
     assert orders_of(node).is_drained is True
-    node.stands(Standing(got=node.standing.got, want=4))
+    node.stands(NodeStatus(got=node.standing.got, want=4))
     assert node.room.want == 0 and orders_of(node).is_drained is True
-    node.stands(Standing(got=node.standing.got, want=0, is_drained=True))
+    node.stands(NodeStatus(got=node.standing.got, want=0, is_drained=True))
     assert node.drain_asked is None and node.is_drained
     node.drain(False)
     assert orders_of(node).is_drained is False
@@ -133,11 +133,11 @@ async def test_one_that_joins_again_gets_what_it_may_have_missed_under_higher_nu
     node = site.join()
     node.lease(rollout("r1"), RUN)
     got = orders_of(node).number
-    node.stands(Standing(got=got, want=3))
+    node.stands(NodeStatus(got=got, want=3))
     node.lease(rollout("r2"), RUN)
     node.lease(rollout("r3"), Run("other"))
     missed = orders_of(node)
-    assert site.join(standing=Standing(got=got, want=1)) is node
+    assert site.join(standing=NodeStatus(got=got, want=1)) is node
     again = orders_of(node)
     assert again.number > missed.number, "so an answer of before cannot pass for this one"
     assert sorted(ids(again)) == ["r2", "r3"] and [run_of(run).id for run in again.runs] == ["other"]
@@ -146,11 +146,11 @@ async def test_one_that_joins_again_gets_what_it_may_have_missed_under_higher_nu
 
 async def test_numbers_go_on_from_those_of_an_earlier_head() -> None:
     """A call of before the join that comes after it must not seem to have got what was sent since."""
-    node = Site().join(standing=Standing(got=40, want=4))
+    node = Site().join(standing=NodeStatus(got=40, want=4))
     node.lease(rollout(), RUN)
     sent = orders_of(node)
     assert sent.number > 40
-    node.stands(Standing(got=40, want=4))
+    node.stands(NodeStatus(got=40, want=4))
     assert ids(orders_of(node)) == ["r1"]
 
 
@@ -160,7 +160,7 @@ async def test_what_is_on_its_way_is_known_to_be() -> None:
     assert node.is_sent("r1")
     number = orders_of(node).number
     assert node.is_sent("r1")
-    node.stands(Standing(got=number))
+    node.stands(NodeStatus(got=number))
     assert not node.is_sent("r1") and node.out == {"r1"}
 
 
@@ -169,16 +169,16 @@ async def test_what_is_on_its_way_is_known_to_be() -> None:
 
 async def test_promised_places_are_not_given_twice() -> None:
     site = Site()
-    node = site.join(standing=Standing(want=2, pools={"live": Places(8, 0, 0)}))
+    node = site.join(standing=NodeStatus(want=2, pools={"live": PoolUse(8, 0, 0)}))
     assert site.nodes.place(rollout("r1")) is node and site.nodes.wanted == 1
-    site.nodes.of("s1", Standing(want=2))  # said before it heard of the promise
+    site.nodes.of("s1", NodeStatus(want=2))  # said before it heard of the promise
     assert site.nodes.wanted == 1
     node.lease(rollout("r1"), RUN)
     node.promised -= 1
-    site.nodes.of("s1", Standing(want=2))
+    site.nodes.of("s1", NodeStatus(want=2))
     assert site.nodes.wanted == 1, "the lease is on its way"
     number = orders_of(node).number
-    site.nodes.of("s1", Standing(got=number, want=1))
+    site.nodes.of("s1", NodeStatus(got=number, want=1))
     assert site.nodes.wanted == 1
     assert site.nodes.place(rollout("r2")) is node
     assert site.nodes.place(rollout("r3")) is None
@@ -188,8 +188,8 @@ async def test_what_was_overtaken_on_the_way_does_not_count() -> None:
     node = Site().join()
     node.lease(rollout(), RUN)
     number = orders_of(node).number
-    node.stands(Standing(got=number, want=0, gates=7))
-    node.stands(Standing(got=0, want=4, gates=-1))
+    node.stands(NodeStatus(got=number, want=0, gates=7))
+    node.stands(NodeStatus(got=0, want=4, gates=-1))
     assert node.room.want == 0 and node.standing.gates == 7
     assert node.orders(GATES) is None
 
@@ -202,11 +202,11 @@ async def test_one_that_is_not_heard_of_is_lost_for_good() -> None:
     site.join("n1", "s1")
     site.join("n2", "s2")
     site.look_after(*[LEASE_S / 10] * 8)
-    site.nodes.of("s2", Standing())
+    site.nodes.of("s2", NodeStatus())
     site.look_after(*[LEASE_S / 10] * 3)
     assert [session for session, _ in site.lost] == ["s1"] and list(site.nodes.by_name) == ["n2"]
     with pytest.raises(NodeUnknown):
-        site.nodes.of("s1", Standing())
+        site.nodes.of("s1", NodeStatus())
     with pytest.raises(NotFound):
         site.nodes.named("n1")
     assert site.join("n1", "s1").session == "s1", "it may join again, with what it has"
@@ -231,10 +231,10 @@ async def test_under_one_name_there_is_one_session() -> None:
     assert old.is_over and site.nodes.named("n1") is new
     assert [session for session, _ in site.lost] == ["old"]
     with pytest.raises(NodeReplaced):
-        site.nodes.of("old", Standing())
+        site.nodes.of("old", NodeStatus())
     with pytest.raises(NodeReplaced):
         site.join("n1", "old")
-    assert site.nodes.of("new", Standing()) is new
+    assert site.nodes.of("new", NodeStatus()) is new
 
 
 async def test_replaced_sessions_are_remembered_within_a_bound() -> None:
@@ -242,16 +242,16 @@ async def test_replaced_sessions_are_remembered_within_a_bound() -> None:
     for number in range(REPLACED + 2):
         site.join("n1", f"s{number}")
     with pytest.raises(NodeReplaced):
-        site.nodes.of("s1", Standing())
+        site.nodes.of("s1", NodeStatus())
     with pytest.raises(NodeUnknown):
-        site.nodes.of("s0", Standing())
+        site.nodes.of("s0", NodeStatus())
 
 
 async def test_who_is_behind_is_who_has_not_said_so_and_is_there() -> None:
     site = Site()
     site.join("n1", "s1")
     node = site.join("n2", "s2")
-    site.nodes.of("s1", Standing(gates=7))
+    site.nodes.of("s1", NodeStatus(gates=7))
     assert list(site.nodes.behind(7)) == [node]
     site.nodes.lose(node, "left")
     assert list(site.nodes.behind(7)) == [] and [node.name for node in site.nodes.behind(8)] == ["n1"]

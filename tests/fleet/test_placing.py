@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.core import Rollout, SandboxOptions, Task
-from rollyard.fleet.placing import REMEMBERED, SETUP_WORTH, Needs, Room, place
+from rollyard.fleet.placement import REMEMBERED, SETUP_WORTH, NodeRoom, PlacementKeys, place
 
-NEEDS = Needs("setup", "image")
+NEEDS = PlacementKeys("setup", "image")
 
 
-def room(places: int, want: int, *needs: Needs) -> Room:
-    made = Room(places, want)
+def room(places: int, want: int, *needs: PlacementKeys) -> NodeRoom:
+    made = NodeRoom(places, want)
     for one in needs:
         made.remember(one)
     return made
@@ -35,14 +35,14 @@ def test_a_set_up_is_worth_some_fullness_and_no_more() -> None:
     places = 100
     worth = int(SETUP_WORTH * places)
     empty = room(places, 50)
-    known = room(places, 50 - worth + 1, Needs("setup", None))
-    assert place(Needs("setup", None), [empty, known]) is known
+    known = room(places, 50 - worth + 1, PlacementKeys("setup", None))
+    assert place(PlacementKeys("setup", None), [empty, known]) is known
     known.want = 50 - worth - 1
-    assert place(Needs("setup", None), [empty, known]) is empty
+    assert place(PlacementKeys("setup", None), [empty, known]) is empty
 
 
 def test_an_image_is_worth_less_than_a_set_up() -> None:
-    same_image, same_setup = room(10, 5, Needs("other", "image")), room(10, 5, Needs("setup", None))
+    same_image, same_setup = room(10, 5, PlacementKeys("other", "image")), room(10, 5, PlacementKeys("setup", None))
     assert place(NEEDS, [same_image, same_setup]) is same_setup
     assert place(NEEDS, [same_image, room(10, 5)]) is same_image
     assert place(NEEDS, [same_image, room(10, 7)]) is not same_image
@@ -51,9 +51,9 @@ def test_an_image_is_worth_less_than_a_set_up() -> None:
 def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
     known = room(8, 8)
     for number in range(REMEMBERED):
-        known.remember(Needs(str(number), f"image {number}"))
-    known.remember(Needs("0", "image 0"))  # used again
-    known.remember(Needs("new", "new image"))
+        known.remember(PlacementKeys(str(number), f"image {number}"))
+    known.remember(PlacementKeys("0", "image 0"))  # used again
+    known.remember(PlacementKeys("new", "new image"))
     assert len(known.setups) == len(known.images) == REMEMBERED
     assert "0" in known.setups and "1" not in known.setups
     assert "image 0" in known.images and "image 1" not in known.images
@@ -61,24 +61,24 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
 
 def test_rollouts_of_one_task_need_the_same() -> None:
     task = Task("shell", {"setup": ["make"]})
-    assert Needs.of(Rollout("a", "run", task)) == Needs.of(Rollout("b", "other", task))
+    assert PlacementKeys.of(Rollout("a", "run", task)) == PlacementKeys.of(Rollout("b", "other", task))
     for other in (
         Task("math", {"setup": ["make"]}),
         Task("shell", {"setup": ["make all"]}),
         Task("shell", {"setup": ["make"]}, sandbox=SandboxOptions(image="debian")),
     ):
-        assert Needs.of(Rollout("a", "run", other)).setup != Needs.of(Rollout("a", "run", task)).setup
-    assert Needs.of(Rollout("a", "run", Task("shell", sandbox=SandboxOptions(image="debian")))).image == "debian"
+        assert PlacementKeys.of(Rollout("a", "run", other)).setup != PlacementKeys.of(Rollout("a", "run", task)).setup
+    assert PlacementKeys.of(Rollout("a", "run", Task("shell", sandbox=SandboxOptions(image="debian")))).image == "debian"
 
 
 @given(wants=st.lists(st.integers(0, 6), min_size=1, max_size=5), tasks=st.lists(st.sampled_from("abc"), max_size=40))
 def test_nobody_gets_more_than_it_wants_and_nothing_waits_while_somebody_does(
     wants: list[int], tasks: list[str]
 ) -> None:
-    rooms = [Room(8, want) for want in wants]
+    rooms = [NodeRoom(8, want) for want in wants]
     placed = 0
     for task in tasks:
-        needs = Needs(task, None)
+        needs = PlacementKeys(task, None)
         chosen = place(needs, rooms)
         if chosen is None:
             break

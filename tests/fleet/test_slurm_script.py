@@ -11,7 +11,7 @@ import pytest
 
 from rollyard.cli import _slurm_job
 from rollyard.fleet.slurm import JobSpec, SlurmError, script
-from rollyard.fleet.slurm_jobs import Cluster
+from rollyard.fleet.slurm_jobs import SlurmCluster
 from tests.cli.conftest import Cli, cli
 
 __all__ = ["cli"]
@@ -139,7 +139,7 @@ def test_secrets_are_files_of_the_user_alone(tmp_path: Path, monkeypatch: pytest
     sbatch.write_text("#!/bin/sh\necho '17;yard'\n")
     sbatch.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    cluster = Cluster(tmp_path / "yard")
+    cluster = SlurmCluster(tmp_path / "yard")
     store = "postgresql://me:pa55w0rd@db/yard"
     assert cluster.submit(spec(folder=tmp_path / "yard"), store) == "17" == cluster.job_id
     files = {path.name: path for path in cluster.folder.iterdir()}
@@ -207,7 +207,7 @@ def test_a_shared_folder_holds_what_it_can_hold(
     if not why:
         _slurm_job.check_disk(asked, store)
         return
-    with pytest.raises(_slurm_job.Trouble, match=why):
+    with pytest.raises(_slurm_job.CommandError, match=why):
         _slurm_job.check_disk(asked, store)
 
 

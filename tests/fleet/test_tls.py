@@ -12,8 +12,8 @@ from rollyard.client import AsyncClient
 from rollyard.core.address import is_clear, split_pin, with_pin
 from rollyard.core.failure import InvalidRequest
 from rollyard.engines.base import EngineSpec, Kind
-from rollyard.fleet.link import HeadAway, Link, NotWanted
-from rollyard.fleet.wire import Poll, Standing
+from rollyard.fleet.head_connection import HeadConnection, HeadUnreachable, NodeRefused
+from rollyard.fleet.messages import NodeStatus, Poll
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.server import serve
 from rollyard.service.settings import SettingsError
@@ -21,7 +21,7 @@ from rollyard.service.tls import digest_of, open_tls
 from tests.fleet.fleet_site import ProcessNode, node_token
 from tests.service.site import Site, engine_table, scripted, settings, task
 
-POLL = Poll("session", Standing())
+POLL = Poll("session", NodeStatus())
 MCP = {"search": {"url": "https://mcp.example", "headers": {"Authorization": "Bearer secret"}}}
 
 
@@ -64,10 +64,10 @@ async def test_whoever_has_another_certificate_or_none_is_not_talked_to(tmp_path
         assert pin is not None
         token = node_token(Site(served.url, "", http, served))
         for url in (plain, with_pin(plain, bytes(32)), plain.replace("https:", "http:")):
-            async with Link(lambda url=url: (url, token)) as link:
-                with pytest.raises(HeadAway):
+            async with HeadConnection(lambda url=url: (url, token)) as link:
+                with pytest.raises(HeadUnreachable):
                     await link.settings()
-        async with Link(lambda: (served.url, token)) as link:
+        async with HeadConnection(lambda: (served.url, token)) as link:
             assert "mcp_servers" in await link.settings()
 
 
@@ -79,22 +79,22 @@ async def test_a_certificate_that_is_given_is_checked_as_any_other(
     async with serve(chosen) as served:
         assert "#" not in served.url and served.url.startswith("https://")
         token = chosen.node_token_path.read_text().strip()
-        async with Link(lambda: (served.url, token)) as link:
-            with pytest.raises(HeadAway, match="CERTIFICATE_VERIFY_FAILED"):
+        async with HeadConnection(lambda: (served.url, token)) as link:
+            with pytest.raises(HeadUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
                 await link.settings()
         pinned = with_pin(served.url, digest_of(files["tls_cert"]))
-        async with Link(lambda: (pinned, token)) as link:
+        async with HeadConnection(lambda: (pinned, token)) as link:
             assert "runtimes" in await link.settings()
 
 
 async def test_a_node_sends_no_token_in_the_clear_unless_it_is_told_to() -> None:
-    async with Link(lambda: ("http://10.255.255.1:9", "token")) as link:
-        with pytest.raises(NotWanted, match="in the clear"):
+    async with HeadConnection(lambda: ("http://10.255.255.1:9", "token")) as link:
+        with pytest.raises(NodeRefused, match="in the clear"):
             await link.poll(POLL, 1.0)
-        with pytest.raises(NotWanted, match="in the clear"):
+        with pytest.raises(NodeRefused, match="in the clear"):
             await link.settings()
-    async with Link(lambda: ("https://head#sha256:short", "token")) as link:
-        with pytest.raises(NotWanted, match="64 hexadecimal digits"):
+    async with HeadConnection(lambda: ("https://head#sha256:short", "token")) as link:
+        with pytest.raises(NodeRefused, match="64 hexadecimal digits"):
             await link.poll(POLL, 1.0)
 
 

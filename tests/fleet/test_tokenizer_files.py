@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.core.failure import NotFound
-from rollyard.fleet.tokenizer_files import TokenizerShelf
+from rollyard.fleet.tokenizer_files import TokenizerServer
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.fleet.fleet_site import loop_node, node_token, open_head
 from tests.service.site import TRAINER, engine_table, scripted
@@ -16,7 +16,7 @@ async def test_a_list_follows_the_files_and_names_only_those_of_a_tokenizer(tmp_
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_dir(), folder)
     (folder / "model.safetensors").write_bytes(b"weights")
-    shelf = TokenizerShelf()
+    shelf = TokenizerServer()
     listed = await shelf.list(str(folder))
     assert "model.safetensors" not in {file.name for file in listed.files} and listed == await shelf.list(str(folder))
     first = listed.files[0]

@@ -9,25 +9,25 @@ from rollyard.core import LostAttempt, Mode, Position, Rollout, Run, State, Task
 from rollyard.core.engine import EngineSpec, Kind
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.policy import PauseMode
-from rollyard.engines.gates import EngineGate, Gates, PolicyGate
-from rollyard.fleet.wire import (
+from rollyard.engines.weights.weight_gates import EngineGate, PolicyGate, WeightGates
+from rollyard.fleet.messages import (
     Blob,
     Cancel,
     Ended,
+    EngineUse,
     Join,
     Joined,
     Key,
     Lease,
     Moved,
+    NodeStatus,
     Orders,
-    Places,
     Poll,
+    PoolUse,
     Report,
     Reported,
     Returned,
     Saved,
-    Standing,
-    Use,
     decode,
     encode,
     info_of,
@@ -42,15 +42,15 @@ text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 small = st.integers(0, 1 << 40)
 seconds = st.floats(0, 1e6)
 keys = st.builds(Key, text, small)
-places = st.builds(Places, small, small, small)
+places = st.builds(PoolUse, small, small, small)
 standings = st.builds(
-    Standing,
+    NodeStatus,
     got=small,
     want=small,
     gates=st.integers(-1, 1 << 60),
     is_drained=st.booleans(),
     pools=st.dictionaries(text, places, max_size=3),
-    engines=st.lists(st.builds(Use, text, small, small, small), max_size=3),
+    engines=st.lists(st.builds(EngineUse, text, small, small, small), max_size=3),
 )
 json = st.recursive(
     st.none() | st.booleans() | st.integers() | text,
@@ -65,7 +65,7 @@ items = st.one_of(
     st.builds(Returned, keys, lost, st.booleans()),
 )
 gates = st.builds(
-    Gates,
+    WeightGates,
     small,
     st.just((EngineSpec("e1", "http://127.0.0.1:1", Kind.VLLM),)) | st.just(()),
     st.lists(

@@ -6,20 +6,20 @@ import threading
 import aiohttp
 import pytest
 
-from rollyard.gateway.aside import LONG_CHARS, Aside, text_size
+from rollyard.gateway.work_threads import LONG_CHARS, WorkThreads, text_size
 from tests.gateway.site import gateway
 from tests.gateway.test_session import ask, body, says
 
 
 async def test_what_is_long_runs_in_a_thread_and_what_is_short_does_not():
-    aside = Aside()
+    aside = WorkThreads()
     here = threading.get_ident()
     assert await aside.run(LONG_CHARS, lambda _: threading.get_ident(), None) == here
     assert await aside.run(LONG_CHARS + 1, lambda _: threading.get_ident(), None) != here
 
 
 async def test_a_session_has_one_long_piece_at_a_time_even_if_nobody_waits_for_it():
-    aside = Aside()
+    aside = WorkThreads()
     began, may_end = threading.Event(), threading.Event()
     done: list[str] = []
 
@@ -43,7 +43,7 @@ async def test_what_goes_wrong_there_is_told():
     def wrong(_: None) -> None:
         raise ValueError("no")
 
-    aside = Aside()
+    aside = WorkThreads()
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
             await aside.run(LONG_CHARS + 1, wrong, None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.gateway.base import Ask, Dialect, Event, Problem, ProblemKind, Reasoning, Text, Told, Usage
+from rollyard.gateway.base import ChatRequest, Dialect, Event, Problem, ProblemKind, Reasoning, Reply, Text, Usage
 from rollyard.gateway.dialects.chat import Chat, model_body, models_body
 from rollyard.tokens.base import ToolCall
 from rollyard.tokens.calls import assistant_message
@@ -19,7 +19,7 @@ HELLO = {"role": "user", "content": "hello"}
 LS = {"type": "function", "function": {"name": "ls", "description": "lists", "parameters": {"type": "object"}}}
 
 
-def read(*messages: object, **body: Any) -> Ask:
+def read(*messages: object, **body: Any) -> ChatRequest:
     """A request as it comes off the wire."""
     return CHAT.read(orjson.loads(orjson.dumps({"model": "m", "messages": messages or [HELLO], **body})))
 
@@ -31,9 +31,9 @@ def problem_of(*messages: object, **body: Any) -> Problem:
     return caught.value
 
 
-def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Told:
+def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Reply:
     finish = more.pop("finish", "tool_calls" if calls else "stop")
-    return Told("abc", 1_700_000_000, content, reasoning, tuple(calls), finish, more.pop("usage", Usage()))
+    return Reply("abc", 1_700_000_000, content, reasoning, tuple(calls), finish, more.pop("usage", Usage()))
 
 
 def call(number: int, name: str, arguments: Mapping[str, Any] | None, raw: str = "") -> ToolCall:
@@ -378,7 +378,7 @@ def test_numbers_that_json_libraries_differ_in_are_told_as_they_are_recorded() -
 # --- streams ---
 
 
-def written(ask: Ask, turn: Told, events: Sequence[Event]) -> list[Any]:
+def written(ask: ChatRequest, turn: Reply, events: Sequence[Event]) -> list[Any]:
     """The data of each server-sent event; the terminator as it is."""
     writer = CHAT.writer(ask, turn.id, turn.created, prompt_tokens=0)
     raw = writer.begin() + b"".join(map(writer.event, events)) + writer.end(turn)
@@ -389,7 +389,7 @@ def written(ask: Ask, turn: Told, events: Sequence[Event]) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def events_of(turn: Told) -> list[Event]:
+def events_of(turn: Reply) -> list[Event]:
     """As a session streams it: a token or so at a time."""
     lead = [Reasoning(letter) for letter in turn.reasoning]
     return [*lead, *(Text(letter) for letter in turn.content), *turn.calls]

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.core.failure import InvalidRequest
-from rollyard.gateway import aside as aside_module
 from rollyard.gateway import intake, parser
+from rollyard.gateway import work_threads as aside_module
 from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES, GatewayApp
-from rollyard.gateway.aside import LARGE_BYTES, Aside
 from rollyard.gateway.base import Problem
+from rollyard.gateway.body_size import LIGHT_BYTES, LIGHT_VALUES, STEP_BYTES, has_more_values, weight_of
 from rollyard.gateway.counts import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from rollyard.gateway.intake import (
     MOST_BYTES_PER_TOKEN,
@@ -28,7 +28,7 @@ from rollyard.gateway.intake import (
     PIECE_CHARS,
     SLACK_BYTES,
 )
-from rollyard.gateway.weight import LIGHT_BYTES, LIGHT_VALUES, STEP_BYTES, has_more_values, weight_of
+from rollyard.gateway.work_threads import LARGE_BYTES, WorkThreads
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import Tokenizers
 from rollyard.tokens.chatml import ChatML
@@ -154,7 +154,7 @@ async def test_a_body_that_is_too_long_for_the_context_is_not_kept_while_it_arri
 
 
 async def test_a_piece_that_cannot_be_started_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch):
-    aside = Aside()
+    aside = WorkThreads()
     closed = ThreadPoolExecutor(1)
     closed.shutdown()
     with monkeypatch.context() as patched:
@@ -269,7 +269,7 @@ async def test_all_that_a_heavy_request_costs_is_paid_in_threads(monkeypatch: py
     watched(intake, "read")
     watched(intake, "key_of")
     for name in ("find", "extended", "rendered"):
-        watched(intake.Book, name)
+        watched(intake.ConversationBook, name)
     text = "go, [{" * 20_000
     async with gateway(says("ok", "ok"), engine_options={"max_context": 1 << 20}) as site:
         assert (await post(site, orjson.dumps(body(text))))[0] == 200
@@ -281,10 +281,10 @@ async def test_all_that_a_heavy_request_costs_is_paid_in_threads(monkeypatch: py
 
 async def test_large_work_of_many_sessions_does_not_delay_what_is_small():
     may_end = threading.Event()
-    large = [asyncio.create_task(Aside().thread(LARGE_BYTES + 1, may_end.wait, 30.0)) for _ in range(8)]
+    large = [asyncio.create_task(WorkThreads().thread(LARGE_BYTES + 1, may_end.wait, 30.0)) for _ in range(8)]
     try:
         await asyncio.sleep(0)
-        assert await Aside().thread(LARGE_BYTES, len, "abc") == 3
+        assert await WorkThreads().thread(LARGE_BYTES, len, "abc") == 3
         assert not any(task.done() for task in large)
     finally:
         may_end.set()
@@ -301,10 +301,10 @@ async def test_sessions_take_turns():
         began.release()
         may_go.wait(30)
 
-    held = [asyncio.create_task(Aside().thread(1, hold, None)) for _ in range(workers)]
+    held = [asyncio.create_task(WorkThreads().thread(1, hold, None)) for _ in range(workers)]
     for _ in range(workers):
         await asyncio.to_thread(began.acquire)
-    greedy, modest = Aside(), Aside()
+    greedy, modest = WorkThreads(), WorkThreads()
     pieces = [asyncio.create_task(greedy.thread(1, order.append, "greedy")) for _ in range(10)]
     await asyncio.sleep(0)
     pieces.append(asyncio.create_task(modest.thread(1, order.append, "modest")))

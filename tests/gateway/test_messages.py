@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told, Usage, Wish
+from rollyard.gateway.base import ChatRequest, Event, Problem, Reasoning, Reply, RequestParameter, Text, Usage
 from rollyard.gateway.dialects.messages import Messages
 from rollyard.tokens.base import ToolCall
 from rollyard.tokens.calls import assistant_message
 
 MESSAGES = Messages()
-ASK = Ask(messages=({"role": "user", "content": "hi"},), model="m")
+ASK = ChatRequest(messages=({"role": "user", "content": "hi"},), model="m")
 USER = {"role": "user", "content": "hi"}
 
 
-def read(*messages: Mapping[str, Any], **fields: Any) -> Ask:
+def read(*messages: Mapping[str, Any], **fields: Any) -> ChatRequest:
     return MESSAGES.read({"model": "m", "max_tokens": 100, "messages": list(messages), **fields})
 
 
@@ -38,9 +38,9 @@ def call(number: int, name: str, **arguments: Any) -> ToolCall:
     return ToolCall(f"call_9_{number}", name, arguments, json.dumps({"name": name, "arguments": arguments}))
 
 
-def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Told:
+def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), **more: Any) -> Reply:
     fields: dict[str, Any] = {"finish": "tool_calls" if calls else "stop", "usage": Usage(), **more}
-    return Told("abc123", 0, content, reasoning, tuple(calls), **fields)
+    return Reply("abc123", 0, content, reasoning, tuple(calls), **fields)
 
 
 # --- reading
@@ -159,7 +159,7 @@ def test_what_the_task_decides_is_overruled_by_name() -> None:
         something_new=True,
     )
     assert set(ask.overruled) == {"thinking", "tools.type", "tools.defer_loading"}
-    assert ask.wishes == (Wish("same", "temperature", 0.5), Wish("calls", "tool_choice", ""))
+    assert ask.wishes == (RequestParameter("same", "temperature", 0.5), RequestParameter("calls", "tool_choice", ""))
     assert ask.unknown == ("something_new",)
     assert ask.tools == ({"type": "function", "function": {"name": "now", "parameters": {}}},)
     assert read(USER, tool_choice={"type": "auto"}, tools=None).overruled == ()
@@ -254,7 +254,7 @@ def events_of(stream: bytes) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def streamed(events: Sequence[Event], whole: Told) -> bytes:
+def streamed(events: Sequence[Event], whole: Reply) -> bytes:
     writer = MESSAGES.writer(ASK, "abc123", 0, 100)
     return writer.begin() + b"".join(map(writer.event, events)) + writer.keep_alive() + writer.end(whole)
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from rollyard.core import Json, Sampling
 from rollyard.engines.base import Kind
-from rollyard.gateway import counts, intake, parser, wishes
+from rollyard.gateway import counts, intake, parser
+from rollyard.gateway import parameters as wishes
 from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES
-from rollyard.gateway.base import Ask, Problem, Wish
+from rollyard.gateway.base import ChatRequest, Problem, RequestParameter
+from rollyard.gateway.body_size import STEP_BYTES
 from rollyard.gateway.counts import MOST_STRUCTURED_CHARS, MOST_STRUCTURED_VALUES, weigh
 from rollyard.gateway.dialects import responses
 from rollyard.gateway.parser import MOST_CHARS, MOST_SKELETON_BYTES, WHOLE_BYTES, TooMuchText, parse
-from rollyard.gateway.weight import STEP_BYTES
 from rollyard.tokens import histories
 from rollyard.tokens.histories import LONG_CHARS, Histories
 from tests.gateway.site import gateway
@@ -203,7 +204,7 @@ def test_a_schema_is_weighed_before_it_is_written(monkeypatch: pytest.MonkeyPatc
     for module in (wishes, responses):
         monkeypatch.setattr(module.orjson, "dumps", lambda *_: pytest.fail("it was written"))
     schema: Json = {"type": "json_schema", "schema": {"description": "\n" * 300_000}}
-    ask = Ask((), wishes=(Wish("format", "response_format", schema),))
-    granted = wishes.Wishes(Sampling(), is_strict=False, has_structured_output=True).grant(ask, Kind.VLLM)
+    ask = ChatRequest((), wishes=(RequestParameter("format", "response_format", schema),))
+    granted = wishes.ParameterRules(Sampling(), is_strict=False, has_structured_output=True).grant(ask, Kind.VLLM)
     assert "more than" in granted.warnings[0]
     assert responses._echo({"metadata": schema}, "metadata") is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told, Usage, Wish
+from rollyard.gateway.base import ChatRequest, Event, Problem, Reasoning, Reply, RequestParameter, Text, Usage
 from rollyard.gateway.dialects.responses import Responses
 from rollyard.tokens.base import ToolCall
 from rollyard.tokens.calls import assistant_message
@@ -38,12 +38,12 @@ TOOLS: Any = [
 ]
 
 
-def read(items: Any = "hi", **rest: Any) -> Ask:
+def read(items: Any = "hi", **rest: Any) -> ChatRequest:
     return DIALECT.read({"model": "m", "input": items, **rest})
 
 
-def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), finish: Any = "stop") -> Told:
-    return Told("ab12", 1_700_000_000, content, reasoning, tuple(calls), finish, Usage(10, 4, 6, 2))
+def told(content: str = "", reasoning: str = "", calls: Sequence[ToolCall] = (), finish: Any = "stop") -> Reply:
+    return Reply("ab12", 1_700_000_000, content, reasoning, tuple(calls), finish, Usage(10, 4, 6, 2))
 
 
 def call(name: str, arguments: Any, number: int = 0) -> ToolCall:
@@ -51,7 +51,7 @@ def call(name: str, arguments: Any, number: int = 0) -> ToolCall:
     return ToolCall(f"call_7_{number}", name, arguments if isinstance(arguments, dict) else None, raw)
 
 
-def streamed(ask: Ask, events: Sequence[Event], whole: Told) -> list[dict[str, Any]]:
+def streamed(ask: ChatRequest, events: Sequence[Event], whole: Reply) -> list[dict[str, Any]]:
     writer = DIALECT.writer(ask, whole.id, whole.created, 10)
     data = writer.begin() + b"".join(map(writer.event, events)) + writer.end(whole)
     return read_events(data)
@@ -182,9 +182,9 @@ def test_what_the_task_decides_is_named():
         prompt_cache_key="k",
     )
     assert ask.wishes == (
-        Wish("same", "temperature", 0.2),
-        Wish("same", "text.format", {"type": "json_schema"}),
-        Wish("calls", "tool_choice", ""),
+        RequestParameter("same", "temperature", 0.2),
+        RequestParameter("same", "text.format", {"type": "json_schema"}),
+        RequestParameter("calls", "tool_choice", ""),
     )
     assert ask.overruled == ("parallel_tool_calls", "truncation", "reasoning.effort", "text.verbosity")
     assert read(tool_choice="auto", reasoning={"summary": "auto"}, text={"format": {"type": "text"}}).overruled == ()
@@ -311,7 +311,7 @@ def test_a_turn_that_says_nothing_is_an_empty_message(reasoning: str):
         ([Text("a"), call("look", {})], told("a", calls=[call("look", {})], finish="length")),
     ],
 )
-def test_a_stream_that_was_cut_off_ends_incomplete(events: list[Event], whole: Told):
+def test_a_stream_that_was_cut_off_ends_incomplete(events: list[Event], whole: Reply):
     *_, done, last = streamed(read(), events, whole)
     assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
     assert last["response"] == orjson.loads(DIALECT.reply(read(), whole))

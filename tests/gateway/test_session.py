@@ -21,9 +21,9 @@ from rollyard.core.failure import ContextLimit, PromptTooLong, RunDeadline, Toke
 from rollyard.engines import RouterSettings
 from rollyard.gateway import GatewayApp
 from rollyard.gateway.app import CHAT
-from rollyard.gateway.base import Ask
+from rollyard.gateway.base import ChatRequest
 from rollyard.gateway.intake import key_of, read
-from rollyard.http import Bounds, HttpServer
+from rollyard.http import HttpServer, ListenerBounds
 from rollyard.testing.script import Reply, Rules
 from tests.gateway.site import LIMITS, Site, gateway
 
@@ -230,7 +230,7 @@ async def test_an_answered_request_lets_go_of_its_history():
         said = Said(role="user", content="go")
         watched = weakref.ref(said)
         for messages in ((said,), ({"role": "user", "content": "go"},)):
-            listener = await site.session.open(CHAT, Ask(messages), b"%d" % len(site.session.messages))
+            listener = await site.session.open(CHAT, ChatRequest(messages), b"%d" % len(site.session.messages))
             await listener.told()
             listener.delivered()
         del said, messages, listener
@@ -502,7 +502,7 @@ async def port_of(site: Site) -> AsyncGenerator[int, None]:
     """The gateway as the service serves it; its connections hold little that was not read."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    server = HttpServer(GatewayApp(site.session, watches=True), Bounds(connections=16))
+    server = HttpServer(GatewayApp(site.session, watches=True), ListenerBounds(connections=16))
     await server.start(listener, backlog=16)
     try:
         yield listener.getsockname()[1]

@@ -14,11 +14,11 @@ from rollyard.core import AgentSpec, Sampling, Task
 from rollyard.core.failure import TaskInvalid
 from rollyard.engines.base import Kind
 from rollyard.gateway.app import CHAT, MESSAGES, RESPONSES
-from rollyard.gateway.base import Ask, Problem, Wish
+from rollyard.gateway.base import ChatRequest, Problem, RequestParameter
 from rollyard.gateway.intake import read
 from rollyard.gateway.options import options_of
-from rollyard.gateway.telling import cut_at
-from rollyard.gateway.wishes import MOST_SCHEMA_BYTES, MOST_WARNINGS, Granted, Wishes
+from rollyard.gateway.parameters import MOST_SCHEMA_BYTES, MOST_WARNINGS, GrantedParameters, ParameterRules
+from rollyard.gateway.replies import cut_at
 from rollyard.testing import scripted_engine
 from rollyard.tokens.grammar import hermes_calls
 from tests.gateway.site import Site, gateway
@@ -120,9 +120,9 @@ def test_options_are_checked_at_submit():
 
 
 def test_a_header_holds_any_name_and_not_too_many():
-    wishes = Wishes(Sampling(), is_strict=False, has_structured_output=False)
+    wishes = ParameterRules(Sampling(), is_strict=False, has_structured_output=False)
     names = tuple(f"näme\r\n{number}" + "x" * 1000 for number in range(100))
-    warnings = wishes.grant(Ask((), unknown=names), Kind.VLLM).warnings
+    warnings = wishes.grant(ChatRequest((), unknown=names), Kind.VLLM).warnings
     assert len(warnings) == MOST_WARNINGS + 1 and warnings[-1] == "and 84 more"
     assert all(re.fullmatch(r"[ -~]{1,120}", warning) for warning in warnings)
 
@@ -302,8 +302,8 @@ def test_top_logprobs_are_bounded_and_need_logprobs():
                 read(dialect, orjson.dumps(body))
     with pytest.raises(Problem, match="it needs 'logprobs'"):
         read(CHAT, orjson.dumps({"model": "m", "messages": HELLO, "top_logprobs": 3}))
-    asked = Ask((), wishes=(Wish("top_logprobs", "top_logprobs", 3),))
-    granted = Wishes(Sampling(), is_strict=False, has_structured_output=False).grant(asked, Kind.PRORL)
+    asked = ChatRequest((), wishes=(RequestParameter("top_logprobs", "top_logprobs", 3),))
+    granted = ParameterRules(Sampling(), is_strict=False, has_structured_output=False).grant(asked, Kind.PRORL)
     assert granted.warnings == ("top_logprobs: engines of kind prorl give none",) and not granted.top_logprobs
 
 
@@ -378,16 +378,16 @@ async def test_a_client_learns_that_no_call_came_of_it():
 
 
 def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
-    def grant(*wishes: Wish, tools: Any = (LS,), grammar: Any = hermes_calls, kind: Kind = Kind.SGLANG) -> Granted:
-        ours = Wishes(
+    def grant(*wishes: RequestParameter, tools: Any = (LS,), grammar: Any = hermes_calls, kind: Kind = Kind.SGLANG) -> GrantedParameters:
+        ours = ParameterRules(
             Sampling(),
             is_strict=False,
             has_structured_output=True,
             call_grammar=lambda names, is_one: grammar(names, is_one=is_one),
         )
-        return ours.grant(Ask((), tools=tools, wishes=wishes), kind)
+        return ours.grant(ChatRequest((), tools=tools, wishes=wishes), kind)
 
-    any_call, json_object = Wish("calls", "tool_choice", ""), Wish("format", "f", {"type": "json_object"})
+    any_call, json_object = RequestParameter("calls", "tool_choice", ""), RequestParameter("format", "f", {"type": "json_object"})
     assert grant(any_call).sampling.extra == {"ebnf": hermes_calls(["ls"], is_one=False)}
     assert grant(any_call, tools=()).warnings == ("tool_choice: no tools are offered",)
     assert "not known" in grant(any_call, grammar=lambda *_, is_one: None).warnings[0]
@@ -397,7 +397,7 @@ def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
     odd = {"type": "function", "function": {"name": 'x" | root'}}
     assert "not known" in grant(any_call, tools=[LS, odd]).warnings[0]
     with pytest.raises(Problem, match="names a tool that is not in 'tools'"):
-        grant(Wish("calls", "tool_choice", "rm"))
+        grant(RequestParameter("calls", "tool_choice", "rm"))
     both = grant(json_object, any_call)
     assert both.warnings == ("tool_choice: f constrains the completion already",) and not both.has_to_call
 
@@ -439,8 +439,8 @@ async def test_a_format_is_the_engines_structured_output_where_the_task_allows_i
 
 
 def grant(value: Any, kind: Kind = Kind.VLLM, **extra: Any) -> Any:
-    wishes = Wishes(Sampling(extra=extra), is_strict=False, has_structured_output=True)
-    return wishes.grant(Ask((), wishes=(Wish("format", "response_format", value),)), kind)
+    wishes = ParameterRules(Sampling(extra=extra), is_strict=False, has_structured_output=True)
+    return wishes.grant(ChatRequest((), wishes=(RequestParameter("format", "response_format", value),)), kind)
 
 
 def test_what_the_task_constrains_stays_and_a_schema_is_bounded():

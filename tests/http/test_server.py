@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollyard.http import Bounds, HttpServer, Reason, Refusals
-from rollyard.http._desk import network_of
+from rollyard.http import HttpServer, ListenerBounds, Reason, Refusals
+from rollyard.http._connection_group import network_of
 from tests.http.loops import on_both_loops
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -27,7 +27,7 @@ GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 async def serving(
     app: Any, *, tls: ssl.SSLContext | None = None, refusals: Refusals | None = None, **bounds: Any
 ) -> AsyncGenerator[tuple[HttpServer, int], None]:
-    server = HttpServer(app, Bounds(**{"connections": 100, **bounds}), refusals=refusals)
+    server = HttpServer(app, ListenerBounds(**{"connections": 100, **bounds}), refusals=refusals)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     sock.bind(("127.0.0.1", 0))

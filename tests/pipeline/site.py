@@ -15,12 +15,12 @@ from rollyard.engines import EngineSpec, Kind, Router, RouterSettings
 from rollyard.envs.registry import Environments
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, Tracer
-from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
-from rollyard.sandbox.apptainer import ApptainerRuntime
-from rollyard.sandbox.bubblewrap import BubblewrapRuntime
+from rollyard.pipeline import ArtifactFolder, Pipeline, PipelineSettings, Renderers, StageResources
 from rollyard.sandbox.egress import Resolve, SystemResolver
-from rollyard.sandbox.layers import Layers
-from rollyard.sandbox.python import PythonShelf
+from rollyard.sandbox.layers import LayerCache
+from rollyard.sandbox.python import PythonBuilds
+from rollyard.sandbox.runtimes.apptainer import ApptainerRuntime
+from rollyard.sandbox.runtimes.bubblewrap import BubblewrapRuntime
 from rollyard.store import SqliteStore, Submission
 from rollyard.testing.script import FolderTokenizer, Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
@@ -58,7 +58,7 @@ def shell_task(instruction: str = "do it", checks: Sequence[Json] = ("test -f do
 class Site:
     """What a test drives and looks at."""
 
-    yard: Yard
+    yard: Pipeline
     store: SqliteStore
     router: Router
     engines: list[ScriptedEngine]
@@ -128,7 +128,7 @@ async def site(
     mcp_servers: Mapping[str, OutsideServer] | None = None,
     layer_bytes: int = 1 << 30,
     kind: type[BubblewrapRuntime] | type[ApptainerRuntime] = BubblewrapRuntime,
-    pythons: PythonShelf | None = None,
+    pythons: PythonBuilds | None = None,
     agents: Agents | None = None,
     egress: EgressCeiling | None = None,
     resolve: Resolve | None = None,
@@ -143,11 +143,11 @@ async def site(
             await SqliteStore.open(folder / "test.db", max_attempts=settings.max_attempts)
         )
         runtime = await stack.enter_async_context(kind(root=folder / "sandboxes"))
-        layers = await stack.enter_async_context(Layers(runtime.layer_root, layer_bytes, remove=runtime.remove))
+        layers = await stack.enter_async_context(LayerCache(runtime.layer_root, layer_bytes, remove=runtime.remove))
         router = await stack.enter_async_context(Router(router_settings or RouterSettings(engine_wait_s=5.0)))
         for number, engine in enumerate(played):
             await router.add(EngineSpec(f"e{number}", engine.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
-        shop = Workshop(
+        shop = StageResources(
             runtimes={kind.name: runtime},
             default_runtime=kind.name,
             router=router,
@@ -164,7 +164,7 @@ async def site(
         run = run or Run("run")
         await store.put_run(run, {"id": run.id})
         yard = await stack.enter_async_context(
-            Yard(store, shop, settings, metrics=Metrics(), tracer=tracer or NoTracer())
+            Pipeline(store, shop, settings, metrics=Metrics(), tracer=tracer or NoTracer())
         )
         yield Site(yard, store, router, played, runtime, run)
 

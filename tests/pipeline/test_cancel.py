@@ -10,8 +10,8 @@ from rollyard.core import Deadline, Outcome, Rollout, Score, State, Task, Trajec
 from rollyard.core.failure import SetupFailed, Stalled
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Start
 from rollyard.pipeline import stages
-from rollyard.pipeline.evaluating import evaluate
-from rollyard.sandbox._sandbox import LaunchedSandbox
+from rollyard.pipeline.evaluation import evaluate
+from rollyard.sandbox.launched_sandbox import LaunchedSandbox
 from rollyard.testing.script import Reply
 from tests.pipeline.site import SETTINGS, finish, quick, says, shell, shell_task, site
 

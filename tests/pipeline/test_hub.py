@@ -5,14 +5,14 @@ import gc
 from dataclasses import replace
 
 from rollyard.core import Position, Rollout, State, Task
-from rollyard.pipeline.hub import Event, Hub
+from rollyard.pipeline.event_log import Event, EventLog
 
 
 def rollout(number: int, state: State = State.QUEUED) -> Rollout:
     return replace(Rollout(f"r{number}", "run", Task("shell")), position=Position(state))
 
 
-async def read(hub: Hub, after: str | None, count: int) -> list[Event]:
+async def read(hub: EventLog, after: str | None, count: int) -> list[Event]:
     events: list[Event] = []
     async for event in hub.events(after):
         events.append(event)
@@ -22,7 +22,7 @@ async def read(hub: Hub, after: str | None, count: int) -> list[Event]:
 
 
 async def test_a_reader_goes_on_after_the_last_event_it_saw():
-    hub = Hub(epoch=7)
+    hub = EventLog(epoch=7)
     for number in range(5):
         hub.publish(rollout(number))
     events = await read(hub, "7-2", 3)
@@ -31,7 +31,7 @@ async def test_a_reader_goes_on_after_the_last_event_it_saw():
 
 
 async def test_a_reader_waits_for_news():
-    hub = Hub(epoch=1)
+    hub = EventLog(epoch=1)
     reader = asyncio.create_task(read(hub, None, 2))
     await asyncio.sleep(0)
     hub.publish(rollout(1))
@@ -40,7 +40,7 @@ async def test_a_reader_waits_for_news():
 
 
 async def test_a_reader_that_was_away_too_long_is_told_of_the_gap():
-    hub = Hub(epoch=2, ring=3)
+    hub = EventLog(epoch=2, ring=3)
     for number in range(10):
         hub.publish(rollout(number))
     events = await read(hub, "2-1", 4)
@@ -52,7 +52,7 @@ async def test_a_reader_that_was_away_too_long_is_told_of_the_gap():
 
 
 async def test_who_waits_for_an_end_is_told_and_nothing_is_kept_of_it():
-    hub = Hub(epoch=1)
+    hub = EventLog(epoch=1)
     end = hub.end_of("r1")
     assert hub.end_of("r1") is end
     hub.publish(rollout(1, State.RUN))

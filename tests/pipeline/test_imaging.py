@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.core.failure import ImageMissing, RuntimeNotAllowed
-from rollyard.pipeline.imaging import resolve_image
+from rollyard.pipeline.image_resolution import resolve_image
 from rollyard.sandbox import ApptainerRuntime, LocalRuntime, OciRuntime
 from rollyard.sandbox.images import ImageStore
 

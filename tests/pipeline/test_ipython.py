@@ -9,7 +9,7 @@ import pytest
 
 from rollyard.core import Outcome
 from rollyard.core.task import AgentSpec, SandboxOptions
-from rollyard.sandbox.python import INSIDE, PythonShelf
+from rollyard.sandbox.python import INSIDE, PythonBuilds
 from tests.pipeline.site import finish, says, shell_task, site
 from tests.tools.busybox import busybox_image
 
@@ -28,7 +28,7 @@ async def test_cells_share_their_names_in_an_image_without_python(tmp_path: Path
         sandbox=SandboxOptions(image=str(busybox_image(tmp_path / "image"))),
     )
     cache = tmp_path / "python"
-    async with site(tmp_path, script, pythons=PythonShelf(cache)) as yard:
+    async with site(tmp_path, script, pythons=PythonBuilds(cache)) as yard:
         assert not cache.exists()
         rollout = await yard.rolled(task)
         assert rollout.ending is not None

@@ -13,7 +13,7 @@ from rollyard.core.failure import ArtifactLost
 from rollyard.envs.base import ArtifactRule
 from rollyard.pipeline.artifacts import ArtifactFolder
 from rollyard.sandbox import BubblewrapRuntime, SandboxSpec
-from rollyard.sandbox._sandbox import LaunchedSandbox
+from rollyard.sandbox.launched_sandbox import LaunchedSandbox
 from rollyard.testing.sandbox_conformance import alive, eventually, marked
 from tests.pipeline.site import finish, says, shell, shell_task, site
 

@@ -12,7 +12,7 @@ from rollyard.core import AgentSpec, Blame, Json, Limits, Outcome, Score, Task
 from rollyard.core.failure import EvalDeadline, MemoryLimit, TaskInvalid
 from rollyard.envs import ArtifactRule, EnvContext, Environment, Environments, Evidence, Plan, Solution, Start
 from rollyard.pipeline import stages
-from rollyard.pipeline.playing import play
+from rollyard.pipeline.local_rollout import play
 from rollyard.tools.base import Tool
 from tests.pipeline.site import Site, finish, says, shell, shell_task, site
 

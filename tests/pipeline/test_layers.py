@@ -11,7 +11,7 @@ from rollyard.core import Blame, Json, Limits, Outcome, Rollout, SandboxOptions,
 from rollyard.core.failure import SandboxStartFailed, SetupFailed
 from rollyard.envs import EnvContext, Environment, Environments, Evidence, Plan, Start
 from rollyard.envs.base import ArtifactRule
-from rollyard.pipeline import starting
+from rollyard.pipeline import sandbox_start
 from rollyard.pipeline.retry import delay_s
 from rollyard.sandbox.breaker import FAILURES
 from tests.pipeline.site import SETTINGS, Site, finish, quick, says, shell, shell_task, site
@@ -244,7 +244,7 @@ async def test_only_a_start_that_had_its_time_speaks_against_the_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_waited_long: bool
 ):
     if has_waited_long:
-        monkeypatch.setattr(starting, "FAIR_START_S", 0.0)
+        monkeypatch.setattr(sandbox_start, "FAIR_START_S", 0.0)
     async with site(tmp_path, DO_IT, settings=replace(SETTINGS, max_attempts=1)) as yard:
         for _ in range(FAILURES):
             rollout = await yard.rolled(quick(shell_task(), init_s=0.001))

@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-from rollyard.pipeline.pool import Pool
+from rollyard.pipeline.worker_pool import WorkerPool
 
 
-async def hold(pool: Pool, rank: tuple[int, int], order: list[tuple[int, int]], gate: asyncio.Event) -> None:
+async def hold(pool: WorkerPool, rank: tuple[int, int], order: list[tuple[int, int]], gate: asyncio.Event) -> None:
     async with pool.slot(rank):
         order.append(rank)
         await gate.wait()
 
 
 async def test_never_more_holders_than_slots_and_the_best_rank_first():
-    pool, gate, order = Pool("run", 1), asyncio.Event(), []
+    pool, gate, order = WorkerPool("run", 1), asyncio.Event(), []
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(hold(pool, (0, 0), order, gate))
         await asyncio.sleep(0)
@@ -28,7 +28,7 @@ async def test_never_more_holders_than_slots_and_the_best_rank_first():
 
 
 async def test_growing_lets_waiters_in_and_shrinking_throws_nobody_out():
-    pool, gate, order = Pool("run", 0), asyncio.Event(), []
+    pool, gate, order = WorkerPool("run", 0), asyncio.Event(), []
     async with asyncio.TaskGroup() as tasks:
         for number in range(3):
             tasks.create_task(hold(pool, (0, number), order, gate))
@@ -47,7 +47,7 @@ async def test_growing_lets_waiters_in_and_shrinking_throws_nobody_out():
 
 
 async def test_a_slot_granted_to_a_cancelled_waiter_goes_to_the_next():
-    pool, gate, order = Pool("run", 1), asyncio.Event(), []
+    pool, gate, order = WorkerPool("run", 1), asyncio.Event(), []
     await pool.acquire()
     first = asyncio.create_task(hold(pool, (0, 1), order, gate))
     second = asyncio.create_task(hold(pool, (0, 2), order, gate))
@@ -61,7 +61,7 @@ async def test_a_slot_granted_to_a_cancelled_waiter_goes_to_the_next():
 
 
 async def test_who_waits_is_not_overtaken_by_who_just_came():
-    pool, gate, order = Pool("run", 1), asyncio.Event(), []
+    pool, gate, order = WorkerPool("run", 1), asyncio.Event(), []
     await pool.acquire()
     waiting = asyncio.create_task(hold(pool, (0, 1), order, gate))
     await asyncio.sleep(0)

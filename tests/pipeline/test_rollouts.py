@@ -215,7 +215,7 @@ async def test_a_sandbox_that_ends_before_the_agent_has_begun_is_nobodys_doing_a
 ):
     open_tools, opened = stages._open_tools, list[object]()
 
-    async def ending_the_first(kit: stages.Kit, *others: Any) -> None:
+    async def ending_the_first(kit: stages.SandboxSession, *others: Any) -> None:
         opened.append(kit)
         if len(opened) == 1 and kit.sandbox is not None:
             await kit.sandbox.exec("kill -9 -1", timeout_s=10.0)

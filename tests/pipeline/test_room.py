@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollyard.core import Outcome, State
-from rollyard.sandbox.bubblewrap import BubblewrapRuntime
+from rollyard.sandbox.runtimes.bubblewrap import BubblewrapRuntime
 from tests.pipeline.site import finish, says, shell, shell_task, site
 
 

@@ -10,7 +10,7 @@ import pytest
 from rollyard.core import Outcome, OverlongPenalty, Rollout, Run, Score, Summary, Task, TurnReward
 from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Start
 from rollyard.envs.registry import Environments
-from rollyard.pipeline.progress import Progress
+from rollyard.pipeline.progress import AttemptProgress
 from rollyard.testing.store_conformance import trajectory
 from tests.pipeline.site import finish, quick, says, shell, shell_task, site
 
@@ -104,6 +104,6 @@ def test_a_last_reply_that_was_cut_off_is_masked_whatever_its_agent_made_of_it(f
     found = replace(found, traces=(replace(trace, spans=(replace(trace.spans[0], finish_reason=finish_reason),)),))
     for masks in (False, True):
         run = Run("run", mask_truncated=masks)
-        ending = Progress(Rollout("r", "run", Task("shell")), run, Summary(), trajectory=found).scored(Score(1.0), None)
+        ending = AttemptProgress(Rollout("r", "run", Task("shell")), run, Summary(), trajectory=found).scored(Score(1.0), None)
         assert (ending.outcome, ending.is_trainable) == (Outcome.COMPLETED, is_trained or not masks)
         assert ("cut off by a token limit" in ending.untrainable) is (masks and not is_trained)

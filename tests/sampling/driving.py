@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from rollyard.core import Batch, Draw, Group, GroupState
 from rollyard.core.draw import DrawConfig, OnStale, SourceKind, SourceSpec
-from rollyard.core.group import Stats
-from rollyard.sampling.drawing import Drawing, Flying
-from rollyard.sampling.order import Order
+from rollyard.core.group import GroupStats
+from rollyard.sampling.draw_state import ActiveGroup, DrawState
+from rollyard.sampling.task_order import TaskOrder
 
 ENDS = (
     GroupState.DELIVERED,
@@ -35,9 +35,9 @@ class Driven:
     def __init__(self, config: DrawConfig, want: int = 4) -> None:
         self.config = config
         self.want = want
-        self.drawing = Drawing(Draw("d", "r", config), Order(config, config.source.size))
+        self.drawing = DrawState(Draw("d", "r", config), TaskOrder(config, config.source.size))
         self.groups: dict[str, Group] = {}
-        self.flying: dict[str, Flying] = {}  # every one there was
+        self.flying: dict[str, ActiveGroup] = {}  # every one there was
         self.batches: list[Batch] = []  # closed
         self.infra = Counter[tuple[int, int]]()
 
@@ -120,7 +120,7 @@ class Driven:
     def _end(self, group_id: str, state: GroupState, *, is_infra: bool = False, returns: bool = False) -> None:
         group = self.groups[group_id]
         assert group.state in (GroupState.OPEN, GroupState.COMPLETE), "a group ends once"
-        stats = group.stats or Stats(sampled_tokens=10 * self.config.group_size)
+        stats = group.stats or GroupStats(sampled_tokens=10 * self.config.group_size)
         self.drawing.ended(group_id, state, stats, is_infra=is_infra, returns=returns)
         versions = {"oldest_version": group.admitted_version, "newest_version": self.version}
         self.groups[group_id] = replace(group, state=state, stats=stats, **(versions if group.stats is None else {}))

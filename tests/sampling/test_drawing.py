@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from rollyard.core import Draw, GroupState
 from rollyard.core.draw import Budget, DrawConfig, OnStale, Surplus
-from rollyard.sampling.drawing import MOST_TRIES, Drawing
-from rollyard.sampling.order import Order
+from rollyard.sampling.draw_state import MOST_TRIES, DrawState
+from rollyard.sampling.task_order import TaskOrder
 
 from .driving import Driven, config_of
 
@@ -251,9 +251,9 @@ def test_a_drawing_goes_on_from_what_was_stored():
     it.ask()
     it.end(it.open()[1])
     before = it.drawing
-    taken_up = Drawing(
+    taken_up = DrawState(
         Draw("d", "r", it.config, progress=before.progress),
-        Order(it.config, 20),
+        TaskOrder(it.config, 20),
         before.batch,
         list(before.flying.values()),
     )

@@ -8,7 +8,7 @@ import pytest
 from rollyard.sampling import estimates, evaluation
 from rollyard.sampling.estimates import pass_curve
 from rollyard.sampling.evaluation import Rules, Sample, TaskSamples, label_of, placed
-from rollyard.sampling.membership import Fate
+from rollyard.sampling.membership import MemberFate
 
 
 def scored(index: int, reward: float, version: int = 0) -> Sample:
@@ -16,7 +16,7 @@ def scored(index: int, reward: float, version: int = 0) -> Sample:
 
 
 def lost(index: int, code: str = "engine_unavailable") -> Sample:
-    return Sample(index, f"r-{index}", code=code, fate=Fate.LOST)
+    return Sample(index, f"r-{index}", code=code, fate=MemberFate.LOST)
 
 
 def rewards(samples: tuple[Sample, ...]) -> list[float | None]:
@@ -41,8 +41,8 @@ def test_a_spare_that_was_not_needed_does_not_count():
 
 
 def test_a_task_that_cannot_be_done_is_missing_as_a_whole_however_fast_its_samples_were():
-    hopeless = Sample(1, "r-1", code="setup_failed", fate=Fate.HOPELESS)
-    cancelled = Sample(2, "r-2", code="cancelled", fate=Fate.CANCELLED)
+    hopeless = Sample(1, "r-1", code="setup_failed", fate=MemberFate.HOPELESS)
+    cancelled = Sample(2, "r-2", code="cancelled", fate=MemberFate.CANCELLED)
     task = TaskSamples("shell", placed([scored(0, 1.0), hopeless, cancelled], 4, 0))
     assert task.rewards == () and task.missing == {"setup_failed": 4}
 

@@ -11,45 +11,45 @@ from hypothesis import strategies as st
 from rollyard.core.draw import KeepSpec
 from rollyard.core.failure import InvalidRequest
 from rollyard.core.task import Task
-from rollyard.sampling import keep
-from rollyard.sampling.keep import All, Judged, Keep, PassRate, Spread, keep_of
+from rollyard.sampling import filters as keep
+from rollyard.sampling.filters import FilterInput, GroupFilter, KeepAll, KeepPassRate, KeepSpread, keep_of
 
 TASK = Task("shell")
 MISSING_MEMBER = (None, 0.0, 1.0)
 """How a member may come out that has not ended: not trained on, failed, passed."""
 
 
-def keeps(kept_by: Keep, *rewards: float) -> bool:
-    return kept_by.keeps(Judged(rewards, TASK))
+def keeps(kept_by: GroupFilter, *rewards: float) -> bool:
+    return kept_by.keeps(FilterInput(rewards, TASK))
 
 
 def test_all_keeps_everything():
-    assert keeps(All()) and keeps(All(), 0.0, 0.0) and not All().is_hopeless([], 0)
+    assert keeps(KeepAll()) and keeps(KeepAll(), 0.0, 0.0) and not KeepAll().is_hopeless([], 0)
 
 
 def test_spread_needs_rewards_that_differ():
-    assert keeps(Spread(), 0.0, 1.0)
-    assert not keeps(Spread(), 1.0, 1.0) and not keeps(Spread(), 1.0) and not keeps(Spread())
-    assert not keeps(Spread(), 1.0, sum([0.1] * 10)), "0.9999999999999999 is 1"
-    assert keeps(Spread(0.4), 0.0, 1.0) and not keeps(Spread(0.5), 0.0, 1.0)
+    assert keeps(KeepSpread(), 0.0, 1.0)
+    assert not keeps(KeepSpread(), 1.0, 1.0) and not keeps(KeepSpread(), 1.0) and not keeps(KeepSpread())
+    assert not keeps(KeepSpread(), 1.0, sum([0.1] * 10)), "0.9999999999999999 is 1"
+    assert keeps(KeepSpread(0.4), 0.0, 1.0) and not keeps(KeepSpread(0.5), 0.0, 1.0)
 
 
 @given(st.lists(st.floats(-10, 10), max_size=8), st.integers(1, 8))
 def test_a_group_of_which_anybody_is_missing_may_always_get_a_spread(rewards: list[float], missing: int):
-    assert not Spread(3.0).is_hopeless(rewards, missing)
+    assert not KeepSpread(3.0).is_hopeless(rewards, missing)
 
 
 def test_a_pass_rate_includes_both_ends():
-    some = PassRate(0.25, 0.75)
+    some = KeepPassRate(0.25, 0.75)
     assert keeps(some, 1.0, 0.0, 0.0, 0.0) and keeps(some, 1.0, 1.0, 1.0, 0.0)
     assert not keeps(some, 0.0, 0.0, 0.0, 0.0) and not keeps(some, 1.0, 1.0, 1.0, 1.0) and not keeps(some)
-    assert keeps(PassRate(0.1, 0.9, threshold=0.5), 0.5, 0.4)
+    assert keeps(KeepPassRate(0.1, 0.9, threshold=0.5), 0.5, 0.4)
 
 
 SHARES = sorted({float(Fraction(passed, size)) for size in range(1, 6) for passed in range(size + 1)})
 
 
-def certain(kept_by: PassRate, rewards: list[float], missing: int) -> bool:
+def certain(kept_by: KeepPassRate, rewards: list[float], missing: int) -> bool:
     """Whether no end of the missing members gives a group that is kept, by trying them all."""
     for rest in product(MISSING_MEMBER, repeat=missing):
         if keeps(kept_by, *rewards, *(reward for reward in rest if reward is not None)):
@@ -61,7 +61,7 @@ def test_early_rejection_is_certain_in_every_case_there_is():
     """Every group of up to five, however far it is, every range whose ends are reachable shares."""
     early = 0
     for low, high in ((low, high) for low in SHARES for high in SHARES if low <= high):
-        kept_by = PassRate(low, high)
+        kept_by = KeepPassRate(low, high)
         for ended in range(6):
             for passes, missing in product(range(ended + 1), range(6 - ended)):
                 rewards = [1.0] * passes + [0.0] * (ended - passes)
@@ -76,7 +76,7 @@ def test_early_rejection_is_certain_in_every_case_there_is():
 @pytest.mark.parametrize(("low", "high"), [(0.125, 0.875), (0.0, 0.5), (0.5, 1.0), (0.25, 0.25)])
 def test_it_rejects_as_early_as_can_be(low: float, high: float):
     """In a group of eight that are all trained on, as soon as the missing ones cannot change it."""
-    kept_by = PassRate(low, high)
+    kept_by = KeepPassRate(low, high)
     for ended in range(9):
         for passes in range(ended + 1):
             missing = 8 - ended
@@ -92,15 +92,15 @@ def test_it_rejects_as_early_as_can_be(low: float, high: float):
 def test_early_rejection_is_certain_for_any_rewards(
     rewards: list[float], missing: int, one: float, other: float, threshold: float
 ):
-    kept_by = PassRate(min(one, other), max(one, other), threshold)
+    kept_by = KeepPassRate(min(one, other), max(one, other), threshold)
     if kept_by.is_hopeless(rewards, missing):
         assert certain(kept_by, rewards, missing)
 
 
 def test_a_draw_names_its_filter(monkeypatch: pytest.MonkeyPatch):
-    assert isinstance(keep_of(KeepSpec("all")), All)
-    assert keep_of(KeepSpec(above=0.2)) == Spread(0.2)
-    assert keep_of(KeepSpec("pass_rate", low=0.1, high=0.9, threshold=0.5)) == PassRate(0.1, 0.9, 0.5)
+    assert isinstance(keep_of(KeepSpec("all")), KeepAll)
+    assert keep_of(KeepSpec(above=0.2)) == KeepSpread(0.2)
+    assert keep_of(KeepSpec("pass_rate", low=0.1, high=0.9, threshold=0.5)) == KeepPassRate(0.1, 0.9, 0.5)
     monkeypatch.setattr(keep, "plugins", lambda group: installed if group == "rollyard.filters" else [])
     installed = [
         EntryPoint("best", f"{__name__}:best_above", keep.ENTRY_POINTS),
@@ -114,5 +114,5 @@ def test_a_draw_names_its_filter(monkeypatch: pytest.MonkeyPatch):
         keep_of(KeepSpec("filter", name="broken"))
 
 
-def best_above(judged: Judged, above: float) -> bool:
+def best_above(judged: FilterInput, above: float) -> bool:
     return max(judged.rewards) > above

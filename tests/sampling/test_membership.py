@@ -11,17 +11,27 @@ from rollyard.core.failure import Outcome
 from rollyard.core.group import mean_of, spread_of
 from rollyard.core.rollout import Ending, LostAttempt, Summary
 from rollyard.core.score import Score
-from rollyard.sampling.membership import End, Fate, Standing, counted, end_of, judged, standing, stats_of, versions_of
+from rollyard.sampling.membership import (
+    GroupStanding,
+    MemberEnd,
+    MemberFate,
+    counted,
+    end_of,
+    judged,
+    standing,
+    stats_of,
+    versions_of,
+)
 
 TASK = Task("shell")
-FATES = st.sampled_from([Fate.STOOD, Fate.STOOD, Fate.LOST, Fate.CANCELLED])
+FATES = st.sampled_from([MemberFate.STOOD, MemberFate.STOOD, MemberFate.LOST, MemberFate.CANCELLED])
 
 
-def stood(index: int, reward: float | None = 1.0, *, is_trainable: bool = True) -> End:
-    return End(index, Fate.STOOD, reward, is_trainable=is_trainable and reward is not None, sampled_tokens=10)
+def stood(index: int, reward: float | None = 1.0, *, is_trainable: bool = True) -> MemberEnd:
+    return MemberEnd(index, MemberFate.STOOD, reward, is_trainable=is_trainable and reward is not None, sampled_tokens=10)
 
 
-def ended(failure: Failure | None, reward: float | None, outcome: Outcome, *, is_trainable: bool = False) -> End:
+def ended(failure: Failure | None, reward: float | None, outcome: Outcome, *, is_trainable: bool = False) -> MemberEnd:
     score = None if reward is None else Score(reward)
     summary = Summary(sampled_tokens=7, oldest_version=2, newest_version=3)
     ending = Ending(outcome, score, failure, is_trainable, summary)
@@ -32,28 +42,28 @@ def ended(failure: Failure | None, reward: float | None, outcome: Outcome, *, is
 @pytest.mark.parametrize(
     ("blame", "fate"),
     [
-        (Blame.INFRA, Fate.LOST),
-        (Blame.TASK, Fate.HOPELESS),
-        (Blame.CLIENT, Fate.CANCELLED),
-        (Blame.POLICY, Fate.STOOD),
+        (Blame.INFRA, MemberFate.LOST),
+        (Blame.TASK, MemberFate.HOPELESS),
+        (Blame.CLIENT, MemberFate.CANCELLED),
+        (Blame.POLICY, MemberFate.STOOD),
     ],
 )
-def test_a_failure_without_a_score_counts_by_whose_fault_it_is(blame: Blame, fate: Fate):
+def test_a_failure_without_a_score_counts_by_whose_fault_it_is(blame: Blame, fate: MemberFate):
     found = ended(Failure("code", blame, ""), None, Outcome.FAILED)
     assert (found.fate, found.reward, found.is_trainable, found.code) == (fate, None, False, "code")
 
 
 def test_a_scored_rollout_keeps_its_place_and_its_lost_attempts_tokens():
     whole = ended(None, 0.5, Outcome.COMPLETED, is_trainable=True)
-    assert (whole.index, whole.fate, whole.reward, whole.is_trainable) == (4, Fate.STOOD, 0.5, True)
+    assert (whole.index, whole.fate, whole.reward, whole.is_trainable) == (4, MemberFate.STOOD, 0.5, True)
     assert (whole.sampled_tokens, whole.oldest_version, whole.newest_version) == (12, 2, 3)
     cut = ended(Failure("run_deadline", Blame.POLICY, ""), 0.0, Outcome.TRUNCATED)
-    assert (cut.fate, cut.reward, cut.is_trainable) == (Fate.STOOD, 0.0, False)
+    assert (cut.fate, cut.reward, cut.is_trainable) == (MemberFate.STOOD, 0.0, False)
 
 
-def run_through(group: Group, fates: list[Fate], order: list[int]) -> tuple[Group, Standing, dict[int, End]]:
+def run_through(group: Group, fates: list[MemberFate], order: list[int]) -> tuple[Group, GroupStanding, dict[int, MemberEnd]]:
     """Ends the started rollouts in that order of preference, beginning spares when told to, until it is over."""
-    ends: dict[int, End] = {}
+    ends: dict[int, MemberEnd] = {}
     now = standing(group, ends)
     while not now.is_over:
         if now.start:
@@ -62,7 +72,7 @@ def run_through(group: Group, fates: list[Fate], order: list[int]) -> tuple[Grou
         at_work = [index for index in order if index < group.started and index not in ends]
         assert at_work, "a group that is not over has somebody at work"
         index = at_work[0]
-        ends[index] = End(index, fates[index], 1.0 if fates[index] is Fate.STOOD else None, sampled_tokens=1)
+        ends[index] = MemberEnd(index, fates[index], 1.0 if fates[index] is MemberFate.STOOD else None, sampled_tokens=1)
         now = standing(group, ends)
     return group, now, ends
 
@@ -79,41 +89,41 @@ def test_the_members_do_not_depend_on_who_ends_first(data: st.DataObject):
     by_index, then, _ = run_through(fresh, fates, list(range(size + spares)))
     assert (now.members, now.failure, group.started) == (then.members, then.failure, by_index.started)
 
-    places = [index for index in range(size + spares) if fates[index] is not Fate.LOST][:size]
-    kept = tuple(index for index in places if fates[index] is Fate.STOOD)
+    places = [index for index in range(size + spares) if fates[index] is not MemberFate.LOST][:size]
+    kept = tuple(index for index in places if fates[index] is MemberFate.STOOD)
     enough = size if least is None else least
     assert now.members == (kept if len(kept) >= enough else ())
     assert (now.failure is None) is (len(kept) >= enough)
-    lost = sum(fates[index] is Fate.LOST for index in ends)
+    lost = sum(fates[index] is MemberFate.LOST for index in ends)
     assert group.started == size + min(lost, spares), "a spare is for a lost one, and for nobody else"
     assert set(ends) == set(range(group.started)), "nobody is left out for being slow"
 
 
 def test_a_spare_waits_for_a_loss_and_takes_that_place_only():
     group = Group("g", "r", 3, spares=2, started=3)
-    assert standing(group, {0: stood(0), 1: stood(1)}) == Standing(), "the third is slow: it is waited for"
-    lost = {0: stood(0), 1: End(1, Fate.LOST)}
-    assert standing(group, lost) == Standing(start=range(3, 4))
+    assert standing(group, {0: stood(0), 1: stood(1)}) == GroupStanding(), "the third is slow: it is waited for"
+    lost = {0: stood(0), 1: MemberEnd(1, MemberFate.LOST)}
+    assert standing(group, lost) == GroupStanding(start=range(3, 4))
     with_spare = Group("g", "r", 3, spares=2, started=4)
-    assert standing(with_spare, {**lost, 3: stood(3)}) == Standing(), "the spare was faster than member 2"
-    assert standing(with_spare, {**lost, 3: stood(3), 2: stood(2)}) == Standing(is_over=True, members=(0, 2, 3))
+    assert standing(with_spare, {**lost, 3: stood(3)}) == GroupStanding(), "the spare was faster than member 2"
+    assert standing(with_spare, {**lost, 3: stood(3), 2: stood(2)}) == GroupStanding(is_over=True, members=(0, 2, 3))
 
 
 def test_without_spares_left_a_group_is_short_or_delivered_short():
-    lost = {0: stood(0), 1: End(1, Fate.LOST), 2: stood(2)}
+    lost = {0: stood(0), 1: MemberEnd(1, MemberFate.LOST), 2: stood(2)}
     assert standing(Group("g", "r", 3, spares=0, started=3), lost).failure == "short_of_members"
     assert standing(Group("g", "r", 3, spares=0, min_members=2, started=3), lost).members == (0, 2)
 
 
 def test_one_that_was_cancelled_has_no_spare():
-    ends = {0: stood(0), 1: End(1, Fate.CANCELLED)}
-    assert standing(Group("g", "r", 2, spares=2, started=2), ends) == Standing(is_over=True, failure="cancelled")
+    ends = {0: stood(0), 1: MemberEnd(1, MemberFate.CANCELLED)}
+    assert standing(Group("g", "r", 2, spares=2, started=2), ends) == GroupStanding(is_over=True, failure="cancelled")
 
 
-@pytest.mark.parametrize("order", list(permutations((Fate.HOPELESS, Fate.LOST))))
-def test_a_task_that_cannot_be_done_fails_the_group_at_once(order: tuple[Fate, ...]):
-    ends = {index: End(index, fate, code="task_invalid") for index, fate in enumerate(order)}
-    assert standing(Group("g", "r", 4, started=4), ends) == Standing(is_over=True, failure="task_invalid")
+@pytest.mark.parametrize("order", list(permutations((MemberFate.HOPELESS, MemberFate.LOST))))
+def test_a_task_that_cannot_be_done_fails_the_group_at_once(order: tuple[MemberFate, ...]):
+    ends = {index: MemberEnd(index, fate, code="task_invalid") for index, fate in enumerate(order)}
+    assert standing(Group("g", "r", 4, started=4), ends) == GroupStanding(is_over=True, failure="task_invalid")
 
 
 def test_statistics_are_over_those_that_are_trained_on():
@@ -122,7 +132,7 @@ def test_statistics_are_over_those_that_are_trained_on():
         1: stood(1, 0.0),
         2: stood(2, 1.0, is_trainable=False),
         3: stood(3, None),
-        4: End(4, Fate.LOST, sampled_tokens=3),
+        4: MemberEnd(4, MemberFate.LOST, sampled_tokens=3),
     }
     assert counted(ends, (0, 1, 2, 3)) == [1.0, 0.0]
     stats = stats_of(ends, (0, 1, 2, 3))
@@ -135,10 +145,10 @@ def test_statistics_are_over_those_that_are_trained_on():
 
 def test_versions_are_those_of_members_that_sampled():
     ends = {
-        0: End(0, Fate.STOOD, oldest_version=3, newest_version=4),
-        1: End(1, Fate.STOOD),
-        2: End(2, Fate.LOST, oldest_version=1, newest_version=9),
-        3: End(3, Fate.STOOD, oldest_version=2, newest_version=3),
+        0: MemberEnd(0, MemberFate.STOOD, oldest_version=3, newest_version=4),
+        1: MemberEnd(1, MemberFate.STOOD),
+        2: MemberEnd(2, MemberFate.LOST, oldest_version=1, newest_version=9),
+        3: MemberEnd(3, MemberFate.STOOD, oldest_version=2, newest_version=3),
     }
     assert versions_of(ends, (0, 1, 3)) == (2, 4)
     assert versions_of(ends, (1,)) == (-1, -1)

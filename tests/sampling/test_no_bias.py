@@ -16,7 +16,7 @@ from statistics import fmean, pvariance
 import pytest
 
 from rollyard.cli.bench._draw_policies import Ours, reference
-from rollyard.cli.bench._draw_world import Begun, World
+from rollyard.cli.bench._draw_world import StartedGroup, World
 from rollyard.cli.bench.draw import followed, window
 from rollyard.core.draw import KeepSpec, OnStale, Surplus
 
@@ -40,7 +40,7 @@ BIASED = ["cancel", "cancel, keep all", "drop", "drop, keep all"]
 
 
 @cache
-def drawn(rules: str) -> tuple[list[Begun], list[Begun]]:
+def drawn(rules: str) -> tuple[list[StartedGroup], list[StartedGroup]]:
     """Groups that were begun, and that were delivered, during the counted batches; of those that the filter wants.
     Neither is made of the other: what is in flight at the two ends of the time is in one and not in the other."""
     ours = Ours(WORLD, is_early=rules == "wait", **RULES[rules])
@@ -52,19 +52,19 @@ def drawn(rules: str) -> tuple[list[Begun], list[Begun]]:
     return begun, delivered
 
 
-def pass_rate(begun: Begun) -> float:
+def pass_rate(begun: StartedGroup) -> float:
     return begun.script.pass_rate
 
 
-def length(begun: Begun) -> float:
+def length(begun: StartedGroup) -> float:
     return float(begun.script.tokens)
 
 
-def slowest_s(begun: Begun) -> float:
+def slowest_s(begun: StartedGroup) -> float:
     return max(member.took_s for member in begun.script.members)
 
 
-def difference(begun: Sequence[Begun], delivered: Sequence[Begun], of: Callable[[Begun], float]) -> float:
+def difference(begun: Sequence[StartedGroup], delivered: Sequence[StartedGroup], of: Callable[[StartedGroup], float]) -> float:
     """How much more the delivered have of it, in standard errors."""
     ours, theirs = [of(one) for one in delivered], [of(one) for one in begun]
     error = math.sqrt(pvariance(ours) / len(ours) + pvariance(theirs) / len(theirs))
@@ -73,7 +73,7 @@ def difference(begun: Sequence[Begun], delivered: Sequence[Begun], of: Callable[
 
 @pytest.mark.parametrize("of", [pass_rate, length, slowest_s])
 @pytest.mark.parametrize("rules", FAIR)
-def test_what_is_delivered_is_like_what_was_begun(rules: str, of: Callable[[Begun], float]):
+def test_what_is_delivered_is_like_what_was_begun(rules: str, of: Callable[[StartedGroup], float]):
     begun, delivered = drawn(rules)
     assert len(delivered) >= COUNT * WORLD.want
     assert abs(difference(begun, delivered, of)) < 1.5

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollyard.core.draw import DrawConfig, Item, Progress, SourceKind, SourceSpec
-from rollyard.sampling.order import Order
+from rollyard.core.draw import DrawConfig, DrawItem, DrawProgress, SourceKind, SourceSpec
+from rollyard.sampling.task_order import TaskOrder
 
 
 def config(size: int | None, *, epochs: int | None = None, shuffle: bool = True, seed: int = 0) -> DrawConfig:
@@ -14,8 +14,8 @@ def config(size: int | None, *, epochs: int | None = None, shuffle: bool = True,
     return DrawConfig(SourceSpec(kind, size=size), epochs=epochs, shuffle=shuffle, seed=seed)
 
 
-def taken(order: Order, progress: Progress, most: int) -> list[Item]:
-    found: list[Item] = []
+def taken(order: TaskOrder, progress: DrawProgress, most: int) -> list[DrawItem]:
+    found: list[DrawItem] = []
     while len(found) < most and order.has_more(progress):
         found.append(order.take(progress))
     return found
@@ -23,7 +23,7 @@ def taken(order: Order, progress: Progress, most: int) -> list[Item]:
 
 @given(size=st.integers(1, 50), epochs=st.integers(1, 4), shuffle=st.booleans(), seed=st.integers(0, 99))
 def test_every_epoch_has_each_task_once(size: int, epochs: int, shuffle: bool, seed: int):
-    order, progress = Order(config(size, epochs=epochs, shuffle=shuffle, seed=seed), size), Progress()
+    order, progress = TaskOrder(config(size, epochs=epochs, shuffle=shuffle, seed=seed), size), DrawProgress()
     items = taken(order, progress, size * epochs + 1)
     assert len(items) == size * epochs and order.is_dry(progress)
     for epoch in range(epochs):
@@ -35,27 +35,27 @@ def test_every_epoch_has_each_task_once(size: int, epochs: int, shuffle: bool, s
 @given(at=st.integers(0, 150), seed=st.integers(0, 9))
 def test_two_numbers_are_enough_to_go_on_after_a_restart(at: int, seed: int):
     wanted = config(50, seed=seed)
-    whole = taken(Order(wanted, 50), Progress(), 200)
-    progress = Progress()
-    taken(Order(wanted, 50), progress, at)
-    restarted = Progress(epoch=progress.epoch, position=progress.position)
-    assert taken(Order(wanted, 50), restarted, 200 - at) == whole[at:]
+    whole = taken(TaskOrder(wanted, 50), DrawProgress(), 200)
+    progress = DrawProgress()
+    taken(TaskOrder(wanted, 50), progress, at)
+    restarted = DrawProgress(epoch=progress.epoch, position=progress.position)
+    assert taken(TaskOrder(wanted, 50), restarted, 200 - at) == whole[at:]
 
 
 def test_epochs_and_seeds_are_shuffled_differently():
-    items = taken(Order(config(50), 50), Progress(), 100)
+    items = taken(TaskOrder(config(50), 50), DrawProgress(), 100)
     first, second = ([item.index for item in items[begin : begin + 50]] for begin in (0, 50))
-    other = [item.index for item in taken(Order(config(50, seed=1), 50), Progress(), 50)]
+    other = [item.index for item in taken(TaskOrder(config(50, seed=1), 50), DrawProgress(), 50)]
     assert first != second and first != other and first != sorted(first)
 
 
 def test_without_a_bound_it_never_ends():
-    order, progress = Order(config(3), 3), Progress()
+    order, progress = TaskOrder(config(3), 3), DrawProgress()
     assert len(taken(order, progress, 1000)) == 1000 and progress.epoch == 333 and not order.is_dry(progress)
 
 
 def test_what_came_back_goes_first_and_makes_a_dry_source_wet():
-    order, progress = Order(config(2, epochs=1), 2), Progress()
+    order, progress = TaskOrder(config(2, epochs=1), 2), DrawProgress()
     first, _ = taken(order, progress, 9)
     assert order.is_dry(progress)
     progress.returned.append(replace(first, tries=1, turn=1))
@@ -65,7 +65,7 @@ def test_what_came_back_goes_first_and_makes_a_dry_source_wet():
 
 
 def test_a_source_that_grows_is_taken_as_it_comes_and_once():
-    order, progress = Order(config(None, epochs=5), None, grown=2), Progress()
+    order, progress = TaskOrder(config(None, epochs=5), None, grown=2), DrawProgress()
     assert [item.index for item in taken(order, progress, 9)] == [0, 1]
     assert not order.has_more(progress) and not order.is_dry(progress), "more may be pushed"
     order.grown = 4
@@ -75,4 +75,4 @@ def test_a_source_that_grows_is_taken_as_it_comes_and_once():
 
 
 def test_an_empty_source_has_nothing():
-    assert Order(config(0), 0).is_dry(Progress())
+    assert TaskOrder(config(0), 0).is_dry(DrawProgress())

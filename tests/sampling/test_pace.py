@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rollyard.core import GroupState
 from rollyard.core.draw import OnStale, Surplus
-from rollyard.core.group import Stats
-from rollyard.sampling.drawing import Flying
+from rollyard.core.group import GroupStats
+from rollyard.sampling.draw_state import ActiveGroup
 
 from .driving import Driven, config_of
 
@@ -183,7 +183,7 @@ def test_in_the_long_run_as_much_is_begun_as_the_filter_needs(seed: int):
 
 @pytest.mark.parametrize("on_stale", OnStale)
 def test_a_huge_batch_is_begun_and_handed_out_without_looking_at_all_groups_for_each(on_stale: OnStale):
-    class Counted(dict[str, Flying]):
+    class Counted(dict[str, ActiveGroup]):
         looks = 0
 
         def values(self) -> Any:
@@ -196,7 +196,7 @@ def test_a_huge_batch_is_begun_and_handed_out_without_looking_at_all_groups_for_
     begun = it.drawing.admit()
     assert len(begun) == 500 and flying.looks < 10
     for one in begun:
-        it.drawing.ended(one.id, GroupState.COMPLETE, Stats())
+        it.drawing.ended(one.id, GroupState.COMPLETE, GroupStats())
     flying.looks = 0
     assert [handed.id for handed in it.drawing.hand_out()] == [one.id for one in begun]
     assert flying.looks < 10

@@ -39,7 +39,7 @@ async def test_a_batch_is_told_before_what_it_left_over_is_cancelled(tmp_path: P
 
 async def test_a_draw_that_a_rewind_brings_back_looks_at_a_full_queue_again(tmp_path: Path, monkeypatch: Any) -> None:
     """Its earlier life had a timer for that, which ended with it."""
-    monkeypatch.setattr("rollyard.sampling.draws.FULL_S", 3.0)
+    monkeypatch.setattr("rollyard.sampling.draw_runner.FULL_S", 3.0)
     async with skilled(mixed) as engine, site_with(tmp_path, engine, max_queued=2) as site:
         await site.hold()
         await draw(site)

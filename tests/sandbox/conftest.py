@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from rollyard.sandbox import BubblewrapRuntime, LocalRuntime
-from rollyard.sandbox._runtime import LaunchedRuntime
+from rollyard.sandbox.runtimes.launched import LaunchedRuntime
 from tests.sandbox.runtimes import RUNTIMES
 
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime, SandboxSpec
-from rollyard.sandbox._sandbox import LaunchedSandbox
-from rollyard.sandbox.python import PythonShelf
+from rollyard.sandbox.launched_sandbox import LaunchedSandbox
+from rollyard.sandbox.python import PythonBuilds
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollyard"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make-test-image"
@@ -52,7 +52,7 @@ class OciByPodman(OciRuntime):
 
     def __init__(self, *, root: Path, control_root: Path | None = None) -> None:
         command = f"podman --runtime {shutil.which('runc') or 'crun'}"
-        pythons = PythonShelf(CACHE / "python")  # made once for all tests: that takes seconds
+        pythons = PythonBuilds(CACHE / "python")  # made once for all tests: that takes seconds
         super().__init__(root=root, control_root=control_root, command=command, pythons=pythons)
 
     async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:

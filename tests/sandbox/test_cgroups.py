@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from rollyard.core.failure import SandboxStartFailed
-from rollyard.sandbox import BubblewrapRuntime, SandboxLimits, SandboxSpec, _cgroup_files, _cgroups
-from rollyard.sandbox._cgroups import Cgroups, Group
-from rollyard.sandbox.limits import mark_of
+from rollyard.sandbox import BubblewrapRuntime, SandboxLimits, SandboxSpec
+from rollyard.sandbox.limits import cgroup_files
+from rollyard.sandbox.limits import cgroups as _cgroups
+from rollyard.sandbox.limits.cgroups import Cgroups, Group
+from rollyard.sandbox.limits.limiter import mark_of
 from rollyard.testing.sandbox_conformance import eventually
 
 MIB = 1 << 20
@@ -248,12 +250,12 @@ def test_a_tree_too_large_to_walk_hides_neither_our_own_groups_nor_shallow_ones(
     shallow, deep = tmp_path / "m" / "ours", tmp_path / "a" / "deep" / "other-1" / "ours"
     shallow.mkdir(parents=True)
     deep.mkdir()
-    assert set(_cgroup_files.folders_named(str(tmp_path), "ours")) == {str(shallow), str(deep)}
+    assert set(cgroup_files.folders_named(str(tmp_path), "ours")) == {str(shallow), str(deep)}
     assert not caplog.records
-    monkeypatch.setattr(_cgroup_files, "MAX_WALKED", 6)
-    assert _cgroup_files.folders_named(str(tmp_path), "ours") == [str(shallow)]
+    monkeypatch.setattr(cgroup_files, "MAX_WALKED", 6)
+    assert cgroup_files.folders_named(str(tmp_path), "ours") == [str(shallow)]
     assert "too many control groups" in caplog.text
-    monkeypatch.setattr(_cgroup_files, "MAX_WALKED", 0)
+    monkeypatch.setattr(cgroup_files, "MAX_WALKED", 0)
     group = cgroups.make("sbx_left", 256 * MIB, 20, None)
     again = Cgroups.find(mark)
     assert again is not None
@@ -309,7 +311,7 @@ def imitation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
     mount = tmp_path / "cgroup"
     names = ["cgroup.procs", "cgroup.subtree_control", "memory.max", "memory.swap.max", "pids.max", "cpu.max"]
     names += ["memory.events", "pids.events", "memory.current", "pids.current"]
-    real_mkdir, real_rmdir, real_write = os.mkdir, os.rmdir, _cgroup_files.write
+    real_mkdir, real_rmdir, real_write = os.mkdir, os.rmdir, cgroup_files.write
 
     def mkdir(path: str | Path, mode: int = 0o777) -> None:
         real_mkdir(path, mode)
@@ -341,7 +343,7 @@ def imitation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
             real_write(path, value, is_optional)
 
     def build(controllers: str, processes: str) -> Imitation:
-        for target, name, double in ((os, "mkdir", mkdir), (os, "rmdir", rmdir), (_cgroup_files, "write", write)):
+        for target, name, double in ((os, "mkdir", mkdir), (os, "rmdir", rmdir), (cgroup_files, "write", write)):
             monkeypatch.setattr(target, name, double)
         base, proc = mount / "app.scope", tmp_path / "proc"
         base.mkdir(parents=True)
@@ -412,7 +414,7 @@ def test_imitated_v2_with_strangers_in_it_is_left_as_it_was(imitation: Callable[
 @pytest.fixture
 def real_v2(mark: str) -> Generator[Path, None, None]:
     """A group of the real v2 tree, without controllers. Nothing of the machine's is changed but a folder of ours."""
-    own = _cgroup_files.own_folders("/proc").get("")
+    own = cgroup_files.own_folders("/proc").get("")
     if own is None or not os.access(own[0], os.W_OK):
         pytest.skip("no v2 tree is mounted here, or it is not ours to write to")
     folder = Path(own[0]) / f"rollyard-{mark}"

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from rollyard.sandbox._runtime import LaunchedRuntime
-from rollyard.testing.sandbox_conformance import CHECKS, Check, Part
+from rollyard.sandbox.runtimes.launched import LaunchedRuntime
+from rollyard.testing.sandbox_conformance import CHECKS, RuntimePart, SandboxCheck
 from tests.sandbox.runtimes import RUNTIMES
 
 pytestmark = pytest.mark.slow
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.slow
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 SINCE = {
-    "bubblewrap": Part.LAUNCHER,
-    "local": Part.LAUNCHER,
-    "apptainer-folder": Part.LAUNCHER,
-    "oci": Part.PROGRAM,
-    "bubblewrap-folder": Part.ROOT,
-    "apptainer": Part.ROOT,
-    "apptainer-sif": Part.ROOT,
+    "bubblewrap": RuntimePart.LAUNCHER,
+    "local": RuntimePart.LAUNCHER,
+    "apptainer-folder": RuntimePart.LAUNCHER,
+    "oci": RuntimePart.PROGRAM,
+    "bubblewrap-folder": RuntimePart.ROOT,
+    "apptainer": RuntimePart.ROOT,
+    "apptainer-sif": RuntimePart.ROOT,
 }
 """The first part of each runtime that no other one has shown to conform."""
 
@@ -40,7 +40,7 @@ PAIRS = [
 
 @in_one_loop
 @pytest.mark.parametrize(("runtime", "check"), PAIRS, indirect=["runtime"])
-async def test_the_runtime_conforms(runtime: LaunchedRuntime, check: Check) -> None:
+async def test_the_runtime_conforms(runtime: LaunchedRuntime, check: SandboxCheck) -> None:
     await check.run(runtime)
     assert not list(runtime.layer_root.parent.glob("sbx_*"))
 

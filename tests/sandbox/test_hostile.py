@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.sandbox import LocalRuntime, SandboxSpec
-from rollyard.sandbox._runtime import LaunchedRuntime
+from rollyard.sandbox.runtimes.launched import LaunchedRuntime
 from rollyard.testing.sandbox_conformance import started
 from rollyard.testing.sandbox_hostile import CASES, LIMITS, Case
 from tests.sandbox.runtimes import ATTACKED

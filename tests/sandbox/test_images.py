@@ -16,13 +16,13 @@ from yarl import URL
 
 from rollyard.core.failure import ImageMissing
 from rollyard.sandbox.images import (
-    Bounds,
     HostileImage,
     ImageError,
     ImageInUse,
     ImageStore,
-    Patience,
-    Step,
+    PullStep,
+    RetrySettings,
+    UnpackBounds,
     parse_reference,
 )
 from rollyard.sandbox.images.oci import machine
@@ -32,7 +32,7 @@ from tests.sandbox.registry import BUSYBOX, Registry, busybox, file, folder, ind
 needs_apptainer = pytest.mark.skipif(
     shutil.which("apptainer") is None or not BUSYBOX.exists(), reason="this machine has no Apptainer or busybox"
 )
-QUICK = Patience(tries=3, wait_s=0.01, connect_s=5, silence_s=10)
+QUICK = RetrySettings(tries=3, wait_s=0.01, connect_s=5, silence_s=10)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def test_an_image_is_pulled_by_tag_and_found_by_every_name_it_has(registry
     other = pack(small("another machine's"), architecture="pdp11")
     index = index_of((other, "pdp11"), (image, machine()))
     reference = registry.put("org/name:v1", image, index)
-    steps: list[Step] = []
+    steps: list[PullStep] = []
     pulled = await store.pull(f"docker://{reference}", tell=steps.append)
     assert (pulled.digest, pulled.kinds, pulled.references) == (image.digest, ("folder",), (reference,))
     assert (pulled.env, pulled.workdir, pulled.user) == ({"A": "b=c", "PATH": "/x"}, "/srv", "nobody")
@@ -233,7 +233,7 @@ def test_nothing_leads_from_https_to_http():
 
 
 async def test_an_image_larger_than_the_bound_is_not_even_downloaded(registry: Registry, tmp_path: Path):
-    store = ImageStore(tmp_path / "images", bounds=Bounds(total_bytes=1000), patience=QUICK)
+    store = ImageStore(tmp_path / "images", bounds=UnpackBounds(total_bytes=1000), patience=QUICK)
     image = pack(tar(file("noise", os.urandom(5000))))
     with pytest.raises(HostileImage, match="its layers have"):
         await store.pull(registry.put("name:1", image))

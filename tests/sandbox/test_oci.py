@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from rollyard.core.failure import DiskLimit, PolicyFailure, TaskInvalid
-from rollyard.sandbox import OciRuntime, SandboxLimits, SandboxSpec, oci
-from rollyard.sandbox._sandbox import LaunchedSandbox
+from rollyard.sandbox import OciRuntime, SandboxLimits, SandboxSpec
+from rollyard.sandbox.launched_sandbox import LaunchedSandbox
+from rollyard.sandbox.runtimes import oci
 from rollyard.testing.sandbox_conformance import eventually, started
 from tests.sandbox.runtimes import OciByPodman
 

@@ -19,7 +19,7 @@ import pytest
 import rollyard
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox import python as module
-from rollyard.sandbox.python import INSIDE, PortablePython, PythonShelf, portable_python
+from rollyard.sandbox.python import INSIDE, PortablePython, PythonBuilds, portable_python
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_it_is_whole_and_alone(python: PortablePython) -> None:
 
 
 async def test_it_is_built_once_however_many_ask(python: PortablePython, caplog: pytest.LogCaptureFixture) -> None:
-    shelf = PythonShelf(python.folder.parent)
+    shelf = PythonBuilds(python.folder.parent)
     with caplog.at_level(logging.INFO, "rollyard.sandbox"):
         assert await asyncio.gather(*[shelf.get() for _ in range(4)]) == [python] * 4
     assert not caplog.records

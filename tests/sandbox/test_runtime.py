@@ -39,13 +39,11 @@ from rollyard.sandbox import (
     Sandbox,
     SandboxLimits,
     SandboxSpec,
-    _files,
-    _kernel,
-    _launcher,
 )
-from rollyard.sandbox._sandbox import LaunchedSandbox, Place
 from rollyard.sandbox.base import SandboxEnd
-from rollyard.sandbox.limits import Limiter
+from rollyard.sandbox.launched_sandbox import LaunchedSandbox, SandboxPaths
+from rollyard.sandbox.launcher import file_jobs, kernel, program
+from rollyard.sandbox.limits.limiter import Limiter
 from rollyard.testing.sandbox_conformance import CHECKS, alive, eventually, marked, started
 from rollyard.tools.shell import Shell
 from tests.sandbox.runtimes import RUNTIMES
@@ -223,7 +221,7 @@ async def test_closing_ends_the_wait_for_room(tmp_path: Path) -> None:
 
 async def test_what_fails_when_it_stands_already_leaves_nothing(tmp_path: Path) -> None:
     class Unlucky(BubblewrapRuntime):
-        def _on_started(self, sandbox: LaunchedSandbox, place: Place) -> None:
+        def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
             super()._on_started(sandbox, place)
             raise OSError("no descriptor left")
 
@@ -501,8 +499,8 @@ def test_a_full_disk_of_the_host_is_not_taken_for_the_agents_doing(tmp_path: Pat
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         for path in (tmp_path / "folder", tmp_path / "folder" / "f"):
-            with pytest.raises(_files.Unwritten):
-                _files.do_download({"path": str(path), "limit": 1 << 30}, [full])
+            with pytest.raises(file_jobs.Unwritten):
+                file_jobs.do_download({"path": str(path), "limit": 1 << 30}, [full])
     finally:
         os.close(full)
 
@@ -563,17 +561,17 @@ def test_a_program_that_the_machine_cannot_start_has_no_status(
     def run_program(argv: list[str], env: dict[bytes, bytes]) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(_launcher, "run_program", run_program)
+    monkeypatch.setattr(program, "run_program", run_program)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lifeline, lifeline_in = os.pipe()
     request = {"n": 7, "tty": False, "limits": {}, "reaps": False, "slots": [], "cwd": "/", "argv": ["prog"], "env": {}}
     pid = os.fork()
     if pid == 0:
-        _launcher.Keeper(theirs, lifeline, -1, _launcher.World(), b"").execute(request, [])
+        program.SandboxInit(theirs, lifeline, -1, program.ProcessSpace(), b"").execute(request, [])
     if isinstance(answer, int):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == answer
     else:
-        assert _kernel.receive(ours)[0] == {"n": 7, **answer}
+        assert kernel.receive(ours)[0] == {"n": 7, **answer}
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     for end in (ours, theirs):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.sandbox import _kernel, _seccomp
+from rollyard.sandbox.launcher import kernel, seccomp
 
-EPERM, ENOSYS = _seccomp.EPERM, _seccomp.ENOSYS
+EPERM, ENOSYS = seccomp.EPERM, seccomp.ENOSYS
 COLUMN = 0 if os.uname().machine == "x86_64" else 1
 MEMFD_KINDS = pytest.mark.parametrize("refuse_memfd", [False, True])
 
@@ -41,9 +41,9 @@ def filtered():
 def run(body: str, *, is_filtered: bool = True, refuse_memfd: bool = True) -> dict[str, int]:
     """What `body` put into `found`, in a process of its own."""
     source = PRELUDE + ("filtered()\n" if is_filtered else "") + "found = {}\n" + textwrap.dedent(body)
-    program = _seccomp.program(refuse_memfd=refuse_memfd).hex()
+    program = seccomp.program(refuse_memfd=refuse_memfd).hex()
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", source + "\nprint(json.dumps(found))", _kernel.__file__, program],
+        [sys.executable, "-I", "-S", "-c", source + "\nprint(json.dumps(found))", kernel.__file__, program],
         capture_output=True,
         timeout=30,
     )
@@ -57,18 +57,18 @@ def by_number(names: dict[str, tuple[int, int]]) -> str:
 
 
 def test_every_listed_call_is_refused():
-    assert set(run(by_number(_seccomp.REFUSED)).values()) == {-EPERM}
+    assert set(run(by_number(seccomp.REFUSED)).values()) == {-EPERM}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is allowed these calls, so that the filter alone refuses them")
 def test_it_is_the_filter_that_refuses_them():
-    found = run(by_number(_seccomp.REFUSED | _seccomp.UNSEEN_MEMORY), is_filtered=False)
+    found = run(by_number(seccomp.REFUSED | seccomp.UNSEEN_MEMORY), is_filtered=False)
     assert [name for name, result in found.items() if result == -EPERM] == []
 
 
 @MEMFD_KINDS
 def test_memory_that_nobody_sees_is_refused_only_where_memory_is_only_watched(refuse_memfd: bool):
-    found = run(by_number(_seccomp.UNSEEN_MEMORY), refuse_memfd=refuse_memfd)
+    found = run(by_number(seccomp.UNSEEN_MEMORY), refuse_memfd=refuse_memfd)
     assert {result == -EPERM for result in found.values()} == {refuse_memfd}
 
 
@@ -81,10 +81,10 @@ def test_the_filter_is_inherited_through_exec():
 def test_no_namespace_can_be_made_by_clone_or_unshare():
     body = f"""
     for bit in (7, 17, 25, 26, 27, 28, 29, 30):  # NEWTIME, NEWNS, NEWCGROUP … NEWNET
-        found[f"unshare {{bit}}"] = call({_seccomp.UNSHARE[COLUMN]}, 1 << bit)
-        found[f"unshare {{bit}} with high bits"] = call({_seccomp.UNSHARE[COLUMN]}, (1 << 40) | 1 << bit)
+        found[f"unshare {{bit}}"] = call({seccomp.UNSHARE[COLUMN]}, 1 << bit)
+        found[f"unshare {{bit}} with high bits"] = call({seccomp.UNSHARE[COLUMN]}, (1 << 40) | 1 << bit)
         if bit != 7:
-            found[f"clone {{bit}}"] = call({_seccomp.CLONE[COLUMN]}, 17 | 1 << bit, 0, 0, 0, 0)
+            found[f"clone {{bit}}"] = call({seccomp.CLONE[COLUMN]}, 17 | 1 << bit, 0, 0, 0, 0)
     """
     found = run(body)
     assert len(found) == 23
@@ -92,11 +92,11 @@ def test_no_namespace_can_be_made_by_clone_or_unshare():
 
 
 def test_unshare_of_files_is_still_allowed():
-    assert run(f"found['files'] = call({_seccomp.UNSHARE[COLUMN]}, 0x400)") == {"files": 0}
+    assert run(f"found['files'] = call({seccomp.UNSHARE[COLUMN]}, 0x400)") == {"files": 0}
 
 
 def test_clone3_is_said_not_to_exist():
-    assert run(f"found['clone3'] = call({_seccomp.CLONE3[COLUMN]}, 1, 88)") == {"clone3": -ENOSYS}
+    assert run(f"found['clone3'] = call({seccomp.CLONE3[COLUMN]}, 1, 88)") == {"clone3": -ENOSYS}
 
 
 def test_a_terminal_cannot_be_typed_into():
@@ -104,10 +104,10 @@ def test_a_terminal_cannot_be_typed_into():
     import pty
     master, slave = pty.openpty()
     byte = ctypes.create_string_buffer(b"x")
-    for name, request in (("TIOCSTI", {_seccomp.TIOCSTI}), ("TIOCLINUX", {_seccomp.TIOCLINUX})):
+    for name, request in (("TIOCSTI", {seccomp.TIOCSTI}), ("TIOCLINUX", {seccomp.TIOCLINUX})):
         for high in (0, 1 << 32):
-            found[f"{{name}} {{high}}"] = call({_seccomp.IOCTL[COLUMN]}, slave, high | request, ctypes.addressof(byte))
-    found["TIOCGPGRP"] = call({_seccomp.IOCTL[COLUMN]}, slave, 0x540F, 1)
+            found[f"{{name}} {{high}}"] = call({seccomp.IOCTL[COLUMN]}, slave, high | request, ctypes.addressof(byte))
+    found["TIOCGPGRP"] = call({seccomp.IOCTL[COLUMN]}, slave, 0x540F, 1)
     """
     found = run(body)
     assert found.pop("TIOCGPGRP") != -EPERM
@@ -118,7 +118,7 @@ def test_a_terminal_cannot_be_typed_into():
 def test_sockets_that_no_network_namespace_holds_are_refused():
     body = f"""
     for family in (1, 2, 10, 16, 40, 42):
-        found[family] = call({_seccomp.SOCKET[COLUMN]}, family, 3 if family == 16 else 1, 0)
+        found[family] = call({seccomp.SOCKET[COLUMN]}, family, 3 if family == 16 else 1, 0)
     """
     found = run(body)
     assert {family for family, result in found.items() if result == -EPERM} == {"40", "42"}
@@ -152,9 +152,9 @@ def test_other_architectures_have_no_door():
 
 def filtered_run(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     source = PRELUDE + "filtered()\nos.execvp(sys.argv[3], sys.argv[3:])"
-    program = _seccomp.program(refuse_memfd=True).hex()
+    program = seccomp.program(refuse_memfd=True).hex()
     return subprocess.run(
-        [sys.executable, "-I", "-S", "-c", source, _kernel.__file__, program, *argv],
+        [sys.executable, "-I", "-S", "-c", source, kernel.__file__, program, *argv],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -202,9 +202,9 @@ def test_the_numbers_are_those_of_the_kernels_headers():
     """From the headers that a C compiler brings: a wrong number would refuse another call. Every machine has ARM's, an
     x86-64 its own as well."""
     headers = {0: "x86_64-linux-gnu/asm/unistd_64.h", 1: "asm-generic/unistd.h"}
-    listed = _seccomp.REFUSED | _seccomp.UNSEEN_MEMORY
-    listed |= {"clone3": _seccomp.CLONE3, "clone": _seccomp.CLONE, "unshare": _seccomp.UNSHARE}
-    listed |= {"ioctl": _seccomp.IOCTL, "socket": _seccomp.SOCKET}
+    listed = seccomp.REFUSED | seccomp.UNSEEN_MEMORY
+    listed |= {"clone3": seccomp.CLONE3, "clone": seccomp.CLONE, "unshare": seccomp.UNSHARE}
+    listed |= {"ioctl": seccomp.IOCTL, "socket": seccomp.SOCKET}
     looked_at = 0
     for column, header in headers.items():
         path = Path("/usr/include") / header
@@ -221,9 +221,9 @@ def test_the_numbers_are_those_of_the_kernels_headers():
 
 def test_a_machine_without_a_table_is_refused_by_name():
     with pytest.raises(ValueError, match="riscv64"):
-        _seccomp.program(refuse_memfd=False, machine="riscv64")
+        seccomp.program(refuse_memfd=False, machine="riscv64")
 
 
 def test_the_program_is_within_the_kernels_bounds():
     for machine in ("x86_64", "aarch64"):
-        assert 8 < len(_seccomp.program(refuse_memfd=True, machine=machine)) <= 4096 * 8
+        assert 8 < len(seccomp.program(refuse_memfd=True, machine=machine)) <= 4096 * 8

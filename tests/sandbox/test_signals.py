@@ -11,7 +11,7 @@ import pytest
 
 from rollyard.core.failure import SandboxEndedByPolicy
 from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, SandboxSpec
-from rollyard.sandbox import _kernel as kernel
+from rollyard.sandbox.launcher import kernel
 
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.sandbox.images import Bounds, HostileImage, ImageError, Unpacker
+from rollyard.sandbox.images import HostileImage, ImageError, UnpackBounds, Unpacker
 from tests.sandbox.registry import Entry, file, folder, hard, link, tar
 
 
@@ -21,7 +21,7 @@ def outside(tmp_path: Path) -> Path:
     return made
 
 
-def unpack(tmp_path: Path, *layers: Sequence[Entry], bounds: Bounds | None = None) -> Path:
+def unpack(tmp_path: Path, *layers: Sequence[Entry], bounds: UnpackBounds | None = None) -> Path:
     root = tmp_path / "root"
     root.mkdir(exist_ok=True)
     with Unpacker(root, bounds) as unpacker:
@@ -161,9 +161,9 @@ def test_devices_and_fifos_are_left_out_and_counted(tmp_path: Path):
 
 def test_bytes_and_entries_are_bounded(tmp_path: Path):
     with pytest.raises(HostileImage, match="larger than 100 bytes"):
-        unpack(tmp_path, [file("a", b"x" * 60)], [file("b", b"x" * 60)], bounds=Bounds(total_bytes=100))
+        unpack(tmp_path, [file("a", b"x" * 60)], [file("b", b"x" * 60)], bounds=UnpackBounds(total_bytes=100))
     with pytest.raises(HostileImage, match="more than 3 entries"):
-        unpack(tmp_path, [file(str(number)) for number in range(4)], bounds=Bounds(entries=3))
+        unpack(tmp_path, [file(str(number)) for number in range(4)], bounds=UnpackBounds(entries=3))
 
 
 def test_a_header_of_gigabytes_is_not_read_into_memory(tmp_path: Path):

@@ -10,8 +10,8 @@ import pytest
 
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox import ApptainerRuntime, Bind, BubblewrapRuntime, Sandbox, SandboxSpec
-from rollyard.sandbox._namespaced import UIDS
-from rollyard.sandbox._sandbox import LaunchedSandbox
+from rollyard.sandbox.launched_sandbox import LaunchedSandbox
+from rollyard.sandbox.runtimes.namespaced import UIDS
 from rollyard.testing.sandbox_conformance import started
 from rollyard.tools.shell import Shell
 from tests.sandbox.runtimes import image

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.sandbox import _usage, _walk, _warden
-from rollyard.sandbox._cgroups import Cgroups
-from rollyard.sandbox._warden_client import Warden
+from rollyard.sandbox.limits import disk_walk, monitor_program, usage
+from rollyard.sandbox.limits.cgroups import Cgroups
+from rollyard.sandbox.limits.monitor import MonitorClient
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +37,8 @@ class Told:
         self.ooms: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.pressure: asyncio.Queue[tuple[bool, Mapping[str, int]]] = asyncio.Queue()
 
-    def warden(self, **reserves: object) -> Warden:
-        return Warden(
+    def warden(self, **reserves: object) -> MonitorClient:
+        return MonitorClient(
             lambda *said: self.limits.put_nowait(said),
             lambda *said: self.ooms.put_nowait(said),
             lambda *said: self.pressure.put_nowait(said),
@@ -56,7 +56,7 @@ def told() -> Told:
 
 
 @pytest.fixture
-async def warden(told: Told) -> AsyncGenerator[Warden, None]:
+async def warden(told: Told) -> AsyncGenerator[MonitorClient, None]:
     warden = told.warden()
     yield warden
     await warden.close()
@@ -92,7 +92,7 @@ def keeper() -> Generator[Callable[..., int], None, None]:
 HEAP = "x = b'x' * (100 << 20)"
 
 
-async def is_silent(told: Told, warden: Warden, keeper: Callable[..., int]) -> None:
+async def is_silent(told: Told, warden: MonitorClient, keeper: Callable[..., int]) -> None:
     """Nothing is told of what is watched already, although all of it is looked at."""
     warden.watch("the sign", pid=keeper(HEAP), memory_bytes=16 * MIB)
     assert await told.limit() == ("the sign", "memory")
@@ -102,13 +102,13 @@ async def is_silent(told: Told, warden: Warden, keeper: Callable[..., int]) -> N
 # --- memory -------------------------------------------------------------------------------------------
 
 
-async def test_a_heap_beyond_the_limit_is_told_once(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_a_heap_beyond_the_limit_is_told_once(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     warden.watch("a", pid=keeper(HEAP), memory_bytes=64 * MIB)
     assert await told.limit() == ("a", "memory")
     await is_silent(told, warden, keeper)
 
 
-async def test_memory_within_the_limit_is_not_told(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_memory_within_the_limit_is_not_told(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     warden.watch("a", pid=keeper(HEAP), memory_bytes=200 * MIB)
     await is_silent(told, warden, keeper)
 
@@ -116,12 +116,12 @@ async def test_memory_within_the_limit_is_not_told(told: Told, warden: Warden, k
 MANY = "for _ in range(8):\n  if os.fork() == 0:\n    x = b'x' * (20 << 20); stay(); os._exit(0)\n"
 
 
-async def test_many_processes_are_counted_together(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_many_processes_are_counted_together(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     warden.watch("a", pid=keeper(MANY), memory_bytes=100 * MIB)
     assert await told.limit() == ("a", "memory")
 
 
-async def test_pages_that_forks_share_count_once(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_pages_that_forks_share_count_once(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     code = HEAP + "\nfor _ in range(5):\n  if os.fork() == 0: stay(); os._exit(0)"
     warden.watch("a", pid=keeper(code), memory_bytes=200 * MIB)
     await is_silent(told, warden, keeper)
@@ -131,7 +131,7 @@ SHARED = "import mmap\nm = mmap.mmap(-1, 100 << 20)\nfor i in range(0, len(m), 4
 READ_IT = "for _ in range(3):\n  if os.fork() == 0: sum(m[i] for i in range(0, len(m), 4096)); stay(); os._exit(0)\n"
 
 
-async def test_shared_anonymous_memory_counts_and_counts_once(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_shared_anonymous_memory_counts_and_counts_once(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     pid = keeper(SHARED + READ_IT)
     warden.watch("within", pid=pid, memory_bytes=200 * MIB)
     warden.watch("beyond", pid=keeper(SHARED), memory_bytes=64 * MIB)
@@ -146,7 +146,7 @@ TMPFS = (
 OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 
 
-async def test_a_tmpfs_of_its_own_is_memory(told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path):
+async def test_a_tmpfs_of_its_own_is_memory(told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path):
     pid = keeper(TMPFS, argv=OWN_MOUNTS, at=tmp_path)
     warden.watch("within", pid=pid, memory_bytes=200 * MIB, tmpfs_paths=[str(tmp_path)])
     warden.watch("beyond", pid=pid, memory_bytes=64 * MIB, tmpfs_paths=["/missing", str(tmp_path)])
@@ -155,7 +155,7 @@ async def test_a_tmpfs_of_its_own_is_memory(told: Told, warden: Warden, keeper: 
 
 
 async def test_a_file_mapped_from_its_tmpfs_counts_once(
-    told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+    told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
 ):
     code = TMPFS + "\nimport mmap\nm = mmap.mmap(os.open(sys.argv[1] + '/f', os.O_RDWR), 0)\n" + READ_IT
     pid = keeper(code, argv=OWN_MOUNTS, at=tmp_path)
@@ -163,7 +163,7 @@ async def test_a_file_mapped_from_its_tmpfs_counts_once(
     await is_silent(told, warden, keeper)
 
 
-async def test_a_tmpfs_of_the_host_is_nobodys_memory(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_a_tmpfs_of_the_host_is_nobodys_memory(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     file = Path("/dev/shm") / f"rollyard-test-{uuid.uuid4().hex}"
     try:
         file.write_bytes(b"x" * (100 * MIB))
@@ -173,7 +173,7 @@ async def test_a_tmpfs_of_the_host_is_nobodys_memory(told: Told, warden: Warden,
         file.unlink(missing_ok=True)
 
 
-async def test_another_tree_is_never_counted(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_another_tree_is_never_counted(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     hog = keeper(HEAP)
     warden.watch("a", pid=keeper(""), memory_bytes=64 * MIB, processes=4)
     await is_silent(told, warden, keeper)
@@ -183,17 +183,17 @@ async def test_another_tree_is_never_counted(told: Told, warden: Warden, keeper:
 async def test_a_number_that_went_to_a_stranger_is_not_the_keeper(keeper: Callable[..., int]):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        warden = _warden.Warden(theirs)
+        warden = monitor_program.ResourceMonitor(theirs)
         request = {"id": "a", "pid": keeper(HEAP), "memory_bytes": 1, "processes": None, "disk_bytes": None}
-        watched = _warden.Watched({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
+        watched = monitor_program.WatchedSandbox({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
         assert len(warden.trees_of([watched])[0][1]) == 1
         watched.start_time -= 1
         assert warden.trees_of([watched]) == []
 
 
 def test_a_ring_of_reused_numbers_ends():
-    seen = {7: _usage.Process(8, 1, 1, 0), 8: _usage.Process(7, 1, 1, 0), 9: _usage.Process(5, 1, 1, 0)}
-    assert _usage.trees([5], seen) == {5: [9]}
+    seen = {7: usage.Process(8, 1, 1, 0), 8: usage.Process(7, 1, 1, 0), 9: usage.Process(5, 1, 1, 0)}
+    assert usage.trees([5], seen) == {5: [9]}
 
 
 # --- processes ----------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ BOMB = (
 
 
 @as_root
-async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     pid = keeper(BOMB, uid=2_000_000 + os.getpid())
     warden.watch("within", pid=pid, processes=21)
     warden.watch("beyond", pid=keeper(BOMB, uid=3_000_000 + os.getpid()), processes=20)
@@ -218,7 +218,7 @@ async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, warden: Warden, kee
     assert told.limits.empty()
 
 
-async def test_threads_count_as_the_kernel_counts_them(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_threads_count_as_the_kernel_counts_them(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     code = "import threading\nfor _ in range(9): threading.Thread(target=sys.stdin.read, daemon=True).start()"
     warden.watch("a", pid=keeper(code), processes=10)
     assert await told.limit() == ("a", "processes")
@@ -226,10 +226,10 @@ async def test_threads_count_as_the_kernel_counts_them(told: Told, warden: Warde
 
 def test_a_peak_is_no_fork_bomb():
     request = {"id": "a", "pid": os.getpid(), "memory_bytes": None, "processes": 5, "disk_bytes": None}
-    watched = _warden.Watched({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
+    watched = monitor_program.WatchedSandbox({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
     looks = [(0.0, True), (2.9, True), (3.0, False), (3.2, True), (5.0, True), (6.1, True), (6.3, True)]
     assert [watched.is_full_for_long(is_full, now) for now, is_full in looks] == [False] * 6 + [True]
-    few = _warden.Watched({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
+    few = monitor_program.WatchedSandbox({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
     assert [few.is_full_for_long(True, now) for now in (0.0, 10.0, 20.0)] == [False] * 3  # of slow ticks it wants some
 
 
@@ -261,7 +261,7 @@ def one_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [one_file, small_files, deep_files])
 async def test_a_full_disk_is_told(
-    fill: Callable[[Path], None], told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None], told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
 ):
     fill(tmp_path)
     pid = keeper("")
@@ -284,7 +284,7 @@ def links(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [sparse, links])
 async def test_what_takes_no_disk_is_not_told(
-    fill: Callable[[Path], None], told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None], told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
 ):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -297,7 +297,7 @@ async def test_what_takes_no_disk_is_not_told(
 
 
 async def test_a_deleted_file_that_is_held_is_disk(
-    told: Told, warden: Warden, keeper: Callable[..., int], disk_path: Path
+    told: Told, warden: MonitorClient, keeper: Callable[..., int], disk_path: Path
 ):
     code = "f = open(sys.argv[1], 'wb'); f.write(b'x' * (8 << 20)); f.flush(); os.unlink(sys.argv[1])"
     in_memory = "fd = os.memfd_create('x'); os.write(fd, b'x' * (8 << 20))"
@@ -309,7 +309,7 @@ async def test_a_deleted_file_that_is_held_is_disk(
     assert told.limits.empty()
 
 
-async def test_a_disk_that_fills_later_is_seen(told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path):
+async def test_a_disk_that_fills_later_is_seen(told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path):
     warden.watch("a", pid=keeper(""), disk_bytes=8 * MIB, disk_folders=[tmp_path])
     await is_silent(told, warden, keeper)  # by now its first walk is done, and found nothing
     for number in range(32):
@@ -320,9 +320,9 @@ async def test_a_disk_that_fills_later_is_seen(told: Told, warden: Warden, keepe
 def test_a_disk_is_walked_again_when_it_filled_or_after_a_while(tmp_path: Path):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        warden = _warden.Warden(theirs)
+        warden = monitor_program.ResourceMonitor(theirs)
         request = {"id": "a", "pid": 1, "memory_bytes": None, "processes": None, "disk_bytes": 16 * MIB}
-        watched = _warden.Watched({**request, "disk_folders": ["x"], "tmpfs_paths": [], "event_files": []})
+        watched = monitor_program.WatchedSandbox({**request, "disk_folders": ["x"], "tmpfs_paths": [], "event_files": []})
         assert warden.is_walk_due(watched, 100.0, {"x": (5 * MIB, 7)}) == (True, (5 * MIB, 7))
         watched.walked_at, watched.filled_at_walk = 100.0, (5 * MIB, 7)
         assert warden.is_walk_due(watched, 129.0, {"x": (6 * MIB, 10**6)})[0] is False
@@ -352,7 +352,7 @@ def symbolic_links(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [empty_files, empty_folders, symbolic_links])
 async def test_too_many_files_are_told(
-    fill: Callable[[Path], None], told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None], told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
 ):
     (tmp_path / "few").mkdir()
     links(tmp_path / "few")  # one file with many names is one file
@@ -365,15 +365,15 @@ async def test_too_many_files_are_told(
 
 
 async def test_deleted_files_that_are_held_are_files(
-    told: Told, warden: Warden, keeper: Callable[..., int], disk_path: Path
+    told: Told, warden: MonitorClient, keeper: Callable[..., int], disk_path: Path
 ):
     code = "held = [open(f'{sys.argv[1]}{n}', 'w') for n in range(300)]\nfor file in held: os.unlink(file.name)"
     warden.watch("a", pid=keeper(code, at=disk_path / "file"), files=200, disk_folders=[disk_path])
     assert await told.limit() == ("a", "files")
 
 
-def walked(folder: Path, limit: int = 1 << 50) -> _walk.Walk:
-    walk = _walk.Walk([str(folder)], limit, list, lambda _: set())
+def walked(folder: Path, limit: int = 1 << 50) -> disk_walk.DiskWalk:
+    walk = disk_walk.DiskWalk([str(folder)], limit, list, lambda _: set())
     while not walk.is_done:
         walk.go_on(until=0.0)  # the smallest slices there are
     return walk
@@ -396,7 +396,7 @@ def test_a_walk_leaves_no_descriptor_open(tmp_path: Path):
     deep_files(tmp_path)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     walked(tmp_path)
-    unfinished = _walk.Walk([str(tmp_path)], 1 << 50, list, lambda _: set())
+    unfinished = disk_walk.DiskWalk([str(tmp_path)], 1 << 50, list, lambda _: set())
     unfinished.go_on(until=0.0)
     assert not unfinished.is_done
     unfinished.stop()
@@ -410,7 +410,7 @@ def test_a_walk_survives_what_is_moved_and_removed_under_it(tmp_path: Path):
     small_files(small)
     (tmp_path / "z").mkdir()
     one_file(tmp_path / "z")
-    walk = _walk.Walk([str(tmp_path)], 1 << 50, list, lambda _: set())
+    walk = disk_walk.DiskWalk([str(tmp_path)], 1 << 50, list, lambda _: set())
     walk.go_on(until=0.0)
     small.rename(tmp_path / "elsewhere")
     walk.go_on(until=0.0)
@@ -427,7 +427,7 @@ def as_another(code: str, folder: Path) -> bytes:
         "os.chdir(sys.argv[2]); os.chown('.', 54321, 54321); os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
         "walk = _walk.Walk(['.'], 1 << 50, lambda: [], lambda _: set())\n"
     )
-    argv = [sys.executable, "-I", "-S", "-c", before + code, str(Path(_walk.__file__).parent), str(folder)]
+    argv = [sys.executable, "-I", "-S", "-c", before + code, str(Path(disk_walk.__file__).parent), str(folder)]
     return subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout
 
 
@@ -475,7 +475,7 @@ ENTER = "for path in sys.argv[1].split(','): open(path, 'w').write('0')\n"
 
 
 async def test_an_oom_kill_in_its_cgroup_is_told(
-    told: Told, warden: Warden, keeper: Callable[..., int], cgroups: Cgroups
+    told: Told, warden: MonitorClient, keeper: Callable[..., int], cgroups: Cgroups
 ):
     group = cgroups.make("sbx_1", 32 * MIB, None, None)
     warden.watch("a", pid=keeper(""), event_files=group.event_files)
@@ -488,7 +488,7 @@ async def test_an_oom_kill_in_its_cgroup_is_told(
 
 
 async def test_a_group_that_stays_at_its_limit_of_processes_is_told(
-    told: Told, warden: Warden, keeper: Callable[..., int], cgroups: Cgroups
+    told: Told, warden: MonitorClient, keeper: Callable[..., int], cgroups: Cgroups
 ):
     group = cgroups.make("sbx_1", None, 6, None)
     code = ENTER + "\nfor _ in range(5):\n  if os.fork() == 0: sys.stdin.read(); os._exit(0)"
@@ -564,7 +564,7 @@ async def test_a_recovery_while_there_is_no_warden_is_told_by_the_next_one(told:
 
 
 async def test_a_killed_warden_is_replaced_and_knows_what_was_watched(
-    told: Told, warden: Warden, keeper: Callable[..., int], tmp_path: Path
+    told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
 ):
     warden.watch("a", pid=keeper(""), disk_bytes=4 * MIB, disk_folders=[tmp_path])
     await is_silent(told, warden, keeper)
@@ -577,14 +577,14 @@ async def test_a_killed_warden_is_replaced_and_knows_what_was_watched(
     assert warden.pid not in (None, first)
 
 
-async def test_a_forgotten_sandbox_is_not_told(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_a_forgotten_sandbox_is_not_told(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
     warden.forget("a")
     warden.forget("a")
     await is_silent(told, warden, keeper)
 
 
-async def test_a_watch_of_the_same_name_begins_anew(told: Told, warden: Warden, keeper: Callable[..., int]):
+async def test_a_watch_of_the_same_name_begins_anew(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
     warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
     assert await told.limit() == ("a", "memory")
     warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
@@ -604,7 +604,7 @@ async def test_close_leaves_no_process(told: Told, keeper: Callable[..., int]):
 def test_a_warden_ends_with_its_service():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        argv = [sys.executable, "-I", "-S", _warden.__file__, str(theirs.fileno())]
+        argv = [sys.executable, "-I", "-S", monitor_program.__file__, str(theirs.fileno())]
         process = subprocess.Popen(argv, pass_fds=(theirs.fileno(),))
     ours.close()
     assert process.wait(20) == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.sampling.keep import Judged
+from rollyard.sampling.filters import FilterInput
 from tests.service.site import Site, engine_table, open_site, scripted, task
 from tests.service.skill import skilled
 from tests.service.test_draws import closed, draw, mixed, site_with, take, tasks
@@ -34,13 +34,13 @@ def watched() -> list[str]:
     return [name for one in asyncio.all_tasks() if (name := one.get_name()).startswith("draw ")]
 
 
-def broken(judged: Judged) -> bool:
+def broken(judged: FilterInput) -> bool:
     raise ValueError(f"no {judged.rewards}")
 
 
 def install(monkeypatch: Any, *names: str) -> None:
     found = [EntryPoint(name, f"{__name__}:{name}", "rollyard.filters") for name in names]
-    monkeypatch.setattr("rollyard.sampling.keep.plugins", lambda group: found)
+    monkeypatch.setattr("rollyard.sampling.filters.plugins", lambda group: found)
 
 
 async def test_a_stranger_with_a_members_place_is_not_the_member(tmp_path: Path) -> None:

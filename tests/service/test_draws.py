@@ -398,7 +398,7 @@ async def test_a_hopeless_group_is_given_up_early_and_only_then(tmp_path: Path) 
 
 
 async def test_a_task_that_infrastructure_fails_returns_at_most_twice(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rollyard.sampling.draws.HOLD_OFF_S", (0.01, 0.01))
+    monkeypatch.setattr("rollyard.sampling.draw_runner.HOLD_OFF_S", (0.01, 0.01))
 
     def say(turn: Any) -> Reply:
         if "<|im_start|>" in turn.text and "number 0" in turn.text:

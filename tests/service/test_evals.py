@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.sampling import eval_keeper
+from rollyard.sampling import eval_runner
 from rollyard.testing.script import Reply, Turn
 from tests.service.site import OTHER, TRAINER, Site, engine_table, finish, open_site, scripted, task
 from tests.service.skill import CHECK, member_of, skilled
@@ -207,8 +207,8 @@ async def test_many_tasks_are_begun_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, max_queued: int
 ) -> None:
     """Forty-two rollouts, of which six may be under way; or the queue has room for four."""
-    monkeypatch.setattr(eval_keeper, "AHEAD", ahead)
-    monkeypatch.setattr(eval_keeper, "FULL_S", 0.05)
+    monkeypatch.setattr(eval_runner, "AHEAD", ahead)
+    monkeypatch.setattr(eval_runner, "FULL_S", 0.05)
     async with (
         skilled(lambda rollout: rollout.endswith("-0")) as engine,
         open_site(tmp_path, engines=[engine_table(engine)], max_queued=max_queued, run_slots=2) as site,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rollyard.sampling import groups as groups_module
-from rollyard.sampling import opening
-from rollyard.sampling.draws import DrawKeeper
-from rollyard.sampling.opening import OpenGroup, catch_up
+from rollyard.sampling import open_group as opening
+from rollyard.sampling.draw_runner import DrawRunner
+from rollyard.sampling.open_group import OpenGroup, catch_up
 from rollyard.store import SqliteStore, Store
 from tests.service.site import engine_table, open_site, scripted, task
 from tests.store.small_texts import lower_limits
@@ -75,9 +75,9 @@ async def test_a_group_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkey
 
 
 async def test_a_draw_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = DrawKeeper.load
+    load = DrawRunner.load
 
-    async def broken(self: DrawKeeper, groups: Any) -> None:
+    async def broken(self: DrawRunner, groups: Any) -> None:
         if self.draw.id == "bad":
             raise ValueError("what it has cannot be read")
         await load(self, groups)
@@ -88,7 +88,7 @@ async def test_a_draw_that_cannot_be_taken_up_ends_alone(tmp_path: Path, monkeyp
                 body = {"id": name, "group_size": 2, "source": {"tasks": [task()]}}
                 assert (await site.post("/v1/draws", body)).status == 201
         with monkeypatch.context() as patch:
-            patch.setattr(DrawKeeper, "load", broken)
+            patch.setattr(DrawRunner, "load", broken)
             async with open_site(tmp_path, engines=[engine_table(engine)]) as site:
                 assert (await site.get("/v1/draws/good")).body["state"] == "active"
         async with open_site(tmp_path, engines=[engine_table(engine)]) as site:

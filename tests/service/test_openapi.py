@@ -10,7 +10,7 @@ from rollyard.core import CODES
 from rollyard.gateway.app import PATHS
 from rollyard.service import openapi
 from rollyard.service.app import PARTS
-from rollyard.service.door import CALLS
+from rollyard.service.session_gateway import CALLS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
 

@@ -14,7 +14,7 @@ from rollyard.core.failure import RateLimited
 from rollyard.pipeline.scheduler import Scheduler
 from rollyard.service import build
 from rollyard.service.access import Caller
-from rollyard.service.rates import Rates
+from rollyard.service.rate_limits import RateLimits
 from rollyard.store.base import QueuedRow
 from rollyard.testing.script import Reply
 from tests.service.site import Site, engine_table, finish, open_site, scripted, task
@@ -176,7 +176,7 @@ async def test_a_token_makes_no_more_calls_than_it_may(tmp_path: Path) -> None:
 
 
 def test_calls_are_counted_by_a_bucket_that_fills_at_its_rate() -> None:
-    rates, caller = Rates(), Caller(Access.TRAINER, "t", quota=Quota(requests_per_s=10.0))
+    rates, caller = RateLimits(), Caller(Access.TRAINER, "t", quota=Quota(requests_per_s=10.0))
     for _ in range(20):
         rates.check(caller, now=100.0)
     with pytest.raises(RateLimited) as refused:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.pipeline.yard import Yard
+from rollyard.pipeline.pipeline import Pipeline
 from rollyard.service.routes import runs
 from rollyard.store import SqliteStore
 from rollyard.store.base import Stale
@@ -35,13 +35,13 @@ async def gone(site: Site, run: str = "long") -> None:
 async def test_a_run_with_a_long_queue_is_deleted_after_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go, delete = asyncio.Event(), Yard.delete_run
+    may_go, delete = asyncio.Event(), Pipeline.delete_run
 
-    async def delayed(self: Yard, run_id: str) -> None:
+    async def delayed(self: Pipeline, run_id: str) -> None:
         await may_go.wait()
         await delete(self, run_id)
 
-    monkeypatch.setattr(Yard, "delete_run", delayed)
+    monkeypatch.setattr(Pipeline, "delete_run", delayed)
     async with open_site(tmp_path) as site:
         await fill(site)
         for _ in range(2):  # a second call is the same
@@ -89,10 +89,10 @@ async def test_a_rollout_that_comes_back_during_the_deletion_does_not_stop_it(
 
 
 async def test_a_deletion_that_fails_is_not_reported_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Yard, run_id: str) -> None:
+    async def broken(self: Pipeline, run_id: str) -> None:
         raise ValueError("it cannot be deleted")
 
-    monkeypatch.setattr(Yard, "delete_run", broken)
+    monkeypatch.setattr(Pipeline, "delete_run", broken)
     monkeypatch.setattr(runs, "DELETE_S", 60.0)
     async with open_site(tmp_path) as site:
         assert (await site.post("/v1/runs", {"id": "long"})).status == 201

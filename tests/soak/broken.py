@@ -59,7 +59,7 @@ DEFECTS = (
     Defect(
         "groups",
         "a restart forgets the groups of a draw that were in flight",
-        "sampling/draws.py",
+        "sampling/draw_runner.py",
         "flying = [flock.adopt(group) for group in groups]",
         "flying = []",
         "tests/acceptance/test_draw_kill.py::test_batches_with_deaths_on_both_sides[deliver]",
@@ -75,7 +75,7 @@ DEFECTS = (
     Defect(
         "survive",
         "the next service does not sweep what a killed one left",
-        "sandbox/_runtime.py",
+        "sandbox/runtimes/launched.py",
         'if await self._end_recorded(folder / "record.json"):',
         'if await self._end_recorded(folder / "record.json") and not paths:',
         "tests/acceptance/test_sandbox_endurance.py::test_a_killed_service_leaves_no_survivor[bubblewrap]",
@@ -83,7 +83,7 @@ DEFECTS = (
     Defect(
         "endurance",
         "a sandbox that ended leaves its control groups behind",
-        "sandbox/_runtime.py",
+        "sandbox/runtimes/launched.py",
         "await self._remove([str(place.folder), str(place.control)], place.groups)",
         "await self._remove([str(place.folder), str(place.control)])",
         "tests/acceptance/test_sandbox_endurance.py::test_sandboxes_that_ended_leave_nothing[bubblewrap]",
@@ -91,7 +91,7 @@ DEFECTS = (
     Defect(
         "steady",
         "a sandbox that ended leaves a descriptor of the service open",
-        "sandbox/_keeper.py",
+        "sandbox/launcher/init_client.py",
         "self._loop.remove_reader(self._pidfd)\n            os.close(self._pidfd)",
         "self._loop.remove_reader(self._pidfd)",
         "tests/soak/test_steady.py::test_what_a_service_holds_levels_off",

@@ -20,7 +20,7 @@ from rollyard.cli._console import note, show, table
 from rollyard.cli.rig import engine_process, service
 from rollyard.client import AsyncClient
 from rollyard.core import Json
-from rollyard.sandbox import _kernel as kernel
+from rollyard.sandbox.launcher import kernel
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.service.fuzz import resident_bytes
 

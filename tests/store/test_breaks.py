@@ -16,7 +16,7 @@ import pytest
 
 from rollyard.core import Group, IllegalMove, Position, Run, State
 from rollyard.core.failure import InvalidRequest, NotFound
-from rollyard.store import Recovered, SqliteStore, Stale, StoreLocked, StoreUnusable, encode_trajectory
+from rollyard.store import Recovery, SqliteStore, Stale, StoreLocked, StoreUnusable, encode_trajectory
 from rollyard.store._place import mount_of, refuse_network
 from rollyard.store.codec import to_json
 from rollyard.store.schema import MIGRATIONS, migrate
@@ -285,7 +285,7 @@ async def test_a_store_of_an_older_version_opens_with_rollouts_in_every_state(op
     connection.execute("UPDATE meta SET value = 1 WHERE key = 'ended_seq'")
     connection.close()
     async with await open_store(keeps_leases=True) as store:
-        assert store.recovered == Recovered(queued=1, requeued=3, evals=("eval",))
+        assert store.recovered == Recovery(queued=1, requeued=3, evals=("eval",))
         assert {state: n for state, n in (await store.counts()).items() if n} == {"queued": 4, "eval": 1, "ended": 1}
         assert await store.trajectory("ended") == trajectory("ended")
         assert await store.saved_run("eval") == (trajectory("eval"), {"is_reevaluable": True})
@@ -293,7 +293,7 @@ async def test_a_store_of_an_older_version_opens_with_rollouts_in_every_state(op
 
 
 async def test_clients_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollyard.store._door.ROOM", 3)
+    monkeypatch.setattr("rollyard.store._sql_store.ROOM", 3)
     sizes: list[int] = []
     async with await SqliteStore.open(tmp_path / "x.db", on_commit=lambda _, n: sizes.append(n)) as store:
         await store.put_run(Run("run"), {})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollyard.core import Group, Rollout, Run, State, Task
-from rollyard.sampling.opening import rollouts_of
+from rollyard.sampling.open_group import rollouts_of
 from rollyard.store import SqliteStore, Submission
 from tests.store.small_texts import lower_limits
 

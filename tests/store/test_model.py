@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollyard.testing.store_model import Walk
+from rollyard.testing.store_model import ModelWalk
 from tests.store.conftest import AnyOpener
 
 pytestmark = pytest.mark.slow
@@ -10,4 +10,4 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_the_store_agrees_with_a_plain_model_of_it(seed: int, open_any: AnyOpener) -> None:
-    await Walk(open_any, seed).go(steps=150)
+    await ModelWalk(open_any, seed).go(steps=150)

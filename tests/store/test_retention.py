@@ -8,10 +8,10 @@ import time
 import pytest
 
 from rollyard.core import Batch, Group, GroupState, Rollout, Run, Task
-from rollyard.core.draw import Draw, DrawConfig, Progress, SourceKind, SourceSpec
+from rollyard.core.draw import Draw, DrawConfig, DrawProgress, SourceKind, SourceSpec
 from rollyard.core.failure import NotFound
 from rollyard.store._clock import MOST_STEP_S
-from rollyard.store.base import EvalRecord, Retention, Step, Store, Submission, Swept, eval_items
+from rollyard.store.base import Decision, EvalRecord, Retention, Store, Submission, SweepResult, eval_items
 from rollyard.store.codec import to_json
 from rollyard.store.schema import MIGRATIONS, migrate
 from rollyard.testing.store_conformance import QUEUED, completed, submission, trajectory
@@ -50,11 +50,11 @@ async def test_a_wall_clock_that_jumps_deletes_nothing(open_any: AnyOpener, monk
         await store.put_run(Run("run"), {})
         await one_ended(store, "r")
         monkeypatch.setattr(time, "time", lambda: real() + 30 * 24 * HOUR_S)
-        assert await store.sweep(DAY) == Swept()
+        assert await store.sweep(DAY) == SweepResult()
     async with await open_any() as store:  # nor one that was ahead before the service started
         await one_ended(store, "s")
         monkeypatch.setattr(time, "time", lambda: real() + 90 * 24 * HOUR_S)
-        assert await store.sweep(DAY) == Swept()
+        assert await store.sweep(DAY) == SweepResult()
         assert await store.trajectory("r") is not None and await store.trajectory("s") is not None
 
 
@@ -71,7 +71,7 @@ async def test_the_clock_counts_while_the_store_is_open_and_goes_on_where_it_was
         await wait_for(store, clock, 2.5 * HOUR_S)
         assert await store.get("r")
         clock.now_s += 30 * 24 * HOUR_S  # a process that was stopped, or a clock that jumped: an hour is counted
-        assert await store.sweep(DAY) == Swept()
+        assert await store.sweep(DAY) == SweepResult()
         assert "time passed that retention does not count" in caplog.text
         await wait_for(store, clock, 1 * HOUR_S)
         with pytest.raises(NotFound):
@@ -87,7 +87,7 @@ async def test_work_of_a_live_draw_is_kept_until_it_is_acknowledged_or_the_draw_
         await deliver(store, "d", 1)
         await wait_for(store, clock, 70 * HOUR_S)
         assert await store.trajectory("d.1-0") is not None
-        await store.step(Step(draw=draw_of("d", 1, is_active=False)))
+        await store.step(Decision(draw=draw_of("d", 1, is_active=False)))
         await wait_for(store, clock, 23.5 * HOUR_S)
         assert await store.trajectory("d.1-0") is not None, "a day from the end of its draw"
         await wait_for(store, clock, 1 * HOUR_S)
@@ -98,7 +98,7 @@ async def test_work_of_a_live_draw_is_kept_until_it_is_acknowledged_or_the_draw_
 
 def draw_of(name: str, batch: int, *, is_active: bool = True) -> Draw:
     config = DrawConfig(SourceSpec(SourceKind.TASKS, size=1))
-    return Draw(name, "run", config, is_active=is_active, progress=Progress(batch=batch, acked=batch - 1, place=batch))
+    return Draw(name, "run", config, is_active=is_active, progress=DrawProgress(batch=batch, acked=batch - 1, place=batch))
 
 
 async def deliver(store: Store, draw: str, number: int) -> None:
@@ -110,7 +110,7 @@ async def deliver(store: Store, draw: str, number: int) -> None:
     members = [Rollout(f"{name}-{k}", "run", Task("shell", {"at": name}), group=name, index=k) for k in range(2)]
     group = Group(name, "run", 2, draw=draw, state=GroupState.DELIVERED, batch=number, place=number, started=2)
     batch = Batch(draw, number, 1, 0, number - 1, delivered=1, is_open=False)
-    await store.step(Step(tuple(Submission(one, {}) for one in members), (group,), draw_of(draw, number), (batch,)))
+    await store.step(Decision(tuple(Submission(one, {}) for one in members), (group,), draw_of(draw, number), (batch,)))
     for one in members:
         await store.end(one.id, QUEUED, completed(), trajectory(one.id))
 
@@ -124,7 +124,7 @@ async def evaluate(store: Store, name: str) -> None:
     group = Group(f"{name}.0", name, 1, started=1)
     await store.put_groups([(group, {})], [Submission(sample, {})])
     await store.end(sample.id, QUEUED, completed(), trajectory(sample.id))
-    await store.step(Step(groups=(Group(f"{name}.0", name, 1, started=1, state=GroupState.COMPLETE),)))
+    await store.step(Decision(groups=(Group(f"{name}.0", name, 1, started=1, state=GroupState.COMPLETE),)))
     await store.put_eval(EvalRecord(name, name, "default", 1, state="done", tasks=1))
 
 
@@ -157,7 +157,7 @@ async def test_a_store_under_a_steady_load_stops_growing(open_any: AnyOpener) ->
             for few in range(each):
                 name = f"short{hour}x{few}"
                 await deliver(store, name, 1)
-                await store.step(Step(draw=draw_of(name, 1, is_active=False)))
+                await store.step(Decision(draw=draw_of(name, 1, is_active=False)))
                 await evaluate(store, f"eval{hour}x{few}")
             for number in range(2 * each):
                 await one_ended(store, f"lone{hour}-{number}")
@@ -187,6 +187,6 @@ async def test_what_an_older_store_has_is_kept_for_as_long_again(open_store: Sql
         connection.execute("INSERT INTO evals (id, run, digest, record) VALUES (?, 'run', '', ?)", (state, record))
     connection.close()
     async with await open_store() as store:
-        assert await store.sweep(DAY) == Swept()
+        assert await store.sweep(DAY) == SweepResult()
         await wait_for(store, clock, 25 * HOUR_S)
         assert [one.id for one in await store.list_evals()] == ["running"]

@@ -5,17 +5,17 @@ from typing import Any
 
 from rollyard.core import Sampling, Trajectory
 from rollyard.tokens import Renderer, verify
-from rollyard.tokens.splice import Book, Turn
+from rollyard.tokens.splice import ConversationBook, PreparedTurn
 
 SHELL = {"type": "function", "function": {"name": "shell", "description": "", "parameters": {"type": "object"}}}
 START = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
 
 
-def book(renderer: Renderer, **more: Any) -> Book:
-    return Book(renderer, sampling=Sampling(), policy="p", model="m", **more)
+def book(renderer: Renderer, **more: Any) -> ConversationBook:
+    return ConversationBook(renderer, sampling=Sampling(), policy="p", model="m", **more)
 
 
-def keep(it: Book, renderer: Renderer, turn: Turn, text: str, *, is_cut: bool = False, **more: Any) -> Any:
+def keep(it: ConversationBook, renderer: Renderer, turn: PreparedTurn, text: str, *, is_cut: bool = False, **more: Any) -> Any:
     """As an engine would answer: any tokens, here those of a text, and (unless cut off) the one that ends a turn."""
     ids = [*renderer.encode(text), *(() if is_cut else renderer.stop_token_ids[:1])]
     parsed = it.keep(
@@ -30,7 +30,7 @@ def keep(it: Book, renderer: Renderer, turn: Turn, text: str, *, is_cut: bool = 
     return ids, copy.deepcopy(dict(parsed.message))
 
 
-def proven(it: Book) -> list[int]:
+def proven(it: ConversationBook) -> list[int]:
     """Verifies all traces; the number of owned spans in each."""
     traces = it.traces()
     verify(Trajectory("r", 1, traces=traces))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from rollyard.core.failure import TaskInvalid
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.tokens import ChatML, Renderer, Tokenizers, load_renderer
+from rollyard.tokens.demonstrated import given_turn
 from rollyard.tokens.general import TemplateRenderer
-from rollyard.tokens.given import given_turn
 
 from .strategies import arguments, assistant, names, plain, tools
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from rollyard.tokens import ChatML, Delta, Parsed, Reader, Renderer, Tokenizer, ToolCall
 from rollyard.tokens.calls import assistant_message
-from rollyard.tokens.channel import Channel
 from rollyard.tokens.general import TemplateRenderer
 from rollyard.tokens.library import READ_BY_PIECES, LibraryRenderer
+from rollyard.tokens.text_stream import TextStream
 
 from .strategies import plain
 
@@ -255,7 +255,7 @@ def test_text_without_end_costs_the_same_for_each_token(chatml: ChatML):
             decoded += len(window)
             return chatml.decode(window)
 
-        channel, told = Channel(decode), ""
+        channel, told = TextStream(decode), ""
         for token in ids:
             channel.add(token)
             told += channel.take()

@@ -24,7 +24,7 @@ from rollyard.sandbox import BubblewrapRuntime, Sandbox, SandboxSpec
 from rollyard.sandbox.doorway import Doorway
 from rollyard.testing.sandbox_conformance import eventually
 from rollyard.tools import _mcp_link, _mcp_pipes
-from rollyard.tools._mcp_pipes import Lines
+from rollyard.tools._mcp_pipes import LineSplitter
 from rollyard.tools._mcp_tool import McpTool, _names
 from rollyard.tools.base import ToolContext, ToolResult
 from rollyard.tools.mcp import McpSource, OutsideServer, mcp_sources
@@ -289,7 +289,7 @@ def test_lines_are_cut_at_their_limit_whatever_the_chunks() -> None:
     data = b"ab\n" + b"x" * 11 + b"\n" + b"y" * 10 + b"\n" + b"z" * 50 + b"\nend\nrest"
     wanted = [b"ab", None, b"y" * 10, None, b"end"]
     for size in (1, 3, 7, 1000):
-        lines = Lines(10)
+        lines = LineSplitter(10)
         found = [line for start in range(0, len(data), size) for line in lines.feed(data[start : start + size])]
         assert found == wanted
         assert len(lines._begun) <= 10

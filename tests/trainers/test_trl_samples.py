@@ -9,7 +9,7 @@ from rollyard.client import Group, GroupRollout, Record, Trace
 from rollyard.core import Sampling
 from rollyard.trainers import _trl_samples
 from rollyard.trainers._trl_func import rollyard_reward
-from rollyard.trainers._trl_samples import RolloutsMissing, Sampler, row_of
+from rollyard.trainers._trl_samples import RolloutsMissing, SampleBuilder, row_of
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def group(*rollouts: GroupRollout) -> Group:
 
 def test_a_sample_has_the_traces_own_mask_logprobs_and_oldest_version():
     one = trace("000115500071", version=9)
-    found = Sampler("grpo", 1.0, first=2).samples(group(rollout(0, 1.0, one), rollout(1, 0.0, trace("011"))), 7)
+    found = SampleBuilder("grpo", 1.0, first=2).samples(group(rollout(0, 1.0, one), rollout(1, 0.0, trace("011"))), 7)
     first = found[0]
     assert first.input_ids.tolist() == one.token_ids.tolist()
     assert first.completion_mask.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1]
@@ -56,20 +56,20 @@ def test_a_sample_has_the_traces_own_mask_logprobs_and_oldest_version():
 
 def test_who_is_not_trainable_is_in_neither_loss_nor_baseline():
     members = rollout(0, 1.0, trace("01")), rollout(1, 0.0, trace("01")), rollout(2, 0.0, trace("01"), trainable=False)
-    found = Sampler("grpo", 1.0, 0).samples(group(*members), 0)
+    found = SampleBuilder("grpo", 1.0, 0).samples(group(*members), 0)
     assert [sample.advantage for sample in found] == pytest.approx([1.0, -1.0], abs=1e-4)
 
 
 def test_every_trace_of_a_forked_rollout_is_a_sample_unless_it_owns_no_token():
     forked = rollout(0, 1.0, trace("0110"), trace("0000"), trace("00011"), trace("01", logprobs=None))
-    found = Sampler("grpo", 1.0, 0).samples(group(forked, rollout(1, 0.0, trace("01"))), 0)
+    found = SampleBuilder("grpo", 1.0, 0).samples(group(forked, rollout(1, 0.0, trace("01"))), 0)
     assert [len(sample.input_ids) for sample in found] == [4, 5, 2]
     assert found[0].advantage == found[1].advantage
 
 
 def test_a_reward_its_parts_and_the_groups_spread_are_told_and_what_is_missing_is_not():
     scored = rollout(0, 1.0, trace("01"), score={"components": {"tests": 0.25}}, summary={"turns": 4})
-    found = Sampler("grpo", 1.0, 0).samples(group(scored, rollout(1, 0.0, trace("01"))), 0)
+    found = SampleBuilder("grpo", 1.0, 0).samples(group(scored, rollout(1, 0.0, trace("01"))), 0)
     assert found[0].metrics == {"reward": 1.0, "reward_std": 0.5, "rewards/tests": 0.25, "rollyard/turns": 4.0}
     assert found[1].metrics == {"reward": 0.0, "reward_std": 0.5}
 
@@ -79,7 +79,7 @@ def test_a_tokenizer_gives_the_logs_their_text():
         def decode(self, token_ids: list[int], /) -> str:
             return " ".join(map(str, token_ids))
 
-    (sample,) = Sampler("none", 1.0, 0, Reader()).samples(group(rollout(0, 1.0, trace("0010"))), 0)
+    (sample,) = SampleBuilder("none", 1.0, 0, Reader()).samples(group(rollout(0, 1.0, trace("0010"))), 0)
     assert sample.prompt == [{"role": "user", "content": "100 101"}]
     assert sample.completion == [{"role": "assistant", "content": "102 103"}]
 
@@ -87,12 +87,12 @@ def test_a_tokenizer_gives_the_logs_their_text():
 def test_what_was_sampled_at_another_temperature_is_refused():
     hot = trace("01", sampling=Sampling(temperature=0.7))
     with pytest.raises(ValueError, match=r"at temperature 0\.7, and the trainer computes its logprobs at 1"):
-        Sampler("none", 1.0, 0).samples(group(rollout(0, 1.0, hot)), 0)
+        SampleBuilder("none", 1.0, 0).samples(group(rollout(0, 1.0, hot)), 0)
 
 
 def test_a_trainable_rollout_without_its_traces_is_an_error():
     with pytest.raises(ValueError, match="came without its traces"):
-        Sampler("none", 1.0, 0).samples(group(rollout(0, 1.0)), 0)
+        SampleBuilder("none", 1.0, 0).samples(group(rollout(0, 1.0)), 0)
 
 
 def test_a_row_begins_with_the_first_sampled_token():

@@ -8,8 +8,8 @@ import pytest
 
 from rollyard.client import Group, GroupRollout, Record, Trace
 from rollyard.core import Sampling
-from rollyard.trainers._verl_prompts import Ask, asks_of_prompts, asks_of_repeated, task_of
-from rollyard.trainers._verl_rows import Blank, Harvest, Row, fill, harvest, padded
+from rollyard.trainers._verl_prompts import PromptGroup, asks_of_prompts, asks_of_repeated, task_of
+from rollyard.trainers._verl_rows import BlankRow, GroupRows, VerlRow, fill, harvest, padded
 from rollyard.trainers._verl_settings import Settings, defaults_of, read_settings, refuse
 from rollyard.trainers.verl import _means
 
@@ -35,7 +35,7 @@ def rollout(index: int, reward: float | None, *traces: Trace, trainable: bool = 
     return GroupRollout(record.id, index, reward, trainable, record, traces)
 
 
-def reap(*rollouts: GroupRollout, size: int | None = None, is_training: bool = True, **fields: Any) -> Harvest:
+def reap(*rollouts: GroupRollout, size: int | None = None, is_training: bool = True, **fields: Any) -> GroupRows:
     group = Group("g", rollouts=rollouts, **fields)
     return harvest(group, len(rollouts) if size is None else size, is_training=is_training, temperature=1.0)
 
@@ -94,7 +94,7 @@ def test_a_blank_row_stands_for_who_is_missing_with_the_mean_of_the_others():
         rollout(0, 1.0, trace("001")), rollout(1, 0.0, trace("001"), trainable=False), rollout(2, 0.5, trace("01"))
     )
     rows, left_out = fill(found, pad_id=9)
-    assert [type(row) for row in rows] == [Row, Row, Blank]
+    assert [type(row) for row in rows] == [VerlRow, VerlRow, BlankRow]
     assert rows[2].reward == 0.75
     assert rows[2].prompt_ids.tolist() == [100, 101]
     assert not left_out
@@ -104,7 +104,7 @@ def test_a_blank_row_stands_for_who_is_missing_with_the_mean_of_the_others():
 
 def test_a_lost_sample_is_no_wrong_one_in_a_validation_that_counts_every_row():
     asks = [
-        Ask(uid, uid, "v", 1, TASK, {"data_source": source}, 1, True)
+        PromptGroup(uid, uid, "v", 1, TASK, {"data_source": source}, 1, True)
         for uid, source in zip("abcd", "xxyz", strict=True)
     ]
     good, half = reap(rollout(0, 1.0, trace("01"))), reap(rollout(0, 0.5, trace("01")))
@@ -118,7 +118,7 @@ def test_a_lost_sample_is_no_wrong_one_in_a_validation_that_counts_every_row():
 
 def test_of_a_forked_rollout_the_trace_that_owns_most_tokens_is_the_row():
     rows, left_out = fill(reap(rollout(0, 1.0, trace("00000110"), trace("0111"))), pad_id=0)
-    assert [row.sampled_tokens for row in rows if isinstance(row, Row)] == [3]
+    assert [row.sampled_tokens for row in rows if isinstance(row, VerlRow)] == [3]
     assert [row.sampled_tokens for row in left_out] == [2]
 
 

@@ -12,9 +12,9 @@ import pytest
 from rollyard.client import AsyncClient, Group
 from rollyard.core import RollyardError
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from rollyard.trainers._verl_prompts import Ask, asks_of_prompts
+from rollyard.trainers._verl_prompts import PromptGroup, asks_of_prompts
+from rollyard.trainers._verl_service import VerlService
 from rollyard.trainers._verl_settings import Settings
-from rollyard.trainers._verl_yard import VerlYard
 from tests.client.served import Yard, served, task
 
 ROLLOUT = SimpleNamespace(
@@ -31,9 +31,9 @@ MODEL = SimpleNamespace(path=str(tokenizer_dir()))
 
 
 @asynccontextmanager
-async def held(yard: Yard, engine: str | None = None) -> AsyncGenerator[VerlYard, None]:
+async def held(yard: Yard, engine: str | None = None) -> AsyncGenerator[VerlService, None]:
     settings = Settings(url=yard.url, token=yard.token, engines=(engine or yard.engine.url,))
-    verl = VerlYard(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT, model=MODEL)), settings, None)
+    verl = VerlService(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT, model=MODEL)), settings, None)
     await asyncio.to_thread(verl.start)
     try:
         yield verl
@@ -41,7 +41,7 @@ async def held(yard: Yard, engine: str | None = None) -> AsyncGenerator[VerlYard
         await asyncio.to_thread(verl.stop)
 
 
-def asks(step: int, *tasks: dict[str, Any], validate: bool = False) -> list[Ask]:
+def asks(step: int, *tasks: dict[str, Any], validate: bool = False) -> list[PromptGroup]:
     rows = [
         {"uid": f"{step}.{i}.{validate}", "rollyard_task": one, "global_steps": step, "validate": validate}
         for i, one in enumerate(tasks)
@@ -49,11 +49,11 @@ def asks(step: int, *tasks: dict[str, Any], validate: bool = False) -> list[Ask]
     return asks_of_prompts(rows, ROLLOUT, Settings())
 
 
-async def run(verl: VerlYard, work: Any) -> Any:
+async def run(verl: VerlService, work: Any) -> Any:
     return await asyncio.wrap_future(verl.submit(work))
 
 
-async def group_of(verl: VerlYard, ask: Ask) -> Group:
+async def group_of(verl: VerlService, ask: PromptGroup) -> Group:
     async def wait() -> Group:
         async with verl.ended(ask) as group:
             return group
@@ -124,4 +124,4 @@ async def test_a_service_that_is_not_there_is_said_at_once():
     settings = Settings(url="http://127.0.0.1:9", token="t", retry_s=0.1)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT, model=MODEL))
     with pytest.raises(RollyardError, match="nobody answers"):
-        await asyncio.to_thread(VerlYard(config, settings, None).start)
+        await asyncio.to_thread(VerlService(config, settings, None).start)

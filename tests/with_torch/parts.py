@@ -18,12 +18,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rollyard.embedded.batching import Batcher, Request, Settings, Step
+from rollyard.embedded.batching import Batcher, Request, SampledToken, Settings
 from rollyard.embedded.model import Model
-from rollyard.embedded.sampling import Draw, processed
+from rollyard.embedded.sampling import SamplingRule, processed
 from rollyard.embedded.server import Engine
 from rollyard.engines import EngineSpec, Kind, make_engine, open_http
-from rollyard.engines.vllm import VllmEngine
+from rollyard.engines.clients.vllm import VllmEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 
 VOCABULARY = 1280
@@ -78,9 +78,9 @@ def batcher_of(module: Any, **settings: Any) -> Batcher:
     return Batcher(checked(module), Settings(**{"cache": CACHES[-1], **SETTINGS, **settings}))
 
 
-def run(batcher: Batcher, requests: Iterable[Request], *, apart: int = 0) -> list[list[Step]]:
+def run(batcher: Batcher, requests: Iterable[Request], *, apart: int = 0) -> list[list[SampledToken]]:
     """Their steps. With `apart`, each joins so many steps after the one before."""
-    found: list[list[Step]] = []
+    found: list[list[SampledToken]] = []
     places: dict[Any, int] = {}
 
     def step() -> None:
@@ -97,11 +97,11 @@ def run(batcher: Batcher, requests: Iterable[Request], *, apart: int = 0) -> lis
     return found
 
 
-def ids_of(steps: Iterable[Step]) -> list[int]:
+def ids_of(steps: Iterable[SampledToken]) -> list[int]:
     return [step.drawn.token for step in steps]
 
 
-def logprobs_of(steps: Iterable[Step]) -> list[float]:
+def logprobs_of(steps: Iterable[SampledToken]) -> list[float]:
     return [step.drawn.logprob for step in steps]
 
 
@@ -110,7 +110,7 @@ def plain_logprobs(module: Any, request: Request, ids: Sequence[int]) -> list[fl
     """What the model itself thinks of these tokens, sampled as the request says, after its prompt."""
     whole = torch.tensor([[*request.prompt, *ids]])
     logits = module(input_ids=whole, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
-    draw = Draw(request.temperature, request.top_p, request.top_k, 0, 0)
+    draw = SamplingRule(request.temperature, request.top_p, request.top_k, 0, 0)
     return processed(logits, [draw] * len(ids)).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 

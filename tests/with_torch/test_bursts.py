@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollyard.embedded.batching import Batcher, Request, Settings, Step
+from rollyard.embedded.batching import Batcher, Request, SampledToken, Settings
 from rollyard.embedded.bursts import advance
 from rollyard.embedded.graphs import Graphs
 from rollyard.embedded.model import Model
@@ -189,7 +189,7 @@ def test_a_trainer_that_computes_in_another_dtype_by_default_changes_nothing(mod
 def test_weights_that_give_no_numbers_fail_a_burst(module: Any):
     batcher = paged(module, 8)
     batcher.add(ask(prompt_of(5), 20))
-    found: list[Step] = batcher.step()
+    found: list[SampledToken] = batcher.step()
     assert len(found) == 1
     with torch.no_grad():
         module.model.norm.weight.fill_(float("nan"))

@@ -14,7 +14,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rollyard.embedded import kernels
-from rollyard.embedded.paged import BLOCK_TOKENS, LayerShape, Paged, Pool, paged_attention
+from rollyard.embedded.paged import BLOCK_TOKENS, BlockPool, LayerShape, Paged, paged_attention
 
 LENGTHS = (0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS - 1, 100)
 
@@ -51,7 +51,7 @@ def test_a_new_token_looks_at_its_sequence(heads: int, kv_heads: int, size: int,
     torch.manual_seed(0)
     shape, device = LayerShape(kv_heads, size, value_size), torch.device("cpu")
     blocks = [length // BLOCK_TOKENS + 1 for length in LENGTHS]
-    pools = [Pool({0: shape}, sum(blocks) + 1, torch.float32, device) for _ in range(2)]
+    pools = [BlockPool({0: shape}, sum(blocks) + 1, torch.float32, device) for _ in range(2)]
     for ours, theirs in zip(*(pool.layers[0] for pool in pools), strict=True):
         theirs.copy_(ours.normal_())
     table = torch.zeros(len(LENGTHS), max(blocks), dtype=torch.long)

@@ -31,7 +31,7 @@ from rollyard.embedded.checkpoint import Checkpoint, NotKnown, read_checkpoint
 from rollyard.embedded.llama import Llama
 from rollyard.embedded.loading import load_model, load_tokenizer
 from rollyard.embedded.model import Model, Piece, Unsupported, load_module
-from rollyard.embedded.weights import KNOWN, ModelShelf
+from rollyard.embedded.weights import KNOWN, ModelCache
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.with_torch.parts import SHAPE, ask, ids_of, logprobs_of, plain_logprobs, prompt_of, run, tiny
 
@@ -119,7 +119,7 @@ def real_model() -> Path:
     of_vllm = Path(os.environ.get("ROLLYARD_VLLM_CPU") or Path.home() / ".cache/rollyard/vllm-cpu") / "smollm2"
     if of_vllm.is_dir():
         return of_vllm
-    found = ModelShelf().cached(KNOWN["smollm2"], "pypi")
+    found = ModelCache().cached(KNOWN["smollm2"], "pypi")
     if found is None:
         pytest.skip("SmolLM2 is not on this machine: run scripts/real-parts")
     return found

@@ -9,14 +9,14 @@ from collections import Counter
 import pytest
 import torch
 
-from rollyard.embedded.sampling import BLOCK, Draw, _invert, processed, sample, uniform
+from rollyard.embedded.sampling import BLOCK, SamplingRule, _invert, processed, sample, uniform
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.4])
 
 
-def draw(place: int = 0, **fields: float) -> Draw:
+def draw(place: int = 0, **fields: float) -> SamplingRule:
     values: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 3, "place": place, **fields}
-    return Draw(**values)  # type: ignore[arg-type]
+    return SamplingRule(**values)  # type: ignore[arg-type]
 
 
 def by_hand(temperature: float, top_k: int, top_p: float) -> dict[int, float]:

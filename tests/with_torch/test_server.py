@@ -19,7 +19,7 @@ from rollyard.embedded.batching import Settings
 from rollyard.embedded.calls import Call
 from rollyard.embedded.server import Engine
 from rollyard.engines.base import GenerateRequest, Generation, VersionSpan
-from rollyard.engines.vllm import VllmEngine
+from rollyard.engines.clients.vllm import VllmEngine
 from tests.with_torch.parts import ask, batcher_of, plain_logprobs, prompt_of, run, served, tiny
 
 ENDLESS = Sampling(extra={"ignore_eos": True})

@@ -97,7 +97,7 @@ class AgentContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Outfit:
+class SandboxNeeds:
     """What an agent needs of its sandbox, beside what the environment does."""
 
     needs_doorway: bool = False  # then it gets a sandbox, whatever the plan says
@@ -135,6 +135,6 @@ def is_head_only(agent: Agent) -> bool:
     return bool(getattr(agent, "is_head_only", False))
 
 
-def outfit_of(agent: Agent, task: Task) -> Outfit:
-    find: Callable[[Task], Outfit] | None = getattr(agent, "outfit", None)
-    return Outfit() if find is None else find(task)
+def outfit_of(agent: Agent, task: Task) -> SandboxNeeds:
+    find: Callable[[Task], SandboxNeeds] | None = getattr(agent, "outfit", None)
+    return SandboxNeeds() if find is None else find(task)

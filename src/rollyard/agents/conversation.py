@@ -18,12 +18,12 @@ from rollyard.agents.base import Conversation
 from rollyard.core import Deadline, Json, Message, Run, Task, Trace, sampling_seed
 from rollyard.core.failure import ContextLimit, EngineRefused, PromptTooLong, RollyardError
 from rollyard.engines.base import Engine, Generation, Kind, Session
-from rollyard.engines.watching import CallWatch, max_context_of
+from rollyard.engines.routing.call_metrics import CallMetrics, max_context_of
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer, ToolCall, ToolSchema, TraceBuilder
 from rollyard.tokens.calls import assistant_message, named_arguments, read_arguments
-from rollyard.tokens.given import Given, given_turn
+from rollyard.tokens.demonstrated import DemonstratedTurn, given_turn
 from rollyard.tokens.splice import NOT_EXTENDED, OTHER_TOOLS
 
 
@@ -68,7 +68,7 @@ class TokenConversation:
         self._run = run
         self._rollout_id = rollout_id
         self._clock = clock
-        self._watch = CallWatch(session, span, metrics)
+        self._watch = CallMetrics(session, span, metrics)
         self._messages: list[Message] = []
         self._builders: list[TraceBuilder] = []
         self._tools: Sequence[ToolSchema] = ()
@@ -130,7 +130,7 @@ class TokenConversation:
             raise ContextLimit(f"the reply was cut off where the context of {max_context} tokens ends")
         return parsed
 
-    def given(self, new_messages: Sequence[Message], turn: Message, tools: Sequence[ToolSchema]) -> Given:
+    def given(self, new_messages: Sequence[Message], turn: Message, tools: Sequence[ToolSchema]) -> DemonstratedTurn:
         """Like `turn`, but the next assistant turn is this one: nobody is asked, and nothing counts as sampled."""
         self._messages += new_messages
         trace = self._extend(new_messages, tools)
@@ -227,7 +227,7 @@ class TextConversation:
         self._session = session
         self._task = task
         self._clock = clock
-        self._watch = CallWatch(session, span, metrics)
+        self._watch = CallMetrics(session, span, metrics)
         self._messages: list[Message] = []
         self._sampled_tokens = 0
         self._turns = 0

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollyard.agents.base import AgentContext, Outfit
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.base import AgentContext, SandboxNeeds
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import HOME_INSIDE, INSTALL_INSIDE, Preset
 from rollyard.agents.program import Program
 from rollyard.agents.template import PYTHON, filled_chars, machine_values, render
@@ -61,7 +61,7 @@ class HarnessAgent:
     default_tools: ClassVar[tuple[str, ...]] = ()  # it brings its own
     needs_gateway: ClassVar[bool] = True
 
-    def __init__(self, preset: Preset, shelf: AgentShelf | None = None) -> None:
+    def __init__(self, preset: Preset, shelf: AgentInstalls | None = None) -> None:
         self.name = preset.name
         self.preset = preset
         self.shelf = shelf
@@ -74,14 +74,14 @@ class HarnessAgent:
         if self.preset.is_installable and self._installed is None:
             raise AgentMissing(f"the agent {self.name} {self.preset.version} is not installed on this machine")
 
-    def outfit(self, task: Task) -> Outfit:
+    def outfit(self, task: Task) -> SandboxNeeds:
         """SandboxStartFailed if what was installed at the submit is gone by now."""
         binds: tuple[Bind, ...] = ()
         if self.preset.is_installable:
             if self._installed is None:
                 raise SandboxStartFailed(f"since the submit: the agent {self.name} is not installed any more")
             binds = (Bind(self._installed, INSTALL_INSIDE),)
-        return Outfit(needs_doorway=True, needs_python=self._with_options(task).needs_python, binds=binds)
+        return SandboxNeeds(needs_doorway=True, needs_python=self._with_options(task).needs_python, binds=binds)
 
     async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
         sandbox, gateway = context.sandbox, context.gateway

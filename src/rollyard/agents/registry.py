@@ -12,7 +12,7 @@ from typing import cast
 
 from rollyard.agents.base import Agent
 from rollyard.agents.harness import HarnessAgent
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.preset import PresetError, built_in, read_preset
 from rollyard.core.failure import UnknownAgent
 from rollyard.plugins import plugins
@@ -27,7 +27,7 @@ class Agents:
 
     `shelf` has the operator's presets and what was installed for all of them; without it, only programs in an image."""
 
-    def __init__(self, extra: Mapping[str, Agent] | None = None, *, shelf: AgentShelf | None = None) -> None:
+    def __init__(self, extra: Mapping[str, Agent] | None = None, *, shelf: AgentInstalls | None = None) -> None:
         self.shelf = shelf
         self._found = {point.name: point for point in plugins(GROUP)}
         own = shelf.own_presets() if shelf is not None else {}

@@ -29,7 +29,7 @@ Token = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout: one object per line.")]
 
 
-class Trouble(Exception):
+class CommandError(Exception):
     """A user's error that the service did not tell: what was wrong, and what to do."""
 
     def __init__(self, what: str, remedy: str = "", status: int = 1) -> None:

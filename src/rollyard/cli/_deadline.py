@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 
 REMEDY = "stop other programs on this machine and run it again, or try --quick"
 
@@ -24,4 +24,4 @@ async def within(
         if not limit.expired():  # of something inside: it names itself
             raise
         what = waited_for if isinstance(waited_for, str) else waited_for()
-        raise Trouble(f"{step}: waited {seconds:g} s for {what}", remedy) from error
+        raise CommandError(f"{step}: waited {seconds:g} s for {what}", remedy) from error

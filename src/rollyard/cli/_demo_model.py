@@ -25,8 +25,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rollyard.cli._console import Trouble, plain
-from rollyard.cli._demo_view import Board, show_best, show_results
+from rollyard.cli._console import CommandError, plain
+from rollyard.cli._demo_view import DemoBoard, show_best, show_results
 from rollyard.cli.rig import service, stop
 from rollyard.client import AsyncClient, Record
 from rollyard.envs.yardwork import YardworkEnvironment
@@ -63,7 +63,7 @@ LOOK_S = 0.5  # between two looks at how many tokens there are
 
 
 @dataclass(frozen=True, slots=True)
-class Player:
+class DemoModel:
     """The model that plays: its folder, and an adapter or none."""
 
     name: str
@@ -74,10 +74,10 @@ class Player:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class DemoResult:
     """What came of it."""
 
-    player: Player
+    player: DemoModel
     records: list[Record]
     took_s: float
 
@@ -124,7 +124,7 @@ def demo_tasks(count: int) -> list[dict[str, Any]]:
     return [pool[place // size * size + place % size * step % size] for place in range(count)]
 
 
-async def play(console: Console, player: Player, count: int, *, is_quiet: bool = False) -> Played:
+async def play(console: Console, player: DemoModel, count: int, *, is_quiet: bool = False) -> DemoResult:
     """Runs the tasks and shows them as they go; `is_quiet` shows no results."""
     _end_gently()
     tasks = demo_tasks(count)
@@ -143,7 +143,7 @@ async def play(console: Console, player: Player, count: int, *, is_quiet: bool =
                 await _warm_up(client, tasks[0])
             started = time.monotonic()
             records = await roll(console, client, player, tasks)
-            played = Played(player, records, time.monotonic() - started)
+            played = DemoResult(player, records, time.monotonic() - started)
             if not is_quiet:
                 show_results(console, played)
                 await show_best(console, client, played)
@@ -171,16 +171,16 @@ async def _warm_up(client: AsyncClient, task: dict[str, Any]) -> None:
     (submitted,) = await client.submit([task], run="warm-up")
     failure = (await client.wait(submitted.id, timeout_s=START_S)).failure
     if failure and failure["blame"] != "policy":
-        raise Trouble(f"a first rollout failed: {failure['code']}: {failure['detail']}", "rollyard doctor")
+        raise CommandError(f"a first rollout failed: {failure['code']}: {failure['detail']}", "rollyard doctor")
 
 
-async def roll(console: Console, client: AsyncClient, player: Player, tasks: list[dict[str, Any]]) -> list[Record]:
+async def roll(console: Console, client: AsyncClient, player: DemoModel, tasks: list[dict[str, Any]]) -> list[Record]:
     """Their records, when all have ended; on the board meanwhile."""
     sampling = {**DEFAULTS["sampling"], "temperature": player.temperature}
     await client.create_run("demo", seed=SEED, defaults={**DEFAULTS, "sampling": sampling})
     ids = [f"demo-{number}" for number in range(1, len(tasks) + 1)]
     before = await _sampled(client)  # by the warm-up
-    with Board(console, dict(zip(ids, tasks, strict=True))) as board:
+    with DemoBoard(console, dict(zip(ids, tasks, strict=True))) as board:
         submitted = await client.submit(tasks, run="demo", ids=ids)
         looking = asyncio.ensure_future(_look(client, board, before))
         try:
@@ -192,7 +192,7 @@ async def roll(console: Console, client: AsyncClient, player: Player, tasks: lis
             await asyncio.gather(looking, return_exceptions=True)
 
 
-async def _look(client: AsyncClient, board: Board, before: tuple[int, int]) -> None:
+async def _look(client: AsyncClient, board: DemoBoard, before: tuple[int, int]) -> None:
     """The engine's turns and tokens so far. Nobody is told of them, so they are asked for."""
     while True:
         turns, tokens = await _sampled(client)
@@ -215,7 +215,7 @@ async def _service(folder: Path) -> AsyncGenerator[AsyncClient, None]:
         try:
             served = await stack.enter_async_context(service(folder, slots))
         except RuntimeError as error:
-            raise Trouble(_last(str(error).splitlines()) or "the service did not start", "rollyard doctor") from error
+            raise CommandError(_last(str(error).splitlines()) or "the service did not start", "rollyard doctor") from error
         yield await stack.enter_async_context(AsyncClient(served.url, served.token))
 
 
@@ -240,7 +240,7 @@ class EngineProcess:
         if line:
             return json.loads(line)["url"]
         await self._reading
-        raise Trouble(_last(list(self._said)) or "the engine ended before it was ready", "rollyard engine --help")
+        raise CommandError(_last(list(self._said)) or "the engine ended before it was ready", "rollyard engine --help")
 
     async def end(self) -> None:
         await stop(self._process)
@@ -248,7 +248,7 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def engine_process(player: Player) -> AsyncGenerator[EngineProcess, None]:
+async def engine_process(player: DemoModel) -> AsyncGenerator[EngineProcess, None]:
     """Started, and perhaps not ready yet; gone afterwards."""
     arguments = ["--model", str(player.folder), "--name", player.folder.name, "--port", "0", "--json"]
     arguments += ["--device", "cpu", "--max-context", "2048", "--max-running", str(AT_ONCE), "--cache-gib", "1"]

@@ -19,7 +19,7 @@ from rollyard.client import AsyncClient, Event, Record, Trace
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from rollyard.cli._demo_model import Played
+    from rollyard.cli._demo_model import DemoResult
 
 SHOWN_LINES = 6
 SHOWN_CHARS = 300
@@ -36,7 +36,7 @@ def task_name(task: Mapping[str, Any]) -> str:
     return f"{data['family']} (level {data['level']})"
 
 
-class Board:
+class DemoBoard:
     """The rollouts while they go. `with` it meanwhile."""
 
     def __init__(self, console: Console, tasks: Mapping[str, Mapping[str, Any]]) -> None:
@@ -49,7 +49,7 @@ class Board:
         self._turns = self._tokens = 0
         self._live = Live(get_renderable=self._frame, console=console, refresh_per_second=FRAMES_PER_S, transient=True)
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> DemoBoard:
         if self._console.is_terminal:
             self._live.start(refresh=True)
         return self
@@ -94,7 +94,7 @@ class Board:
         return Group(made, Text(sums + speed))
 
 
-def show_results(console: Console, played: Played) -> None:
+def show_results(console: Console, played: DemoResult) -> None:
     """A table of rewards, and what they come to."""
     columns = ("task", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
     made = table(*columns, title="Rewards", right=columns[2:])
@@ -112,7 +112,7 @@ def show_results(console: Console, played: Played) -> None:
     )
 
 
-async def show_best(console: Console, client: AsyncClient, played: Played) -> None:
+async def show_best(console: Console, client: AsyncClient, played: DemoResult) -> None:
     """One rollout as a trainer gets it: the task, then each turn's tokens with their logprobs and what came of it."""
     from tokenizers import Tokenizer
 

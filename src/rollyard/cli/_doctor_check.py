@@ -16,7 +16,7 @@ DELEGATE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorCheck:
     """`remedy` is empty where all is well."""
 
     name: str

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli._doctor_check import Check
+from rollyard.cli._doctor_check import DoctorCheck
 
 if TYPE_CHECKING:
     from rollyard.service.settings import Settings
@@ -21,7 +21,7 @@ NO_UPPER = ("overlay", "fuse.fuse-overlayfs", "aufs", "ecryptfs", "vfat", "exfat
 """File systems that cannot hold what an overlay writes."""
 
 
-def data_checks(settings: Settings) -> Iterable[Check]:
+def data_checks(settings: Settings) -> Iterable[DoctorCheck]:
     yield room(settings.data_dir)
     yield file_system(settings.data_dir, _mounts())
     yield _images(settings)
@@ -41,10 +41,10 @@ def _mounts() -> str:
     return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
 
 
-def room(data_dir: Path) -> Check:
+def room(data_dir: Path) -> DoctorCheck:
     place = nearest(data_dir)
     if not os.access(place, os.W_OK):
-        return Check("data_dir", "warn", f"{data_dir} cannot be written to", "set data_dir to a folder of yours")
+        return DoctorCheck("data_dir", "warn", f"{data_dir} cannot be written to", "set data_dir to a folder of yours")
     found = os.statvfs(place)
     free, files = found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
     detail = f"{data_dir}: {free / GIB:.1f} GiB free" + ("" if files is None else f", {files:,} inodes free")
@@ -53,40 +53,40 @@ def room(data_dir: Path) -> Check:
         remedy = "make room, or set data_dir to a larger disk"
     elif files is not None and files < FEW_FILES:
         remedy = "delete small files, or set data_dir to a file system with more inodes (mkfs.ext4 -i 8192)"
-    return Check("data_dir", "warn" if remedy else "ok", detail, remedy)
+    return DoctorCheck("data_dir", "warn" if remedy else "ok", detail, remedy)
 
 
-def file_system(data_dir: Path, mountinfo: str) -> Check:
+def file_system(data_dir: Path, mountinfo: str) -> DoctorCheck:
     """SQLite and overlays each refuse some."""
     from rollyard.store._place import NETWORK, mount_of
 
     name = "file system"
     mount = mount_of(str(nearest(data_dir).resolve()), mountinfo)
     if mount is None:
-        return Check(name, "warn", "what data_dir lies on is not known", "mount /proc")
+        return DoctorCheck(name, "warn", "what data_dir lies on is not known", "mount /proc")
     seen = f"{mount.kind} at {mount.point}"
     local = "set data_dir to a local disk (a node's own scratch): ROLLYARD_DATA_DIR=/scratch/rollyard"
     if mount.kind in NETWORK:
-        return Check(name, "warn", f"{seen}: SQLite loses data there, and overlays do not work", local)
+        return DoctorCheck(name, "warn", f"{seen}: SQLite loses data there, and overlays do not work", local)
     if mount.kind in NO_UPPER:
         remedy = f"{local}; in Docker: a volume (--volume rollyard:{data_dir})"
-        return Check(name, "warn", f"{seen}: images and layers cannot be written over there", remedy)
-    return Check(name, "ok", seen)
+        return DoctorCheck(name, "warn", f"{seen}: images and layers cannot be written over there", remedy)
+    return DoctorCheck(name, "ok", seen)
 
 
-def _images(settings: Settings) -> Check:
+def _images(settings: Settings) -> DoctorCheck:
     from rollyard.sandbox.images import ImageStore
     from rollyard.service.build import IMAGES
 
     try:
         images = ImageStore(settings.data_dir / IMAGES).list()
     except (OSError, ValueError) as error:
-        return Check("images", "warn", f"cannot be read: {error}", f"look into {settings.data_dir / IMAGES}")
+        return DoctorCheck("images", "warn", f"cannot be read: {error}", f"look into {settings.data_dir / IMAGES}")
     size = sum(image.size_bytes for image in images)
-    return Check("images", "ok", f"{len(images)}, {size / GIB:.1f} GiB (rollyard images list)")
+    return DoctorCheck("images", "ok", f"{len(images)}, {size / GIB:.1f} GiB (rollyard images list)")
 
 
-def _layers(settings: Settings) -> Check:
+def _layers(settings: Settings) -> DoctorCheck:
     """As their labels say: nothing is walked."""
     count = size = 0
     for label in settings.data_dir.glob("sandboxes/*/layers/*/layer.json"):
@@ -95,10 +95,10 @@ def _layers(settings: Settings) -> Check:
             count += 1
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return Check("layers", "ok", f"{count}, {size / GIB:.1f} GiB; up to {settings.layer_bytes / GIB:.0f} per runtime")
+    return DoctorCheck("layers", "ok", f"{count}, {size / GIB:.1f} GiB; up to {settings.layer_bytes / GIB:.0f} per runtime")
 
 
-def _tokenizers(settings: Settings) -> Check:
+def _tokenizers(settings: Settings) -> DoctorCheck:
     """Those of the configured engines, and our own to show that loading works."""
     from rollyard.testing.tokenizer_files import tokenizer_dir
     from rollyard.tokens import Tokenizers
@@ -110,5 +110,5 @@ def _tokenizers(settings: Settings) -> Check:
             loaded.load(source)
         except Exception as error:  # whatever a tokenizer's files can do to their reader
             detail = f"{source}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            return Check("tokenizers", "warn", detail, "give a folder with tokenizer.json (scripts/get-tokenizer)")
-    return Check("tokenizers", "ok", f"loading works ({len(named)} of configured engines)")
+            return DoctorCheck("tokenizers", "warn", detail, "give a folder with tokenizer.json (scripts/get-tokenizer)")
+    return DoctorCheck("tokenizers", "ok", f"loading works ({len(named)} of configured engines)")

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._doctor_check import Check
+from rollyard.cli._doctor_check import DoctorCheck
 
 if TYPE_CHECKING:
     from rollyard.core import EngineSpec
@@ -21,24 +21,24 @@ ASK_S = 3.0
 TRUST = "if its tokenizer is the model's own, set trust_tokenizer for it (rollyard engines add --trust-tokenizer)"
 
 
-async def engine_checks(settings: Settings) -> list[Check]:
+async def engine_checks(settings: Settings) -> list[DoctorCheck]:
     served = await _served()
     found = served if served is not None else await _probed(settings)
     return [tokenizer_check(engine) for engine in found if engine.get("role") == "policy"]
 
 
-def tokenizer_check(engine: Mapping[str, Any]) -> Check:
+def tokenizer_check(engine: Mapping[str, Any]) -> DoctorCheck:
     """Of an engine as /v1/engines shows it."""
     name, is_verified = f"engine {engine.get('id')}", engine.get("tokenizer_verified")
     if engine.get("kind") == "openai":
-        return Check(name, "ok", "gives text only: there is no tokenizer to verify")
+        return DoctorCheck(name, "ok", "gives text only: there is no tokenizer to verify")
     if is_verified is None:
-        return Check(name, "warn", f"not probed: {engine.get('last_error') or 'it does not answer'}", "start it")
+        return DoctorCheck(name, "warn", f"not probed: {engine.get('last_error') or 'it does not answer'}", "start it")
     if is_verified:
-        return Check(name, "ok", "its tokenizer is the one that prompts are written with")
+        return DoctorCheck(name, "ok", "its tokenizer is the one that prompts are written with")
     if engine.get("trust_tokenizer"):
-        return Check(name, "warn", "its tokenizer could not be verified, and is trusted (trust_tokenizer)", "")
-    return Check(name, "warn", "its tokenizer could not be verified: its traces are not trainable", TRUST)
+        return DoctorCheck(name, "warn", "its tokenizer could not be verified, and is trusted (trust_tokenizer)", "")
+    return DoctorCheck(name, "warn", "its tokenizer could not be verified: its traces are not trainable", TRUST)
 
 
 async def _served() -> list[dict[str, Any]] | None:

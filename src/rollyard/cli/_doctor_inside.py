@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from pathlib import Path
 from typing import Any
 
-from rollyard.cli._doctor_check import DELEGATE, Check, State
+from rollyard.cli._doctor_check import DELEGATE, DoctorCheck, State
 from rollyard.core import RollyardError
 from rollyard.core.failure import MemoryLimit
 from rollyard.sandbox import Bind, Sandbox, SandboxLimits, SandboxSpec
-from rollyard.sandbox._sandbox import LaunchedSandbox
-from rollyard.sandbox._seccomp import REFUSED
+from rollyard.sandbox.launched_sandbox import LaunchedSandbox
+from rollyard.sandbox.launcher.seccomp import REFUSED
 from rollyard.sandbox.python import INSIDE, PortablePython
 from rollyard.service.runtimes import AnyRuntime
 
@@ -82,7 +82,7 @@ time.sleep(3)  # a watchdog needs a moment
 """
 
 
-async def look_inside(runtime: AnyRuntime, python: PortablePython, worst: State) -> list[Check]:
+async def look_inside(runtime: AnyRuntime, python: PortablePython, worst: State) -> list[DoctorCheck]:
     """A `RollyardError` is the runtime's: a sandbox of it did not stand."""
     folder = runtime.layer_root / "doctor"
     folder.mkdir()
@@ -102,7 +102,7 @@ async def look_inside(runtime: AnyRuntime, python: PortablePython, worst: State)
         checks += await _in_a_fork(runtime, spec, python, worst)
     finally:
         await runtime.remove([layer, folder])
-    return [Check(f"{runtime.name}: {check.name}", check.state, check.detail, check.remedy) for check in checks]
+    return [DoctorCheck(f"{runtime.name}: {check.name}", check.state, check.detail, check.remedy) for check in checks]
 
 
 async def _seen(sandbox: Sandbox, python: PortablePython) -> Mapping[str, Any]:
@@ -120,15 +120,15 @@ async def _seen(sandbox: Sandbox, python: PortablePython) -> Mapping[str, Any]:
         return {"trouble": said[-1][:200]}
 
 
-def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) -> Iterator[Check]:
+def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) -> Iterator[DoctorCheck]:
     if trouble := found.get("trouble"):
-        yield Check("inside", worst, f"could not be looked at: {trouble}", "run it again with ROLLYARD_LOG_LEVEL=debug")
+        yield DoctorCheck("inside", worst, f"could not be looked at: {trouble}", "run it again with ROLLYARD_LOG_LEVEL=debug")
         return
     means = sandbox.limits_in_force
     newer = "update the kernel (5.11 or newer) and the runtime, and do not run inside another container's sandbox"
 
-    def told(name: str, is_ok: bool, good: str, bad: str, remedy: str, state: State = worst) -> Check:
-        return Check(name, "ok" if is_ok else state, good if is_ok else bad, "" if is_ok else remedy)
+    def told(name: str, is_ok: bool, good: str, bad: str, remedy: str, state: State = worst) -> DoctorCheck:
+        return DoctorCheck(name, "ok" if is_ok else state, good if is_ok else bad, "" if is_ok else remedy)
 
     is_filtered = found["mode"] == "2" and found["keyctl"]
     yield told("seccomp", is_filtered, "a refused call was refused", "a call that must be refused was not", newer)
@@ -157,55 +157,55 @@ def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) ->
     yield told("open files limit", is_few, "enforced (rlimit)", lacks, "raise the hard limit: ulimit -Hn 65536", "warn")
 
 
-def _user(sandbox: LaunchedSandbox, worst: State) -> Check:
+def _user(sandbox: LaunchedSandbox, worst: State) -> DoctorCheck:
     """Whose processes they are on the host."""
     try:
         lines = Path(f"/proc/{sandbox.pid}/status").read_text().splitlines()
         uid = next(int(line.split()[1]) for line in lines if line.startswith("Uid:"))
     except (OSError, StopIteration):
-        return Check("user", worst, "its first process is gone", "run it again")
+        return DoctorCheck("user", worst, "its first process is gone", "run it again")
     if os.geteuid() != 0:
-        return Check("user", "ok", f"the service's own, uid {uid}, which is not root")
+        return DoctorCheck("user", "ok", f"the service's own, uid {uid}, which is not root")
     if uid != 0:
-        return Check("user", "ok", f"unprivileged: uid {uid} on the host")
+        return DoctorCheck("user", "ok", f"unprivileged: uid {uid} on the host")
     remedy = 'sandbox_uids = "200000-265535" (Linux 5.19 or newer), or run the service as an ordinary user'
-    return Check("user", worst, "root of the host, without capabilities", remedy)
+    return DoctorCheck("user", worst, "root of the host, without capabilities", remedy)
 
 
-async def _in_a_fork(runtime: AnyRuntime, spec: SandboxSpec, python: PortablePython, worst: State) -> list[Check]:
+async def _in_a_fork(runtime: AnyRuntime, spec: SandboxSpec, python: PortablePython, worst: State) -> list[DoctorCheck]:
     name, mend = "layers", "set data_dir to a local disk (ext4 or xfs), not on an overlay or a network file system"
     try:
         fork = await runtime.start(spec, lease_s=LEASE_S)
     except RollyardError as error:
         detail, _, remedy = error.detail.partition("; ")
-        return [Check(name, worst, detail, remedy or mend)]
+        return [DoctorCheck(name, worst, detail, remedy or mend)]
     try:
         kept = await fork.read("/workspace/doctor", limit_bytes=100)
         is_kept = kept == b"a layer"
         seen = "a fork reads its set-up" if is_kept else "a fork does not see what its set-up wrote"
-        layers = Check(name, "ok" if is_kept else worst, seen, "" if is_kept else mend)
+        layers = DoctorCheck(name, "ok" if is_kept else worst, seen, "" if is_kept else mend)
         return [layers, await _memory(fork, python)]
     except (OSError, ValueError) as error:
-        return [Check(name, worst, f"a fork does not read its set-up: {error}", mend)]
+        return [DoctorCheck(name, worst, f"a fork does not read its set-up: {error}", mend)]
     finally:
         await fork.kill()
 
 
-async def _memory(sandbox: LaunchedSandbox, python: PortablePython) -> Check:
+async def _memory(sandbox: LaunchedSandbox, python: PortablePython) -> DoctorCheck:
     means = sandbox.limits_in_force.get("memory", "none")
     name, most = "memory limit", f"{(LIMITS.memory_bytes or 0) >> 20} MiB"
     try:
         done = await sandbox.exec([*python.argv, "-c", TAKE], timeout_s=LOOK_S, env=python.env)
     except MemoryLimit:
-        return Check(name, "warn", f"a sandbox beyond {most} is ended by our {means}, not by the kernel", DELEGATE)
+        return DoctorCheck(name, "warn", f"a sandbox beyond {most} is ended by our {means}, not by the kernel", DELEGATE)
     except RollyardError as error:
-        return Check(name, "warn", f"the sandbox was lost at it: {error.detail}", DELEGATE)
+        return DoctorCheck(name, "warn", f"the sandbox was lost at it: {error.detail}", DELEGATE)
     if done.status == 0:
-        return Check(name, "warn", f"not enforced: {most} were allowed, and 320 MiB taken", DELEGATE)
+        return DoctorCheck(name, "warn", f"not enforced: {most} were allowed, and 320 MiB taken", DELEGATE)
     if done.status == -9:
-        return Check(name, "ok", f"enforced ({means})")
+        return DoctorCheck(name, "ok", f"enforced ({means})")
     said = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.status}"]
-    return Check(name, "warn", f"could not be tried: {said[-1][:200]}", DELEGATE)
+    return DoctorCheck(name, "warn", f"could not be tried: {said[-1][:200]}", DELEGATE)
 
 
 async def _answer(

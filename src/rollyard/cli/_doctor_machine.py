@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli._doctor_check import DELEGATE, Check, sysctl
+from rollyard.cli._doctor_check import DELEGATE, DoctorCheck, sysctl
 
 if TYPE_CHECKING:
     from rollyard.service.settings import Settings
@@ -28,7 +28,7 @@ USER_OVERLAYS = (5, 11)
 _MAKERS = ("bwrap", "apptainer", "singularity")
 
 
-def machine_checks(settings: Settings) -> Iterable[Check]:
+def machine_checks(settings: Settings) -> Iterable[DoctorCheck]:
     live = settings.max_live or (settings.init_slots + settings.ready_slots + settings.run_slots + settings.eval_slots)
     yield _versions()
     yield _kernel(settings)
@@ -44,10 +44,10 @@ def machine_checks(settings: Settings) -> Iterable[Check]:
     yield _memory()
 
 
-def _versions() -> Check:
+def _versions() -> DoctorCheck:
     from rollyard import __version__
 
-    return Check(
+    return DoctorCheck(
         "versions", "ok", f"rollyard {__version__}, Python {platform.python_version()}, Linux {platform.release()}"
     )
 
@@ -58,37 +58,37 @@ def kernel_version(release: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _kernel(settings: Settings) -> Check:
+def _kernel(settings: Settings) -> DoctorCheck:
     has, release = kernel_version(platform.release()), platform.release()
     if has < USER_OVERLAYS:
-        return Check("kernel", "warn", f"{release} has no overlays in user namespaces", "update it to 5.11 or newer")
+        return DoctorCheck("kernel", "warn", f"{release} has no overlays in user namespaces", "update it to 5.11 or newer")
     if has < IDMAPPED_OVERLAYS and os.geteuid() == 0 and settings.uid_range is not None:
         remedy = 'update it to 5.19 or newer, run the service as an ordinary user, or set sandbox_uids = ""'
-        return Check("kernel", "warn", f"{release} cannot give root's files to sandboxes of other users", remedy)
-    return Check("kernel", "ok", f"{release}: overlays in user namespaces, and idmapped ones")
+        return DoctorCheck("kernel", "warn", f"{release} cannot give root's files to sandboxes of other users", remedy)
+    return DoctorCheck("kernel", "ok", f"{release}: overlays in user namespaces, and idmapped ones")
 
 
-def _user(settings: Settings) -> Check:
+def _user(settings: Settings) -> DoctorCheck:
     if os.geteuid() != 0:
-        return Check("user", "ok", f"uid {os.geteuid()}, not root")
+        return DoctorCheck("user", "ok", f"uid {os.geteuid()}, not root")
     uids = settings.uid_range
     if uids is None:
         found = "root, and sandbox_uids is empty: a sandbox's user is the host's uid 0, without any capability"
-        return Check("user", "warn", found, 'sandbox_uids = "200000-265535", or run the service as an ordinary user')
-    return Check("user", "ok", f"root; each sandbox has a uid of its own, of {uids.start}-{uids.stop - 1}")
+        return DoctorCheck("user", "warn", found, 'sandbox_uids = "200000-265535", or run the service as an ordinary user')
+    return DoctorCheck("user", "ok", f"root; each sandbox has a uid of its own, of {uids.start}-{uids.stop - 1}")
 
 
-def _namespaces() -> Check:
+def _namespaces() -> DoctorCheck:
     """What all runtimes but `local` stand on."""
     name = "user namespaces"
     most = sysctl("user/max_user_namespaces")
     if most == 0:
-        return Check(name, "warn", "there may be none", "sysctl -w user.max_user_namespaces=15000")
+        return DoctorCheck(name, "warn", "there may be none", "sysctl -w user.max_user_namespaces=15000")
     if sysctl("kernel/unprivileged_userns_clone") == 0 and os.geteuid() != 0:
-        return Check(name, "warn", "only for root", "sysctl -w kernel.unprivileged_userns_clone=1")
+        return DoctorCheck(name, "warn", "only for root", "sysctl -w kernel.unprivileged_userns_clone=1")
     if sysctl("kernel/apparmor_restrict_unprivileged_userns") == 1 and os.geteuid() != 0:
-        return Check(name, "warn", "AppArmor restricts them to programs with a profile", apparmor_remedy())
-    return Check(name, "ok", f"up to {most:,}" if most is not None else "not limited by sysctl")
+        return DoctorCheck(name, "warn", "AppArmor restricts them to programs with a profile", apparmor_remedy())
+    return DoctorCheck(name, "ok", f"up to {most:,}" if most is not None else "not limited by sysctl")
 
 
 def apparmor_remedy() -> str:
@@ -104,47 +104,47 @@ def apparmor_remedy() -> str:
     )
 
 
-def _subuids() -> Check:
-    return Check("subordinate uids", "ok", "not needed: sandboxes have one user each (rootless podman wants its own)")
+def _subuids() -> DoctorCheck:
+    return DoctorCheck("subordinate uids", "ok", "not needed: sandboxes have one user each (rootless podman wants its own)")
 
 
-def _fuse() -> Check:
+def _fuse() -> DoctorCheck:
     """For SIF images."""
     device, remedy = Path("/dev/fuse"), "modprobe fuse && chmod 666 /dev/fuse (in Docker: --device /dev/fuse)"
     try:
         os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
         mode = device.stat().st_mode
     except OSError as error:
-        return Check("/dev/fuse", "warn", f"SIF images cannot be mounted: {error.strerror}", remedy)
+        return DoctorCheck("/dev/fuse", "warn", f"SIF images cannot be mounted: {error.strerror}", remedy)
     if os.geteuid() == 0 and stat.S_IMODE(mode) & 0o006 != 0o006:
-        return Check("/dev/fuse", "warn", "only for root, which sandboxes are not", "chmod 666 /dev/fuse")
-    return Check("/dev/fuse", "ok", "can be opened: SIF images can be mounted")
+        return DoctorCheck("/dev/fuse", "warn", "only for root, which sandboxes are not", "chmod 666 /dev/fuse")
+    return DoctorCheck("/dev/fuse", "ok", "can be opened: SIF images can be mounted")
 
 
-def _squashfuse() -> Check:
+def _squashfuse() -> DoctorCheck:
     places = "/usr/libexec/apptainer/bin:/usr/libexec/singularity/bin"
     path = f"{os.environ.get('PATH', os.defpath)}:{places}"
     found = shutil.which("squashfuse_ll", path=path) or shutil.which("squashfuse", path=path)
     if found is None:
-        return Check("squashfuse", "warn", "was not found: SIF images need it", "apt-get install squashfuse")
-    return Check("squashfuse", "ok", found)
+        return DoctorCheck("squashfuse", "warn", "was not found: SIF images need it", "apt-get install squashfuse")
+    return DoctorCheck("squashfuse", "ok", found)
 
 
-def _cgroups() -> Check:
+def _cgroups() -> DoctorCheck:
     """Which tree there is, and whether it can be ours. What then holds is each runtime's `memory limit`."""
-    from rollyard.sandbox._cgroup_files import own_folders
+    from rollyard.sandbox.limits.cgroup_files import own_folders
 
     own = own_folders("/proc")
     v2, v1 = own.get(""), own.get("memory")
     if v2 is not None and "memory" in _words(Path(v2[0], "cgroup.controllers")):
         if os.access(Path(v2[0], "cgroup.procs"), os.W_OK) and os.access(v2[0], os.W_OK):
-            return Check("cgroups", "ok", f"v2, delegated to us: {v2[0]}")
-        return Check("cgroups", "warn", f"v2, and {v2[0]} is not ours to divide", DELEGATE)
+            return DoctorCheck("cgroups", "ok", f"v2, delegated to us: {v2[0]}")
+        return DoctorCheck("cgroups", "warn", f"v2, and {v2[0]} is not ours to divide", DELEGATE)
     if v1 is not None:
         if os.access(v1[0], os.W_OK):
-            return Check("cgroups", "ok", f"v1, which we may write to: {v1[0]}")
-        return Check("cgroups", "warn", "v1, which only root may write to: memory is watched by us instead", DELEGATE)
-    return Check("cgroups", "warn", "none with a memory controller: memory is watched by us instead", DELEGATE)
+            return DoctorCheck("cgroups", "ok", f"v1, which we may write to: {v1[0]}")
+        return DoctorCheck("cgroups", "warn", "v1, which only root may write to: memory is watched by us instead", DELEGATE)
+    return DoctorCheck("cgroups", "warn", "none with a memory controller: memory is watched by us instead", DELEGATE)
 
 
 def _words(path: Path) -> list[str]:
@@ -154,43 +154,43 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-def _descriptors(live: int) -> Check:
+def _descriptors(live: int) -> DoctorCheck:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = live * FDS_PER_SANDBOX + 1024
     if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:
-        return Check("open files", "ok", f"{hard:,} for up to {live} live sandboxes")
+        return DoctorCheck("open files", "ok", f"{hard:,} for up to {live} live sandboxes")
     fits = max(1, (hard - 1024) // FDS_PER_SANDBOX)
     remedy = f"ulimit -Hn {needed} (systemd: LimitNOFILE={needed}), or set max_live to {fits}"
-    return Check("open files", "warn", f"{hard:,}, but {live} live sandboxes want {needed:,}", remedy)
+    return DoctorCheck("open files", "warn", f"{hard:,}, but {live} live sandboxes want {needed:,}", remedy)
 
 
-def _ptys(live: int) -> Check:
+def _ptys(live: int) -> DoctorCheck:
     most, used = sysctl("kernel/pty/max"), sysctl("kernel/pty/nr") or 0
     if most is None or most - used >= live:
-        return Check("pseudo terminals", "ok", "not limited" if most is None else f"{most - used:,} free")
+        return DoctorCheck("pseudo terminals", "ok", "not limited" if most is None else f"{most - used:,} free")
     detail = f"{most - used:,} free, one for each of {live} live sandboxes is wanted"
-    return Check("pseudo terminals", "warn", detail, f"sysctl -w kernel.pty.max={used + 2 * live}")
+    return DoctorCheck("pseudo terminals", "warn", detail, f"sysctl -w kernel.pty.max={used + 2 * live}")
 
 
-def _shm() -> Check:
+def _shm() -> DoctorCheck:
     """Commands are handed to sandboxes in files on tmpfs."""
     place = Path(os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm")
     try:
         usage = os.statvfs(place)
     except OSError as error:
-        return Check(str(place), "warn", f"cannot be used: {error.strerror}", f"mount -t tmpfs tmpfs {place}")
+        return DoctorCheck(str(place), "warn", f"cannot be used: {error.strerror}", f"mount -t tmpfs tmpfs {place}")
     free = usage.f_bavail * usage.f_frsize
     if not os.access(place, os.W_OK):
-        return Check(str(place), "warn", "cannot be written to", f"chmod 1777 {place}")
+        return DoctorCheck(str(place), "warn", "cannot be written to", f"chmod 1777 {place}")
     if free < 16 << 20:
-        return Check(str(place), "warn", f"{free >> 20} MiB free", "make room, or in Docker: --shm-size 256m")
-    return Check(str(place), "ok", f"{free / GIB:.1f} GiB free")
+        return DoctorCheck(str(place), "warn", f"{free >> 20} MiB free", "make room, or in Docker: --shm-size 256m")
+    return DoctorCheck(str(place), "ok", f"{free / GIB:.1f} GiB free")
 
 
-def _memory() -> Check:
+def _memory() -> DoctorCheck:
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) << 10
     remedy = "" if available >= GIB else "stop something, or lower run_slots"
-    return Check("memory", "warn" if remedy else "ok", f"{available / GIB:.1f} GiB available", remedy)
+    return DoctorCheck("memory", "warn" if remedy else "ok", f"{available / GIB:.1f} GiB available", remedy)

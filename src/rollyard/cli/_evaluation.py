@@ -26,7 +26,7 @@ ALL_ROWS = 8  # up to this k the table has every pass@j, beyond it powers of two
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvalReport:
     """All of it. `tasks` are each task's place and its samples."""
 
     found: Evaluation
@@ -79,7 +79,7 @@ class Evaluated:
         }
 
 
-def read_evaluation(found: Evaluation, places: Sequence[str], records: Sequence[Record], took_s: float) -> Evaluated:
+def read_evaluation(found: Evaluation, places: Sequence[str], records: Sequence[Record], took_s: float) -> EvalReport:
     """`records` are all its rollouts."""
     result = found.result or {}
     groups: dict[str, list[Record]] = {}
@@ -91,7 +91,7 @@ def read_evaluation(found: Evaluation, places: Sequence[str], records: Sequence[
         group = groups.get(f"{found.id}.{at}", [])
         environment = str(group[0].task.get("environment", "")) if group else ""
         tasks.append((place, TaskSamples(environment, placed(map(_sample, group), size, version))))
-    return Evaluated(found, result, tuple(tasks), took_s)
+    return EvalReport(found, result, tuple(tasks), took_s)
 
 
 def _sample(record: Record) -> Sample:
@@ -111,7 +111,7 @@ def _sample(record: Record) -> Sample:
 # --- for a person -------------------------------------------------------------------------------------
 
 
-def evaluation_table(evaluation: Evaluated) -> Table:
+def evaluation_table(evaluation: EvalReport) -> Table:
     """One column for each environment, one row for each number."""
     parts = evaluation.parts()
     made = table("", *map(plain, parts), right=tuple(map(plain, parts)))
@@ -144,7 +144,7 @@ def _average(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}"
 
 
-def by_table(evaluation: Evaluated, by: str) -> Table:
+def by_table(evaluation: EvalReport, by: str) -> Table:
     """One row for each value of the key."""
     k = evaluation.k
     columns = ("tasks", "missing", "mean reward", *dict.fromkeys(("pass@1", f"pass@{k}")))
@@ -156,7 +156,7 @@ def by_table(evaluation: Evaluated, by: str) -> Table:
     return made
 
 
-def tell_missing(evaluation: Evaluated) -> None:
+def tell_missing(evaluation: EvalReport) -> None:
     """On stderr: what the numbers do not hold."""
     missing: Counter[str] = Counter(evaluation.result["missing"])
     if not missing:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from rollyard.cli._console import Trouble, note
+from rollyard.cli._console import CommandError, note
 from rollyard.core import Json
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Body = Mapping[str, Json]
 
 
 @dataclass(slots=True)
-class Imported:
+class ImportResult:
     """How it went."""
 
     tasks: int = 0
@@ -63,7 +63,7 @@ class Imported:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ImportOptions:
     """What the command line says. `skip_bad` and `limit` are of tasks, not of files."""
 
     environment: Environment
@@ -80,16 +80,16 @@ def read_options(given: Iterable[str]) -> dict[str, str]:
     for word in given:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise Trouble(f"--set {word}: NAME=VALUE was expected", status=2)
+            raise CommandError(f"--set {word}: NAME=VALUE was expected", status=2)
         if name in options:
-            raise Trouble(f"--set {name} was given twice", status=2)
+            raise CommandError(f"--set {name} was given twice", status=2)
         options[name] = value
     return options
 
 
-def import_tasks(wanted: Wanted, out: Path | None) -> Imported:
+def import_tasks(wanted: ImportOptions, out: Path | None) -> ImportResult:
     """Writes the tasks to `out`, else to stdout."""
-    done = Imported()
+    done = ImportResult()
     if out is None or out.is_symlink() or (out.exists() and not out.is_file()):
         # Another file must not take the place of a pipe, a device (/dev/stdout) or a link: they are written into.
         with tempfile.TemporaryFile("w+", encoding="utf-8") as draft:
@@ -118,10 +118,10 @@ def _writing(out: Path) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        raise Trouble(f"{out} cannot be written: {error.strerror}") from error
+        raise CommandError(f"{out} cannot be written: {error.strerror}") from error
 
 
-def _write(wanted: Wanted, draft: IO[str], done: Imported) -> None:
+def _write(wanted: ImportOptions, draft: IO[str], done: ImportResult) -> None:
     with closing(_tasks(wanted, done)) as found:
         for line in found:
             draft.write(line + "\n")
@@ -131,19 +131,19 @@ def _write(wanted: Wanted, draft: IO[str], done: Imported) -> None:
     done.tell_rest()
     if done.bad and not wanted.skip_bad:
         count = f"{done.bad} of {done.bad + done.tasks} rows"
-        raise Trouble(f"{count} cannot be imported", "nothing was written; --skip-bad leaves them out")
+        raise CommandError(f"{count} cannot be imported", "nothing was written; --skip-bad leaves them out")
     if not done.tasks:
-        raise Trouble("there is no task to import", "nothing was written")
+        raise CommandError("there is no task to import", "nothing was written")
 
 
-def _tasks(wanted: Wanted, done: Imported) -> Generator[str, None, None]:
+def _tasks(wanted: ImportOptions, done: ImportResult) -> Generator[str, None, None]:
     if not wanted.paths:
         if wanted.split is not None:
-            raise Trouble(f"--split is of a dataset, and {wanted.environment.name} has none here", "name its folder", 2)
+            raise CommandError(f"--split is of a dataset, and {wanted.environment.name} has none here", "name its folder", 2)
         yield from _checked(wanted, done, _generated(wanted))
     for path in wanted.paths:
         if not path.exists():
-            raise Trouble(f"{path} is not there")
+            raise CommandError(f"{path} is not there")
         is_folder = path.is_dir() and _is_for_from_folder(wanted.environment, path)
         yield from _checked(wanted, done, _from_folder(wanted, path) if is_folder else _from_rows(wanted, path, done))
 
@@ -165,7 +165,7 @@ Made = Generator[tuple[Place, Callable[[], Body]], None, None]
 """Where each comes from, and what makes it: a mistake there is of that one only."""
 
 
-def _from_rows(wanted: Wanted, path: Path, done: Imported) -> Made:
+def _from_rows(wanted: ImportOptions, path: Path, done: ImportResult) -> Made:
     from functools import partial
 
     from rollyard.envs.rows import RowsUnreadable, read_rows
@@ -173,22 +173,22 @@ def _from_rows(wanted: Wanted, path: Path, done: Imported) -> Made:
     environment = wanted.environment
     if not _knows(environment, "from_row"):
         remedy = "name a folder" if _knows(environment, "from_folder") else "write its tasks yourself"
-        raise Trouble(f"{environment.name}: there is no importer for rows", remedy)
+        raise CommandError(f"{environment.name}: there is no importer for rows", remedy)
     try:
         for place, row in read_rows(path, split=wanted.split, on_bad=done.tell_bad):
             yield place, partial(environment.from_row, row, wanted.options)
     except RowsUnreadable as error:
-        raise Trouble(str(error)) from error
+        raise CommandError(str(error)) from error
 
 
-def _from_folder(wanted: Wanted, path: Path) -> Made:
+def _from_folder(wanted: ImportOptions, path: Path) -> Made:
     if wanted.split is not None:
-        raise Trouble(f"{path} is no dataset of rows", "leave --split away", 2)
+        raise CommandError(f"{path} is no dataset of rows", "leave --split away", 2)
     try:
         for body in wanted.environment.from_folder(path, wanted.options):
             yield _place(path, body), lambda body=body: body
     except OSError as error:
-        raise Trouble(f"{path} cannot be read: {error}") from error
+        raise CommandError(f"{path} cannot be read: {error}") from error
 
 
 def _place(folder: Path, body: Body) -> Place:
@@ -198,12 +198,12 @@ def _place(folder: Path, body: Body) -> Place:
     return f"{folder}: {name}" if isinstance(name, str) and name != folder.name else str(folder)
 
 
-def _generated(wanted: Wanted) -> Made:
+def _generated(wanted: ImportOptions) -> Made:
     for number, body in enumerate(wanted.environment.generate(wanted.options), 1):
         yield f"{wanted.environment.name}:{number}", lambda body=body: body
 
 
-def _checked(wanted: Wanted, done: Imported, made: Made) -> Generator[str, None, None]:
+def _checked(wanted: ImportOptions, done: ImportResult, made: Made) -> Generator[str, None, None]:
     """Those that a service would take, as JSON; the others are told."""
     from rollyard.core import RollyardError
     from rollyard.service.models import to_task

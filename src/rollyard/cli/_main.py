@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.core.failure import RollyardError
 
 USAGE = 2
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = command.main(args=None if argv is None else list(argv), prog_name="rollyard", standalone_mode=False)
         sys.stdout.flush()
-    except Trouble as trouble:
+    except CommandError as trouble:
         return complain(trouble.what, trouble.remedy, trouble.status)
     except RollyardError as error:
         return complain(error.detail, error.remedy)

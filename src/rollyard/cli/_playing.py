@@ -10,19 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._console import Trouble, err, out, plain, seconds
+from rollyard.cli._console import CommandError, err, out, plain, seconds
 from rollyard.cli._solo import default_runtime, solo_workshop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollyard.core import Task
-    from rollyard.engines.router import Router
-    from rollyard.pipeline import Workshop
-    from rollyard.pipeline.playing import Played
+    from rollyard.engines.routing.router import Router
+    from rollyard.pipeline import StageResources
+    from rollyard.pipeline.local_rollout import PlayResult
 
 
-class Workshops:
+class ResourcesByRuntime:
     """A workshop for each runtime that the tasks ask for, opened with the first of them. As in a service, MCP servers
     and judges are the settings'."""
 
@@ -33,14 +33,14 @@ class Workshops:
         self._folder = folder
         self._runtime = runtime
         self._settings = load_settings({}, os.environ).settings
-        self._open: dict[str, Workshop] = {}
+        self._open: dict[str, StageResources] = {}
 
     def placed(self, task: Task) -> Task:
         """For the runtime that was asked for, else its own, else the settings'."""
         name = self._runtime or task.sandbox.runtime or default_runtime()
         return replace(task, sandbox=replace(task.sandbox, runtime=name))
 
-    async def of(self, task: Task) -> Workshop:
+    async def of(self, task: Task) -> StageResources:
         """Of a task that is `placed`. Trouble: there is no such runtime."""
         name = task.sandbox.runtime or default_runtime()
         if name not in self._open:
@@ -57,15 +57,15 @@ class Workshops:
                 for shop in self._open.values():
                     await shop.router.add(engine_spec(judge), must_answer=False)
             except RollyardError as error:
-                raise Trouble(f"the judge {judge.url}: {error.detail}", error.remedy) from error
+                raise CommandError(f"the judge {judge.url}: {error.detail}", error.remedy) from error
 
 
 @asynccontextmanager
-async def workshops(runtime: str | None) -> AsyncGenerator[Workshops, None]:
+async def workshops(runtime: str | None) -> AsyncGenerator[ResourcesByRuntime, None]:
     """In a folder of their own, which is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="rollyard-tasks-") as folder:
         async with AsyncExitStack() as stack:
-            yield Workshops(stack, Path(folder), runtime)
+            yield ResourcesByRuntime(stack, Path(folder), runtime)
 
 
 async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "default") -> None:
@@ -77,7 +77,7 @@ async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "de
     try:
         await router.add(check_body(body, EngineBody).to_spec())
     except RollyardError as error:
-        raise Trouble(f"--engine {url}: {error.detail}") from error
+        raise CommandError(f"--engine {url}: {error.detail}") from error
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def progress(what: str, total: int) -> Generator[Callable[[], None], None, None]
         yield lambda: bar.advance(task)
 
 
-def played_body(played: Played) -> dict[str, Any]:
+def played_body(played: PlayResult) -> dict[str, Any]:
     """What came of a play, without its messages."""
     import msgspec
 
@@ -108,7 +108,7 @@ def played_body(played: Played) -> dict[str, Any]:
     }
 
 
-def show_played(played: Played) -> None:
+def show_played(played: PlayResult) -> None:
     """For a person: what was said, the score and what it is made of, what went wrong, how long it took."""
     from rollyard.cli._try import shortened
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rollyard.cli._console import err, note
 
 if TYPE_CHECKING:
-    from rollyard.sandbox.images import Step
+    from rollyard.sandbox.images import PullStep
 
 _WORDS = {"download": "downloaded", "unpack": "unpacked"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -23,7 +23,7 @@ def size(value: float) -> str:
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{value:.0f} B"
 
 
-class Progress:
+class PullBars:
     """Told of each step of a pull. `with` it while something is going on."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Progress:
         self._told: set[tuple[str, str]] = set()
         if console.is_terminal:
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-            from rich.progress import Progress as Bars
+            from rich.progress import PullBars as Bars
 
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
             self._bars = Bars(*columns, console=console, transient=True)
@@ -49,7 +49,7 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def tell(self, step: Step) -> None:
+    def tell(self, step: PullStep) -> None:
         name = step.item.removeprefix("sha256:")[:12] if step.item.startswith("sha256:") else step.item
         if self._bars is not None and step.total_bytes is not None:
             key = (step.phase, step.item)
@@ -65,7 +65,7 @@ class Progress:
         else:
             note(line)
 
-    def _line(self, step: Step, name: str) -> str | None:
+    def _line(self, step: PullStep, name: str) -> str | None:
         if step.phase in ("waiting", "note"):
             return name
         if step.phase == "sif":

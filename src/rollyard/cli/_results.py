@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._console import Trouble, number, plain, seconds, table
+from rollyard.cli._console import CommandError, number, plain, seconds, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,12 +64,12 @@ def summary_line(records: Sequence[Record]) -> str:
 def check_out(path: Path) -> None:
     """Says before the work begins, not after it, that a file cannot be written."""
     if path.suffix not in (".jsonl", ".json", ".arrow"):
-        raise Trouble(f"{path}: the ending says the format", "end it in .jsonl or .arrow", 2)
+        raise CommandError(f"{path}: the ending says the format", "end it in .jsonl or .arrow", 2)
     try:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise Trouble(f"{path} cannot be written: {error.strerror}") from error
+        raise CommandError(f"{path} cannot be written: {error.strerror}") from error
 
 
 async def write_trajectories(client: AsyncClient, records: Sequence[Record], path: Path) -> None:
@@ -118,7 +118,7 @@ async def _write_arrow(client: AsyncClient, records: Sequence[Record], path: Pat
             if writer is not None:
                 writer.close()
         if writer is None:
-            raise Trouble("none of these rollouts left a trace", f"{path} was not written")
+            raise CommandError("none of these rollouts left a trace", f"{path} was not written")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

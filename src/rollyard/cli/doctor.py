@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollyard.cli._console import AsJson, note, plain, print_lines, run, show, table
-from rollyard.cli._doctor_check import Check, State
+from rollyard.cli._doctor_check import DoctorCheck, State
 from rollyard.cli._doctor_data import data_checks, nearest
 from rollyard.cli._doctor_engines import engine_checks
 from rollyard.cli._doctor_machine import machine_checks
@@ -62,9 +62,9 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _held(look: Callable[[Settings], Iterable[Check]], settings: Settings) -> list[Check]:
+def _held(look: Callable[[Settings], Iterable[DoctorCheck]], settings: Settings) -> list[DoctorCheck]:
     """What a look found, up to where it broke."""
-    checks: list[Check] = []
+    checks: list[DoctorCheck] = []
     try:
         checks.extend(look(settings))
     except Exception as error:
@@ -72,18 +72,18 @@ def _held(look: Callable[[Settings], Iterable[Check]], settings: Settings) -> li
     return checks
 
 
-async def _engines(settings: Settings) -> list[Check]:
+async def _engines(settings: Settings) -> list[DoctorCheck]:
     try:
         return await engine_checks(settings)
     except Exception as error:
         return [_broken("engines", error, "warn")]
 
 
-def _broken(name: str, error: BaseException, state: State) -> Check:
-    return Check(name, state, f"the check broke: {type(error).__name__}: {error}", "report it, with this line")
+def _broken(name: str, error: BaseException, state: State) -> DoctorCheck:
+    return DoctorCheck(name, state, f"the check broke: {type(error).__name__}: {error}", "report it, with this line")
 
 
-async def runtime_checks(settings: Settings) -> list[Check]:
+async def runtime_checks(settings: Settings) -> list[DoctorCheck]:
     """Every runtime there is, in a folder where the service's own sandboxes would be."""
     from rollyard.service.runtimes import NAMES
 
@@ -97,7 +97,7 @@ async def runtime_checks(settings: Settings) -> list[Check]:
     return [check for group in found for check in group] + checks
 
 
-async def _python(settings: Settings, scratch: Path) -> tuple[PortablePython | None, list[Check]]:
+async def _python(settings: Settings, scratch: Path) -> tuple[PortablePython | None, list[DoctorCheck]]:
     """The Python that is bound into sandboxes: the service's own copy, or one that is made to see that it can be."""
     from rollyard.sandbox.python import portable_python
 
@@ -108,19 +108,19 @@ async def _python(settings: Settings, scratch: Path) -> tuple[PortablePython | N
         python = await asyncio.to_thread(portable_python, scratch / "python")
     except Exception as error:  # whatever the parts of this Python are like
         remedy = "use a Python of python.org, of your distribution or of uv, and install ldd (libc-bin)"
-        return None, [Check("portable Python", "warn", f"cannot be built: {error}", remedy)]
-    return python, [Check("portable Python", "ok", "can be built: `ipython` works in any image")]
+        return None, [DoctorCheck("portable Python", "warn", f"cannot be built: {error}", remedy)]
+    return python, [DoctorCheck("portable Python", "ok", "can be built: `ipython` works in any image")]
 
 
-async def _runtime(name: str, settings: Settings, scratch: Path, python: PortablePython | None) -> list[Check]:
+async def _runtime(name: str, settings: Settings, scratch: Path, python: PortablePython | None) -> list[DoctorCheck]:
     worst: State = "fail" if name == settings.runtime else "warn"
     use = "default" if name == settings.runtime else "allowed" if name in settings.runtimes else "not allowed"
-    checks: list[Check] = []
+    checks: list[DoctorCheck] = []
     try:
         async with asyncio.timeout(PROBE_S):
             await _try(name, settings, scratch, python, worst, use, checks)
     except TimeoutError:
-        checks.append(Check(f"{name}: probe", worst, f"it was not done in {PROBE_S:g} s", "is the machine busy?"))
+        checks.append(DoctorCheck(f"{name}: probe", worst, f"it was not done in {PROBE_S:g} s", "is the machine busy?"))
     except Exception as error:
         checks.append(_broken(f"{name}: probe", error, worst))
     return checks
@@ -133,13 +133,13 @@ async def _try(
     python: PortablePython | None,
     worst: State,
     use: str,
-    checks: list[Check],
+    checks: list[DoctorCheck],
 ) -> None:
     """Adds to `checks` as it goes, so that what breaks late hides nothing."""
     from rollyard.cli._doctor_inside import look_inside
     from rollyard.core import RollyardError
     from rollyard.sandbox import OciRuntime
-    from rollyard.sandbox.oci import probe_image
+    from rollyard.sandbox.runtimes.oci import probe_image
     from rollyard.service.runtimes import make_runtime
 
     image = ""
@@ -157,13 +157,13 @@ async def _try(
                 checks.extend(await look_inside(runtime, python, worst))
         except RollyardError as error:
             detail, _, remedy = error.detail.partition("; ")
-            checks.append(Check(f"{name}: inside", worst, detail, remedy or "see the lines above"))
+            checks.append(DoctorCheck(f"{name}: inside", worst, detail, remedy or "see the lines above"))
         finally:
             if isinstance(runtime, OciRuntime) and image:
                 await runtime.forget(image)
 
 
-def _probed(name: str, found: Mapping[str, str], worst: State, use: str) -> Iterable[Check]:
+def _probed(name: str, found: Mapping[str, str], worst: State, use: str) -> Iterable[DoctorCheck]:
     """The runtime's own words: "ok", or what is wrong and how to mend it."""
     for feature, state in found.items():
         what, _, remedy = state.partition("; ")
@@ -172,4 +172,4 @@ def _probed(name: str, found: Mapping[str, str], worst: State, use: str) -> Iter
         level: State = "ok" if is_ok else "warn" if feature == "overlay" else worst
         if not is_ok and not remedy:  # the program's own words, which we did not know
             remedy = f"try the program by hand, or set runtimes to others than {name}"
-        yield Check(f"{name}: {feature}", level, f"works ({use})" if is_ok else what, remedy)
+        yield DoctorCheck(f"{name}: {feature}", level, f"works ({use})" if is_ok else what, remedy)

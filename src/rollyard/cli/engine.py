@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, print_json, run
+from rollyard.cli._console import AsJson, CommandError, note, print_json, run
 from rollyard.cli._importing import quick_imports
 from rollyard.cli.weights import get_model
 
@@ -58,9 +58,9 @@ def engine(
     if missing := missing_packages():
         names = " and ".join(missing)
         verb = "is" if len(missing) == 1 else "are"
-        raise Trouble(f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'")
+        raise CommandError(f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'")
     if dtype not in DTYPES:
-        raise Trouble(f"--dtype {dtype}: it is {', '.join(DTYPES)}", status=2)
+        raise CommandError(f"--dtype {dtype}: it is {', '.join(DTYPES)}", status=2)
     _check_port(host, port)
     folder = get_model(model) if model in KNOWN else Path(model)
     _check_folder(folder)
@@ -93,16 +93,16 @@ def _check_port(host: str, port: int) -> None:
             raise _cannot_listen(host, port, error) from error
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> Trouble:
+def _cannot_listen(host: str, port: int, error: OSError) -> CommandError:
     number = error.errno or 0  # below 0: a name that cannot be resolved
     why = os.strerror(number) if number > 0 else error.strerror or error
-    return Trouble(f"{host}:{port} cannot be listened on: {why}")
+    return CommandError(f"{host}:{port} cannot be listened on: {why}")
 
 
 def _check_folder(folder: Path) -> None:
     """One without a model is refused before torch is imported."""
     if folder.is_dir() and not any([*folder.glob("*config.json"), *folder.glob("*.gguf")]):
-        raise Trouble(f"{folder} cannot be loaded: it has neither a config.json nor a GGUF file")
+        raise CommandError(f"{folder} cannot be loaded: it has neither a config.json nor a GGUF file")
 
 
 async def _serve(
@@ -138,6 +138,6 @@ async def _serve(
                 sys.stdout.flush()
             await stopped.wait()
     except (Unsupported, ValueError) as error:
-        raise Trouble(str(error)) from error
+        raise CommandError(str(error)) from error
     except OSError as error:
         raise _cannot_listen(place["host"], place["port"], error) from error

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, Token, Trouble, Url, connect, err, note, print_json, run, show
+from rollyard.cli._console import AsJson, CommandError, Token, Url, connect, err, note, print_json, run, show
 from rollyard.cli._tasks import TaskLine, read_defaults, read_tasks
 from rollyard.cli.submit import RETRY_S
 
 if TYPE_CHECKING:
-    from rollyard.cli._evaluation import Evaluated
+    from rollyard.cli._evaluation import EvalReport
     from rollyard.client import AsyncClient, Evaluation, Record
     from rollyard.core import RollyardError
     from rollyard.service.settings import Settings
@@ -80,11 +80,11 @@ def evaluate(
     from rollyard.core import new_id
 
     if n is not None and n < k:
-        raise Trouble(f"pass@{k} cannot be told from {n} samples of a task", "give --n of K or more", 2)
+        raise CommandError(f"pass@{k} cannot be told from {n} samples of a task", "give --n of K or more", 2)
     if engine is not None and (url or token):
-        raise Trouble("--engine starts a service in this process", "leave --url and --token away", 2)
+        raise CommandError("--engine starts a service in this process", "leave --url and --token away", 2)
     if tokenizer and engine is None:
-        raise Trouble("--tokenizer says something of --engine", "name the engine", 2)
+        raise CommandError("--tokenizer says something of --engine", "name the engine", 2)
     laid = read_defaults(defaults)
     if out is not None:
         from rollyard.cli._results import check_out
@@ -92,7 +92,7 @@ def evaluate(
         check_out(out)
     tasks = read_tasks(files, limit)
     if not tasks:
-        raise Trouble(f"there is no task in {', '.join(files)}", "write one JSON object per line")
+        raise CommandError(f"there is no task in {', '.join(files)}", "write one JSON object per line")
     name = run_id or new_id("eval")
     wanted = given(
         policy=policy,
@@ -137,23 +137,23 @@ class _Job:
         self._wanted = wanted
         self._out = out
 
-    async def on_service(self, url: str | None, token: str | None) -> Evaluated:
+    async def on_service(self, url: str | None, token: str | None) -> EvalReport:
         async with connect(url, token) as quick:
             await quick.status()  # nobody there, or the wrong token: known at once, not after all the retries
         async with connect(url, token, retry_s=RETRY_S) as client:
             return await self._evaluate(client)
 
-    async def alone(self, engine: str, tokenizer: str, policy: str) -> Evaluated:
+    async def alone(self, engine: str, tokenizer: str, policy: str) -> EvalReport:
         async with _service(engine, tokenizer, policy) as client:
             return await self._evaluate(client)
 
-    async def _evaluate(self, client: AsyncClient) -> Evaluated:
+    async def _evaluate(self, client: AsyncClient) -> EvalReport:
         from rollyard.cli._evaluation import read_evaluation
 
         began = time.monotonic()
         found = await _watch(client, await self._begin(client))
         if found.result is None:
-            raise Trouble(f"evaluation {found.id} is {found.state}: {found.raw.get('detail') or found.reason}")
+            raise CommandError(f"evaluation {found.id} is {found.state}: {found.raw.get('detail') or found.reason}")
         records = await _records(client, found.run)
         if self._out is not None:
             from rollyard.cli._results import write_trajectories
@@ -172,7 +172,7 @@ class _Job:
                 return await client.evaluate(tasks, id=self._name, timeout_s=0.0, **self._wanted)
         except IdConflict as error:
             what = f"there is an evaluation or a run {self._name} already, with other tasks or by other rules"
-            raise Trouble(what, "give the command as it was, or another --run") from error
+            raise CommandError(what, "give the command as it was, or another --run") from error
         except RollyardError as error:
             raise _with_place(error, self._tasks) from error
         return await client.get_eval(self._name)
@@ -184,7 +184,7 @@ def _with_place(error: RollyardError, tasks: Sequence[TaskLine]) -> Exception:
     if found is None or int(found[1]) >= len(tasks):
         return error
     remedy = f"{error.remedy} (nothing was begun)".strip()
-    return Trouble(f"{tasks[int(found[1])].place}: {error.detail[found.end() :]}", remedy)
+    return CommandError(f"{tasks[int(found[1])].place}: {error.detail[found.end() :]}", remedy)
 
 
 async def _watch(client: AsyncClient, found: Evaluation) -> Evaluation:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from rollyard.cli._console import Token, Trouble, Url, connect, note
+from rollyard.cli._console import CommandError, Token, Url, connect, note
 from rollyard.cli._tasks import read_defaults
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def gym_agent(
 ) -> None:
     """Serve rollouts to NeMo Gym and NeMo RL: POST /run plays a row of a dataset and answers with tokens and reward."""
     if failures not in ("row", "status"):
-        raise Trouble(f"--failures {failures}: it is row or status", status=2)
+        raise CommandError(f"--failures {failures}: it is row or status", status=2)
     partial = read_defaults(defaults)
 
     import uvicorn
@@ -61,7 +61,7 @@ def gym_agent(
     serving = uvicorn.Server(uvicorn.Config(create_app(agent), log_level="warning", lifespan="on"))
     serving.run(sockets=[listener])
     if not serving.started:
-        raise Trouble(
+        raise CommandError(
             "the agent could not be started: see above", "is the service up? `rollyard rollouts list` asks it"
         )
 
@@ -77,5 +77,5 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)  # before its address is told: whoever calls then is answered once the service is found
     except OSError as error:
         listener.close()
-        raise Trouble(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+        raise CommandError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
     return listener

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, print_lines, run, seconds, show, table
-from rollyard.cli._progress import Progress, size
+from rollyard.cli._console import AsJson, CommandError, note, plain, print_json, print_lines, run, seconds, show, table
+from rollyard.cli._progress import PullBars, size
 
 if TYPE_CHECKING:
     from rollyard.sandbox.base import ImageKind
@@ -63,7 +63,7 @@ def pull(
     """
     settings = _settings(file, data_dir)
     kinds = _kinds(forms, settings)
-    with Progress() as progress:
+    with PullBars() as progress:
         image = _run(_store(settings).pull(source, kinds, name=name, is_insecure=insecure, tell=progress.tell))
     _show_one(image, as_json)
 
@@ -88,7 +88,7 @@ def build(
 
     settings = _settings(file, data_dir)
     kinds = _kinds(forms, settings)
-    with Progress() as progress:
+    with PullBars() as progress:
         image = _run(build_image(_store(settings), recipe, kinds, name=name, context=context, tell=progress.tell))
     _show_one(image, as_json)
 
@@ -202,7 +202,7 @@ def _kinds(forms: list[str] | None, settings: Settings) -> list[ImageKind]:
     if forms:
         for form in forms:
             if form not in makable:
-                raise Trouble(f"--as {form}: there are folder and sif", "see `rollyard images pull --help`", 2)
+                raise CommandError(f"--as {form}: there are folder and sif", "see `rollyard images pull --help`", 2)
         return [kind for kind in makable if kind in forms]
     wanted: list[ImageKind] = []
     for name in settings.runtimes:
@@ -211,7 +211,7 @@ def _kinds(forms: list[str] | None, settings: Settings) -> list[ImageKind]:
             wanted.append(best)
     if not wanted:
         allowed = ", ".join(settings.runtimes)
-        raise Trouble(f"no allowed runtime has images ({allowed})", "allow bubblewrap or apptainer, or give --as")
+        raise CommandError(f"no allowed runtime has images ({allowed})", "allow bubblewrap or apptainer, or give --as")
     return wanted
 
 
@@ -219,7 +219,7 @@ def _amount(text: str, units: dict[str, int], option: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]?)(?:i?b)?", text.strip().lower())
     if found is None or found[2] not in units:
         examples = ", ".join(f"5{unit}" for unit in units if unit)
-        raise Trouble(f"{option} {text}: a number with a unit was expected", f"like {examples}", 2)
+        raise CommandError(f"{option} {text}: a number with a unit was expected", f"like {examples}", 2)
     return int(float(found[1]) * units[found[2]])
 
 
@@ -233,4 +233,4 @@ def _guard(work: Callable[[], T]) -> T:
     try:
         return work()
     except ImageError as error:
-        raise Trouble(error.what, error.remedy) from error
+        raise CommandError(error.what, error.remedy) from error

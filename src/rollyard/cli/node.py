@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.cli._importing import quick_imports
 
 
@@ -44,17 +44,17 @@ def node(
     """
     url = head or os.environ.get("ROLLYARD_URL")
     if not url:
-        raise Trouble("which head?", "name it with --head https://HOST:PORT", 2)
+        raise CommandError("which head?", "name it with --head https://HOST:PORT", 2)
     token = _token(token_file)
     if log_level not in ("debug", "info", "warning", "error") or log_format not in ("console", "json"):
-        raise Trouble("--log-level is debug, info, warning or error, and --log-format console or json", status=2)
+        raise CommandError("--log-level is debug, info, warning or error, and --log-format console or json", status=2)
 
     import asyncio
 
     with quick_imports():
         import uvloop
 
-        from rollyard.fleet.link import NotWanted
+        from rollyard.fleet.head_connection import NodeRefused
         from rollyard.observe import logs
         from rollyard.service.node import NodeOptions, run_node
         from rollyard.service.settings import SettingsError, data_home
@@ -79,25 +79,25 @@ def node(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
-    except NotWanted as error:
-        raise Trouble(
+    except NodeRefused as error:
+        raise CommandError(
             f"the head will not have this node: {error}", "look at the token, the name and the version"
         ) from error
     except SettingsError as error:
-        raise Trouble(str(error)) from error
+        raise CommandError(str(error)) from error
 
 
 def _token(file: Path | None) -> str:
     if file is None:
         if not os.environ.get("ROLLYARD_TOKEN"):
-            raise Trouble("a node needs a token", "--token-file FILE: node-token in the service's data folder", 2)
+            raise CommandError("a node needs a token", "--token-file FILE: node-token in the service's data folder", 2)
         return os.environ["ROLLYARD_TOKEN"]
     try:
         found = file.read_text().split()
     except OSError as error:
-        raise Trouble(f"the token file {file} cannot be read: {error.strerror}") from error
+        raise CommandError(f"the token file {file} cannot be read: {error.strerror}") from error
     if not found:
-        raise Trouble(f"the token file {file} is empty")
+        raise CommandError(f"the token file {file} is empty")
     return found[0]
 
 

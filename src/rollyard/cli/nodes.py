@@ -9,8 +9,8 @@ import typer
 
 from rollyard.cli._console import (
     AsJson,
+    CommandError,
     Token,
-    Trouble,
     Url,
     connect,
     note,
@@ -61,7 +61,7 @@ def drain(
 ) -> None:
     """Let a node take nothing more. What has not begun goes to others; what has, ends there."""
     if (name is None) is not all_nodes:
-        raise Trouble("which node?", "name one, or say --all", 2)
+        raise CommandError("which node?", "name one, or say --all", 2)
 
     async def work() -> list[dict[str, Any]]:
         async with connect(url, token) as client:
@@ -75,7 +75,7 @@ def drain(
                         found = {one: there.get(one, {**node, "live": 0}) for one, node in found.items()}
             except TimeoutError:
                 live = sum(node["live"] for node in found.values())
-                raise Trouble(f"{live} rollouts are still at work there; they drain on") from None
+                raise CommandError(f"{live} rollouts are still at work there; they drain on") from None
             return list(found.values())
 
     _tell(go(work()), as_json)

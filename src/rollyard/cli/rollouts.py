@@ -9,8 +9,8 @@ import typer
 
 from rollyard.cli._console import (
     AsJson,
+    CommandError,
     Token,
-    Trouble,
     Url,
     connect,
     note,
@@ -160,7 +160,7 @@ def traces(
         print_lines(parts.get("traces") or ())
         return
     if not trajectory.traces:
-        raise Trouble(f"rollout {id} left no traces", "look at its failure: rollyard rollouts show")
+        raise CommandError(f"rollout {id} left no traces", "look at its failure: rollyard rollouts show")
     made = table(
         "trace", "tokens", "sampled", "calls", "versions", "logprobs", "trainable", right=("tokens", "sampled")
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.cli._importing import quick_imports
 
 
@@ -67,10 +67,10 @@ def serve(
     if prorl and not engine and set(given) == {"tokenizer"}:
         given = {}  # of engines that come by /add_llm_server
     if given and not engine:
-        raise Trouble(f"--{next(iter(given))} says something of the engines named here", "name one with --engine", 2)
+        raise CommandError(f"--{next(iter(given))} says something of the engines named here", "name one with --engine", 2)
 
     if address and fleet != "ray":
-        raise Trouble("--address is of a Ray cluster", "say --fleet ray", 2)
+        raise CommandError("--address is of a Ray cluster", "say --fleet ray", 2)
 
     with quick_imports():
         from rollyard.service.server import run_server

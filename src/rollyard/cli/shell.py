@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, print_json, run
+from rollyard.cli._console import AsJson, CommandError, note, print_json, run
 from rollyard.cli._solo import default_runtime, solo_workshop
 from rollyard.cli._tasks import TaskLine, read_task
 
 if TYPE_CHECKING:
     from rollyard.core import Artifact, Message, Rollout, Score
-    from rollyard.pipeline import Workshop
-    from rollyard.pipeline.stages import Kit
+    from rollyard.pipeline import StageResources
+    from rollyard.pipeline.stages import SandboxSession
 
 LEASE_S = 7 * 86_400.0  # a person may think for long; if this process dies, the lifeline ends the sandbox
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class ShellVisit:
     """How a shell ended, and what was there to see."""
 
     status: int
@@ -62,7 +62,7 @@ def shell(
     raise typer.Exit(visit.status if visit.status >= 0 else 128 - visit.status)
 
 
-async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: str | None) -> Visit:
+async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: str | None) -> ShellVisit:
     from rollyard.cli._terminal import interact, pipe
     from rollyard.core import Deadline, Rollout, RollyardError, Run
     from rollyard.pipeline import stages
@@ -80,27 +80,27 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
             kit = await stages.init(shop, rollout, Deadline(wanted.limits.init_s), lease_s=LEASE_S)
             try:
                 if kit.sandbox is None:
-                    raise Trouble(f"{line.place}: this task has no sandbox to be in")
+                    raise CommandError(f"{line.place}: this task has no sandbox to be in")
                 _tell(kit.start.messages)
                 status = await (interact if sys.stdin.isatty() else pipe)(kit.sandbox)
                 if not evaluate:
-                    return Visit(status)
+                    return ShellVisit(status)
                 saved = await stages.collect(shop, rollout, kit)
                 if kit.plan.eval_mode == "same":
                     await kit.freeze(shop.layers_of(wanted))
             finally:
                 await kit.close()
             try:
-                return Visit(status, await _score(shop, rollout, kit, saved, answer))
+                return ShellVisit(status, await _score(shop, rollout, kit, saved, answer))
             finally:
                 kit.forget()
     except RollyardError as error:
-        raise Trouble(f"{line.place}: {error.detail}", error.remedy) from error
+        raise CommandError(f"{line.place}: {error.detail}", error.remedy) from error
 
 
-async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list[Artifact], answer: str | None) -> Score:
+async def _score(shop: StageResources, rollout: Rollout, kit: SandboxSession, saved: list[Artifact], answer: str | None) -> Score:
     from rollyard.core import Deadline, DeadlineExpired, Trajectory
-    from rollyard.pipeline.evaluating import evaluate
+    from rollyard.pipeline.evaluation import evaluate
 
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
     trajectory = Trajectory(
@@ -112,7 +112,7 @@ async def _score(shop: Workshop, rollout: Rollout, kit: Kit, saved: list[Artifac
             shop, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None, layers=kit.eval_layers
         )
     except DeadlineExpired:
-        raise Trouble(f"the checks were not done in {clock.budget_s:g} s", "raise limits.eval_s") from None
+        raise CommandError(f"the checks were not done in {clock.budget_s:g} s", "raise limits.eval_s") from None
 
 
 def _tell(messages: tuple[Message, ...]) -> None:

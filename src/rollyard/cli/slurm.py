@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, number, plain, print_json, show, table
+from rollyard.cli._console import AsJson, CommandError, note, number, plain, print_json, show, table
 from rollyard.cli._slurm_job import (
     REACH_S,
     check_disk,
@@ -28,7 +28,7 @@ from rollyard.cli._slurm_job import (
 )
 
 if TYPE_CHECKING:
-    from rollyard.fleet.slurm_jobs import Cluster, Job
+    from rollyard.fleet.slurm_jobs import SlurmCluster, SlurmJob
 
 slurm = typer.Typer(help="The service as a job of a Slurm cluster: up, status, down.", no_args_is_help=True)
 
@@ -108,13 +108,13 @@ def up(
     again and goes on where it was.
     """
     from rollyard.fleet.slurm import JobSpec, script
-    from rollyard.fleet.slurm_jobs import Cluster, look, require_slurm
+    from rollyard.fleet.slurm_jobs import SlurmCluster, look, require_slurm
 
     folder = folder_of(data_dir)
     slots = {"init_slots": init_slots, "run_slots": run_slots, "eval_slots": eval_slots, "ready_slots": ready_slots}
     about = {"--kind": kind, "--model": model, "--tokenizer": tokenizer}
     if any(about.values()) and not (engine or engine_command):
-        raise Trouble("--kind, --model and --tokenizer say something of engines", "name one with --engine", 2)
+        raise CommandError("--kind, --model and --tokenizer say something of engines", "name one with --engine", 2)
     runtimes = runtime or ["apptainer"]
     settings = {
         "runtime": runtimes[0],
@@ -154,9 +154,9 @@ def up(
             return
         require_slurm()
         check_disk(spec, store)
-        cluster = Cluster(folder)
+        cluster = SlurmCluster(folder)
         if cluster.job_id and not (job := look(cluster.job_id)).is_over:
-            raise Trouble(
+            raise CommandError(
                 f"job {job.id} of {folder} is there already, {job.state}", f"rollyard slurm down{named(data_dir)}"
             )
         job_id = cluster.submit(spec, store)
@@ -166,7 +166,7 @@ def up(
         _show_up(cluster, look(job_id), as_json)
 
 
-def _show_up(cluster: Cluster, job: Job, as_json: bool) -> None:
+def _show_up(cluster: SlurmCluster, job: SlurmJob, as_json: bool) -> None:
     if as_json:
         print_json(job_object(cluster, job))
     elif cluster.url:
@@ -218,7 +218,7 @@ def down(
                 note(f"job {job.id} did not end within {wait_s:g} s; it is cancelled")
                 cancel(job_id)
                 if not poll(lambda: look(job_id).is_over, wait_s or REACH_S):
-                    raise Trouble(f"job {job.id} was cancelled, and is {look(job_id).state} still", "ask again later")
+                    raise CommandError(f"job {job.id} was cancelled, and is {look(job_id).state} still", "ask again later")
             job = look(job_id)
     if as_json:
         print_json(job_object(cluster, job))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollyard.cli._console import AsJson, Token, Trouble, Url, connect, err, note, print_json, run, show
+from rollyard.cli._console import AsJson, CommandError, Token, Url, connect, err, note, print_json, run, show
 from rollyard.cli._tasks import TaskLine, read_tasks
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ def submit(
     from rollyard.core import new_id
 
     if out is not None and not wait:
-        raise Trouble("--out needs the rollouts to end", "leave --no-wait away", 2)
+        raise CommandError("--out needs the rollouts to end", "leave --no-wait away", 2)
     if out is not None:
         from rollyard.cli._results import check_out
 
         check_out(out)
     tasks = read_tasks(files, limit)
     if not tasks:
-        raise Trouble(f"there is no task in {', '.join(files)}", "write one JSON object per line")
+        raise CommandError(f"there is no task in {', '.join(files)}", "write one JSON object per line")
     prefix = id_prefix or new_id("s")
     work = _submit(tasks, run_id, policy, group_size, priority, prefix, wait, out, url, token, as_json)
     try:
@@ -127,7 +127,7 @@ async def _have_run(client: AsyncClient, run_id: str, policy: str | None) -> Non
         await client.create_run(run_id, policy=policy)
     else:
         if policy not in (None, found.get("policy")):
-            raise Trouble(f"run {run_id} has policy {found.get('policy')}, not {policy}", "name another run with --run")
+            raise CommandError(f"run {run_id} has policy {found.get('policy')}, not {policy}", "name another run with --run")
 
 
 def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:
@@ -139,7 +139,7 @@ def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int)
         return error
     detail = error.detail.replace(found[0], "").lstrip(": ")
     told = "nothing was submitted" if not submitted else f"{submitted} rollouts before it were submitted"
-    return Trouble(f"{tasks[index].place}: {detail}", f"{error.remedy} ({told})".strip())
+    return CommandError(f"{tasks[index].place}: {detail}", f"{error.remedy} ({told})".strip())
 
 
 async def watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, print_lines, run, seconds, show, table
+from rollyard.cli._console import AsJson, CommandError, note, plain, print_json, print_lines, run, seconds, show, table
 from rollyard.cli._tasks import TaskLine, read_task, scan_tasks
 
 if TYPE_CHECKING:
-    from rollyard.cli._import import Imported
+    from rollyard.cli._import import ImportResult
     from rollyard.cli._validate import Finding
-    from rollyard.pipeline.playing import Played
+    from rollyard.pipeline.local_rollout import PlayResult
 
 tasks = typer.Typer(help="Tasks on this machine: import, validate, try.", no_args_is_help=True)
 
@@ -51,24 +51,24 @@ def import_(
     options it knows, its page in docs/how-to says. A row that makes no task is told with its place, and nothing is
     written.
     """
-    from rollyard.cli._import import Wanted, import_tasks, read_options
+    from rollyard.cli._import import ImportOptions, import_tasks, read_options
     from rollyard.core.failure import TaskInvalid
     from rollyard.service.build import all_environments
     from rollyard.service.settings import load_settings
 
     out = None if out == Path("-") else out
     if as_json and out is None:
-        raise Trouble("--json tells how it went, on the stdout that the tasks go to", "give --out", 2)
+        raise CommandError("--json tells how it went, on the stdout that the tasks go to", "give --out", 2)
     given = read_options(options or ())
 
-    async def work() -> Imported:  # a loop, since environments may begin something when they are made
+    async def work() -> ImportResult:  # a loop, since environments may begin something when they are made
         async with all_environments(load_settings({}, os.environ).settings) as known:
-            return import_tasks(Wanted(known.get(environment), paths or (), given, split, limit, skip_bad), out)
+            return import_tasks(ImportOptions(known.get(environment), paths or (), given, split, limit, skip_bad), out)
 
     try:
         done = run(work())
     except TaskInvalid as error:  # its remedy is for whoever wrote the task, which here nobody did
-        raise Trouble(error.detail) from error
+        raise CommandError(error.detail) from error
     if as_json:
         print_json({"environment": environment, "tasks": done.tasks, "skipped": done.bad, "out": str(out)})
         return
@@ -95,9 +95,9 @@ def validate(
     from rollyard.cli._playing import workshops
     from rollyard.cli._validate import validate as look
 
-    lines: list[TaskLine | Trouble] = list(islice(scan_tasks(files), limit))
+    lines: list[TaskLine | CommandError] = list(islice(scan_tasks(files), limit))
     if not lines:
-        raise Trouble(f"there is no task in {', '.join(files)}", "write one JSON object per line")
+        raise CommandError(f"there is no task in {', '.join(files)}", "write one JSON object per line")
 
     async def work() -> list[Finding]:
         async with workshops(runtime) as shops:
@@ -133,7 +133,7 @@ def _show(findings: Sequence[Finding], plays: bool) -> None:
             typer.echo(f"{finding.place}: warning: {warning}")
 
 
-def _reward(played: Played | None) -> str:
+def _reward(played: PlayResult | None) -> str:
     return "–" if played is None or played.score is None else f"{played.score.reward:.3g}"
 
 
@@ -174,7 +174,7 @@ def try_task(
     from rollyard.cli._playing import played_body, show_played
 
     if tokenizer and engine is None:
-        raise Trouble("--tokenizer says something of --engine", "name the engine", 2)
+        raise CommandError("--tokenizer says something of --engine", "name the engine", 2)
     line = read_task(task)
     played = run(_try(line, agent, runtime, engine, tokenizer))
     if as_json:
@@ -191,13 +191,13 @@ def try_task(
         raise typer.Exit(1)
 
 
-async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: str | None, tokenizer: str) -> Played:
+async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: str | None, tokenizer: str) -> PlayResult:
     from dataclasses import replace
 
     from rollyard.agents.base import needs_model
     from rollyard.cli._playing import add_engine, workshops
     from rollyard.core import AgentSpec, RollyardError
-    from rollyard.pipeline.playing import play
+    from rollyard.pipeline.local_rollout import play
     from rollyard.service.models import to_task
 
     try:
@@ -210,9 +210,9 @@ async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: s
             doer = shop.agent_of(wanted)
             if needs_model(doer):
                 if engine is None:
-                    raise Trouble(f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2)
+                    raise CommandError(f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2)
                 await add_engine(shop.router, engine, tokenizer)
             await shops.add_judges()
             return await play(shop, wanted)
     except RollyardError as error:
-        raise Trouble(f"{line.place}: {error.detail}", error.remedy) from error
+        raise CommandError(f"{line.place}: {error.detail}", error.remedy) from error

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, show, table
+from rollyard.cli._console import AsJson, CommandError, note, plain, print_json, show, table
 from rollyard.core.failure import InvalidRequest, RollyardError
 
 tokens = typer.Typer(help="Tokenizers and chat templates: check.", no_args_is_help=True)
@@ -33,7 +33,7 @@ def check(
     except RollyardError:
         raise
     except Exception as error:  # a broken tokenizer.json is whatever its library raises
-        raise Trouble(f"the tokenizer of {model} cannot be read: {error}", "fetch its files anew") from error
+        raise CommandError(f"the tokenizer of {model} cannot be read: {error}", "fetch its files anew") from error
     try:
         chosen, reason = load_renderer(tokenizer, model, renderer), ""
     except InvalidRequest as error:

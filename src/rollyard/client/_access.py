@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollyard.client._bodies import given, part
-from rollyard.client._wire import Wire
+from rollyard.client._transport import Transport
 from rollyard.client.records import JsonObject, read_object
 from rollyard.core import Json
 
@@ -15,7 +15,7 @@ Objects = list[JsonObject]
 class AsyncAccess:
     """See the module."""
 
-    _wire: Wire
+    _wire: Transport
 
     async def create_token(
         self,

@@ -19,16 +19,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from rollyard.client._access import AsyncAccess
-from rollyard.client._bodies import TaskLike, task_body
-from rollyard.client._bodies import given as _given
-from rollyard.client._bodies import part as _part
+from rollyard.client._bodies import TaskLike, given, part, task_body
+from rollyard.client._discovery import find
 from rollyard.client._events import follow
-from rollyard.client._find import find
 from rollyard.client._policies import AsyncPolicy, Holder
 from rollyard.client._sampling import AsyncSampling
 from rollyard.client._sessions import AsyncSession
+from rollyard.client._transport import ARROW, Transport
 from rollyard.client._waiting import POLL_S, wait_all
-from rollyard.client._wire import ARROW, Wire
 from rollyard.client.records import Event, JsonObject, Page, Record, Trace, Trajectory, read, read_object, read_page
 from rollyard.client.traces import read_trajectory
 from rollyard.core import Json, RollyardError, check_id, new_id
@@ -52,7 +50,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     def __init__(
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retry_s: float = 60.0
     ) -> None:
-        self._wire = Wire(find(url, token), timeout_s, retry_s)
+        self._wire = Transport(find(url, token), timeout_s, retry_s)
         self._holder = Holder()
 
     @property
@@ -89,7 +87,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
 
         `mask_truncated` leaves rollouts that were cut off out of the loss; `overlong_penalty` is
         `{"from_tokens", "to_tokens", "most"?}`."""
-        body = _given(
+        body = given(
             id=check_id(id) if id else new_id("run"),
             mode=mode,
             policy=policy,
@@ -105,14 +103,14 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         return read_object(await self._wire.json("POST", "/runs", body=body, is_repeatable=True))
 
     async def get_run(self, id: str) -> JsonObject:
-        return read_object(await self._wire.json("GET", f"/runs/{_part(id)}"))
+        return read_object(await self._wire.json("GET", f"/runs/{part(id)}"))
 
     async def list_runs(self) -> Objects:
         return _items(await self._wire.json("GET", "/runs"), "runs")
 
     async def delete_run(self, id: str) -> None:
         """Cancels what has not ended, and forgets the run with all its rollouts. Returns when it is gone."""
-        path = f"/runs/{_part(id)}"
+        path = f"/runs/{part(id)}"
         is_gone = await self._wire.json("DELETE", path, wait_s=POLL_S) is None
         pause_s = 0.05
         while not is_gone:
@@ -125,7 +123,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
 
     async def acknowledge(self, run: str, cursor: str) -> int:
         """What came up to that cursor is safely here: its traces may go. Returns how many did."""
-        body = await self._wire.json("POST", f"/runs/{_part(run)}/ack", body={"cursor": cursor}, is_repeatable=True)
+        body = await self._wire.json("POST", f"/runs/{part(run)}/ack", body={"cursor": cursor}, is_repeatable=True)
         return int(read_object(body).get("acknowledged", 0))
 
     # --- rollouts -------------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         names = list(ids) if ids is not None else [new_id("g" if group_size else "r") for _ in tasks]
         wanted: Sequence[dict[str, object]] = []
         for name, task in zip(names, tasks, strict=True):
-            item = _given(id=check_id(name), task=task_body(task), priority=priority)
+            item = given(id=check_id(name), task=task_body(task), priority=priority)
             if group_size is None:
                 wanted.append(item)
             else:
@@ -174,7 +172,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         `run`, here and below: the run that it is in. It is only needed if two of your runs use the same id.
         """
         params = {"wait_s": wait_s or None, "run": run}
-        return read(await self._wire.json("GET", f"/rollouts/{_part(id)}", params=params, wait_s=wait_s), Record)
+        return read(await self._wire.json("GET", f"/rollouts/{part(id)}", params=params, wait_s=wait_s), Record)
 
     async def wait(self, id: str, *, timeout_s: float | None = None, run: str | None = None) -> Record:
         """The record at its end. TimeoutError when it has not ended by then; it goes on all the same."""
@@ -227,12 +225,12 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     async def cancel(self, id: str, *, run: str | None = None) -> str:
         """Acknowledged when it returns, with the state it was in. One that is not there yet is cancelled when it comes
         to that run, or to the default run."""
-        body = await self._wire.json("DELETE", f"/rollouts/{_part(id)}", params={"run": run})
+        body = await self._wire.json("DELETE", f"/rollouts/{part(id)}", params={"run": run})
         return str(read_object(body).get("state", ""))
 
     async def rescore(self, id: str, *, run: str | None = None) -> Record:
         """Evaluates what was saved once more; the new score is the last of `scores`."""
-        reply = await self._wire.json("POST", f"/rollouts/{_part(id)}/rescore", params={"run": run}, wait_s=3600.0)
+        reply = await self._wire.json("POST", f"/rollouts/{part(id)}/rescore", params={"run": run}, wait_s=3600.0)
         return read(reply, Record)
 
     # --- agents of your own ---------------------------------------------------------------------------
@@ -258,7 +256,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         `limits.run_s` counts from its opening to its reward. `group` and `index` make it a member of a group.
         `timeout_s` bounds the wait for a free place.
         """
-        body = _given(
+        body = given(
             id=check_id(id) if id else new_id("se"),
             run=run,
             sampling=sampling,
@@ -283,13 +281,13 @@ class AsyncClient(AsyncSampling, AsyncAccess):
 
     async def traces_arrow(self, id: str, *, run: str | None = None) -> bytes:
         """The same as the Arrow IPC stream that came: for files, and for readers of your own."""
-        data, _ = await self._wire.call("GET", f"/rollouts/{_part(id)}/traces", params={"run": run}, accept=ARROW)
+        data, _ = await self._wire.call("GET", f"/rollouts/{part(id)}/traces", params={"run": run}, accept=ARROW)
         return data
 
     async def trajectory(self, id: str, *, run: str | None = None) -> Trajectory:
         """Record, messages and traces together."""
         params = {"include": "trajectory", "run": run}
-        return read_trajectory(await self._wire.json("GET", f"/rollouts/{_part(id)}", params=params))
+        return read_trajectory(await self._wire.json("GET", f"/rollouts/{part(id)}", params=params))
 
     # --- engines --------------------------------------------------------------------------------------
 
@@ -311,7 +309,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
     ) -> JsonObject:
         """Probed by the service before it is used; the probe's trouble is raised here. `trust_tokenizer`: train on its
         tokens even if it cannot show which tokenizer it has."""
-        body = _given(
+        body = given(
             id=id,
             url=url,
             kind=kind,
@@ -331,7 +329,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         return _items(await self._wire.json("GET", "/engines"), "engines")
 
     async def remove_engine(self, id: str) -> None:
-        await self._wire.json("DELETE", f"/engines/{_part(id)}")
+        await self._wire.json("DELETE", f"/engines/{part(id)}")
 
     async def clear_engines(self) -> None:
         await self._wire.json("DELETE", "/engines")
@@ -353,10 +351,10 @@ class AsyncClient(AsyncSampling, AsyncAccess):
 
     async def drain_node(self, name: str) -> JsonObject:
         """It takes nothing more; what it has, it ends. It is empty when `live` is 0."""
-        return read_object(await self._wire.json("POST", f"/nodes/{_part(name)}/drain"))
+        return read_object(await self._wire.json("POST", f"/nodes/{part(name)}/drain"))
 
     async def resume_node(self, name: str) -> JsonObject:
-        return read_object(await self._wire.json("POST", f"/nodes/{_part(name)}/resume"))
+        return read_object(await self._wire.json("POST", f"/nodes/{part(name)}/resume"))
 
     # --- the service itself ---------------------------------------------------------------------------
 
@@ -374,7 +372,7 @@ class AsyncClient(AsyncSampling, AsyncAccess):
         live: int | None = None,
     ) -> JsonObject:
         """Sets the sizes that are given; returns all pools."""
-        sizes = _given(init=init, run=run, eval=eval, ready=ready, live=live)
+        sizes = given(init=init, run=run, eval=eval, ready=ready, live=live)
         return read_object(await self._wire.json("PATCH", "/pools", body=sizes))
 
     def events(self, *, after: str | None = None, run: str | None = None) -> AsyncIterator[Event]:

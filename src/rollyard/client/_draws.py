@@ -23,8 +23,8 @@ from typing import Any
 
 from rollyard.client._bodies import TaskLike, given, part, task_body
 from rollyard.client._errors import DrawEnded, UnexpectedReply
+from rollyard.client._transport import ARROW, Params, Transport
 from rollyard.client._waiting import POLL_S
-from rollyard.client._wire import ARROW, Params, Wire
 from rollyard.client.groups import Batch, BatchFacts, Group, GroupsPage, batch_of, read_arrow_page
 from rollyard.client.records import JsonObject, read, read_object
 
@@ -50,7 +50,7 @@ class _Reading:
 class AsyncDraw:
     """See the module. `last_batch` is the batch that was read last, without its groups."""
 
-    def __init__(self, wire: Wire, facts: JsonObject) -> None:
+    def __init__(self, wire: Transport, facts: JsonObject) -> None:
         self._wire = wire
         self.id = str(facts["id"])
         self.run = str(facts.get("run", ""))

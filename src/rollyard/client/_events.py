@@ -15,13 +15,13 @@ import aiohttp
 import orjson
 
 from rollyard.client._errors import ServiceUnreachable, UnexpectedReply
-from rollyard.client._wire import BACKOFF_S, Again, Wire, raise_for
+from rollyard.client._transport import BACKOFF_S, RetryableError, Transport, raise_for
 from rollyard.client.records import Event, read
 
 SILENCE_S = 45.0  # three keep-alives
 
 
-async def follow(wire: Wire, after: str | None, run: str | None) -> AsyncGenerator[Event, None]:
+async def follow(wire: Transport, after: str | None, run: str | None) -> AsyncGenerator[Event, None]:
     """Events for ever. Raises what the service answers, or ServiceUnreachable after `retry_s` without it."""
     last_seen = time.monotonic()
     pause_s, longest_s = BACKOFF_S
@@ -39,7 +39,7 @@ async def follow(wire: Wire, after: str | None, run: str | None) -> AsyncGenerat
                         yield event
                 last_seen = time.monotonic()
             error = ServiceUnreachable(f"{wire.place.url} ended the stream of events")
-        except Again as again:
+        except RetryableError as again:
             error = again.error
         except ValueError as broken:  # aiohttp's, for a line without end
             raise UnexpectedReply(f"the stream of events cannot be read: {broken}") from broken

@@ -26,8 +26,8 @@ from typing import Any
 from urllib.parse import quote
 
 from rollyard.client._bodies import given
+from rollyard.client._transport import Transport
 from rollyard.client._waiting import POLL_S
-from rollyard.client._wire import Wire
 from rollyard.client.records import JsonObject, read_object
 from rollyard.core import RollyardError, new_id
 from rollyard.core.failure import PolicyConflict, PolicyPinned, RequestError
@@ -53,7 +53,7 @@ class Holder:
 class AsyncPolicy:
     """See the module. Nothing is kept here: it is a name."""
 
-    def __init__(self, wire: Wire, name: str, holder: Holder) -> None:
+    def __init__(self, wire: Transport, name: str, holder: Holder) -> None:
         self._wire = wire
         self._path = f"/policies/{quote(name, safe=':')}"
         self._holder = holder

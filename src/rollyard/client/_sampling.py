@@ -13,8 +13,8 @@ from typing import Any
 
 from rollyard.client._bodies import TaskLike, given, part, source_body, task_body
 from rollyard.client._draws import AsyncDraw
+from rollyard.client._transport import ARROW, Transport
 from rollyard.client._waiting import POLL_S
-from rollyard.client._wire import ARROW, Wire
 from rollyard.client.groups import Group, GroupRollout, read_group
 from rollyard.client.records import Evaluation, JsonObject, Record, read, read_object
 from rollyard.core import Json, check_id, new_id
@@ -26,7 +26,7 @@ Objects = list[JsonObject]
 class AsyncSampling:
     """See the module."""
 
-    _wire: Wire
+    _wire: Transport
 
     # --- groups ---------------------------------------------------------------------------------------
 

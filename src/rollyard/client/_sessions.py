@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
+from rollyard.client._transport import Transport
 from rollyard.client._waiting import POLL_S
-from rollyard.client._wire import Wire
 from rollyard.client.records import JsonObject, Record, read, read_object
 from rollyard.core import RollyardError, check_id
 from rollyard.core.failure import SessionConflict
@@ -30,7 +30,7 @@ log = logging.getLogger("rollyard.client")
 class AsyncSession:
     """See the module. `base_url` is for OpenAI's SDK, `root_url` for Anthropic's, which adds the /v1 itself."""
 
-    def __init__(self, wire: Wire, body: Mapping[str, object], timeout_s: float | None) -> None:
+    def __init__(self, wire: Transport, body: Mapping[str, object], timeout_s: float | None) -> None:
         self._wire = wire
         self._body = body
         self._timeout_s = timeout_s

@@ -166,7 +166,7 @@ class Alarm:
         self._act()
 
 
-class Patience:
+class ResettableTimeout:
     """A bound that is set anew far more often than it is reached: a connection's phases, say.
 
     Setting it later, or off, costs no timer: the one that is armed looks, when it rings, how long there is still to

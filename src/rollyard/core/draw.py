@@ -93,7 +93,7 @@ class DrawConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DrawItem:
     """One task of the source in one epoch. `tries`: infrastructure failed it so often; `turn`: begun so often."""
 
     epoch: int
@@ -103,7 +103,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class Figures:
+class DrawCounts:
     """Counts since the draw began. Groups: admitted = open + complete + all the ends."""
 
     admitted: int = 0
@@ -132,13 +132,13 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Progress:
+class DrawProgress:
     """How far a draw is: all that a restarted service needs beside its open groups."""
 
     order: int = 0  # groups admitted
     epoch: int = 0
     position: int = 0  # in this epoch
-    returned: list[Item] = field(default_factory=list[Item])  # go first
+    returned: list[DrawItem] = field(default_factory=list[DrawItem])  # go first
     version: int = 0  # the policy's
     want: int = 0  # of the last batch
     handed: int = 0  # groups delivered since the last batch was opened or the version changed
@@ -148,8 +148,8 @@ class Progress:
     recent: str = ""  # "1" kept, "0" not: the last judged groups, oldest first
     rejected_in_a_row: int = 0
     is_source_closed: bool = False  # a pushed source: nothing more will come
-    figures: Figures = field(default_factory=Figures)
-    figures_then: Figures = field(default_factory=Figures)  # when the last batch closed
+    figures: DrawCounts = field(default_factory=DrawCounts)
+    figures_then: DrawCounts = field(default_factory=DrawCounts)  # when the last batch closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Draw:
     is_active: bool = True
     reason: str | None = None  # exhausted, nothing_kept, budget, closed, unusable, internal_error
     detail: str | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: DrawProgress = field(default_factory=DrawProgress)
     created_at: float = 0.0
     updated_at: float = 0.0
 

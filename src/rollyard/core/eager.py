@@ -21,7 +21,7 @@ def start_now(coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> 
     if sys.version_info >= (3, 12):
         return asyncio.Task(coroutine, loop=loop, name=name, eager_start=True)
     context = contextvars.copy_context()
-    begun = _Begun(coroutine)
+    begun = _StartedCoroutine(coroutine)
     task = loop.create_task(begun, name=name, context=context)
     caller = asyncio.current_task()
     if caller is not None:
@@ -36,7 +36,7 @@ def start_now(coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> 
     return task
 
 
-class _Begun(Coroutine[Any, Any, T]):
+class _StartedCoroutine(Coroutine[Any, Any, T]):
     """A coroutine whose first step was made by somebody else: the task's own first step is told how that went."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:

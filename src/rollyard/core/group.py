@@ -7,7 +7,7 @@
 Rollout k of group G is `G-k`. Members are the first `size` of its rollouts that infrastructure did not take away; a
 spare has an index from `size` on, and is started only for one that it did.
 
-Invariant: statistics use one score per rollout. `Stats.mean` and what follows it are over those members that are
+Invariant: statistics use one score per rollout. `GroupStats.mean` and what follows it are over those members that are
 trained on; whoever is in neither loss nor baseline is not in them either.
 """
 
@@ -33,7 +33,7 @@ class GroupState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class GroupStats:
     """What its members got. None: nobody is counted."""
 
     members: int = 0
@@ -62,7 +62,7 @@ class Group:
     reason: str | None = None  # why, where its end needs a reason
     started: int = 0  # rollouts 0 … started − 1 exist
     members: tuple[int, ...] = ()  # their indices, once it is complete
-    stats: Stats | None = None
+    stats: GroupStats | None = None
     admitted_version: int = 0  # the policy's, when it began
     oldest_version: int = -1  # of its members' sampled tokens; −1: none was sampled
     newest_version: int = -1

@@ -24,7 +24,7 @@ MOST_LATE_S = 1.0
 """A loop that is late by less is busy, and what it works for counts."""
 
 
-class Counts(Protocol):
+class StandstillCounts(Protocol):
     """What has to be told of a standstill."""
 
     def rearm(self) -> None: ...
@@ -38,7 +38,7 @@ class WorkClock:
         self._now = now
         self._due: float | None = None  # when the ticker is to be woken
         self._timer: asyncio.TimerHandle | None = None
-        self._counting: set[Counts] = set()
+        self._counting: set[StandstillCounts] = set()
 
     def __call__(self) -> float:
         now = self._now()
@@ -56,10 +56,10 @@ class WorkClock:
         if self._timer is not None:
             self._timer.cancel()
 
-    def enter(self, one: Counts) -> None:
+    def enter(self, one: StandstillCounts) -> None:
         self._counting.add(one)
 
-    def leave(self, one: Counts) -> None:
+    def leave(self, one: StandstillCounts) -> None:
         self._counting.discard(one)
 
     def _tick(self) -> None:

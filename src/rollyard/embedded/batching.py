@@ -24,14 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from rollyard.embedded.prefixes import Kept, Prefixes
+from rollyard.embedded.prefixes import CachedPrefix, PrefixCache
 
 if TYPE_CHECKING:
     from rollyard.embedded.attention import Kv
     from rollyard.embedded.llama import Llama
     from rollyard.embedded.model import Model, Piece
     from rollyard.embedded.paged import PagedKv
-    from rollyard.embedded.sampling import Draw, Drawn
+    from rollyard.embedded.sampling import SampledDraw, SamplingRule
     from rollyard.embedded.stacked import StackedKv
 
 Finish = Literal["stop", "length"]
@@ -79,7 +79,7 @@ class Request:
         return self.top_k <= 0 and self.top_p >= 1.0 and self.top == 0
 
 
-class Job:
+class BatchedSequence:
     """A sequence at work: its request, and its tokens so far."""
 
     def __init__(self, request: Request, number: int) -> None:
@@ -93,26 +93,26 @@ class Job:
     def sampled(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
-    def draw(self) -> Draw:
+    def draw(self) -> SamplingRule:
         """How its next token is sampled."""
-        from rollyard.embedded.sampling import Draw
+        from rollyard.embedded.sampling import SamplingRule
 
         r = self.request
-        return Draw(r.temperature, r.top_p, r.top_k, r.seed, len(self.tokens), r.top)
+        return SamplingRule(r.temperature, r.top_p, r.top_k, r.seed, len(self.tokens), r.top)
 
 
 @dataclass(slots=True)  # not frozen: see `model.Piece`
-class Step:
+class SampledToken:
     """One new token of a sequence."""
 
-    job: Job
-    drawn: Drawn
+    job: BatchedSequence
+    drawn: SampledDraw
     version: str  # of the weights that it came from
     finish: Finish | None
 
 
 @dataclass(slots=True)
-class Counts:
+class BatcherCounts:
     """Since it started."""
 
     preemptions: int = 0
@@ -130,10 +130,10 @@ class Batcher:
         self.model = model
         self.settings = settings
         self.version = "default"  # vLLM's word for weights that nobody has named
-        self.counts = Counts()
-        self.running: list[Job] = []  # in the order in which they go on
-        self.waiting: list[Job] = []
-        self.prefixes = Prefixes()
+        self.counts = BatcherCounts()
+        self.running: list[BatchedSequence] = []  # in the order in which they go on
+        self.waiting: list[BatchedSequence] = []
+        self.prefixes = PrefixCache()
         self._numbers = 0
         self._gathered = 0  # steps for which somebody has waited, or may have, in a burst
         is_gpu = model.device.type == "cuda"
@@ -150,13 +150,13 @@ class Batcher:
 
     # --- between steps
 
-    def add(self, request: Request) -> Job:
+    def add(self, request: Request) -> BatchedSequence:
         self._numbers += 1
-        made = Job(request, self._numbers)
+        made = BatchedSequence(request, self._numbers)
         bisect.insort(self.waiting, made, key=_order)
         return made
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: BatchedSequence) -> None:
         """It is not wanted any more; what it has computed is kept. An ended one is ignored."""
         if job in self.running:
             self._end(job)
@@ -184,7 +184,7 @@ class Batcher:
         """How much of the memory the running sequences hold: what is kept gives way to them."""
         return min(1.0, self._running_tokens() / self._most_tokens)
 
-    def give_up(self) -> list[Job]:
+    def give_up(self) -> list[BatchedSequence]:
         """After a step that failed: all running sequences; if there are none, those that wait, since beginning one is
         what failed. No cache is left: what was written may be half of it, or no numbers."""
         if self.running:
@@ -198,7 +198,7 @@ class Batcher:
 
     # --- one step
 
-    def step(self) -> list[Step]:
+    def step(self) -> list[SampledToken]:
         from torch import inference_mode  # pyright: ignore[reportMissingImports]
 
         started = time.monotonic()
@@ -214,9 +214,9 @@ class Batcher:
         self.counts.sampled_tokens += len(found)
         return found
 
-    def _choose(self) -> list[tuple[Job, Piece]]:
+    def _choose(self) -> list[tuple[BatchedSequence, Piece]]:
         """Who takes part in this step, with what it computes."""
-        chosen: list[tuple[Job, Piece]] = []
+        chosen: list[tuple[BatchedSequence, Piece]] = []
         budget = self.settings.chunk_tokens
         for job in list(self.running):
             if job.kv is None:
@@ -237,7 +237,7 @@ class Batcher:
             chosen.append((job, piece))
         return chosen
 
-    def _single(self, chosen: Sequence[tuple[Job, Piece]]) -> list[Step]:
+    def _single(self, chosen: Sequence[tuple[BatchedSequence, Piece]]) -> list[SampledToken]:
         from rollyard.embedded.sampling import sample
 
         logits = self.model.forward([piece for _, piece in chosen])
@@ -247,7 +247,7 @@ class Batcher:
         drawn = sample(logits, [job.draw() for job in ready])
         return [self._take(job, one) for job, one in zip(ready, drawn, strict=True)]
 
-    def _burst_size(self, chosen: Sequence[tuple[Job, Piece]]) -> int:
+    def _burst_size(self, chosen: Sequence[tuple[BatchedSequence, Piece]]) -> int:
         """How many tokens each of them gets before anybody looks: 1, unless all have one to compute, none is cut, and
         there is room; no more than any of them may have, or than those that wait are made to wait."""
         count = min(self._burst_tokens, *(job.request.max_tokens - job.sampled for job, _ in chosen))
@@ -264,10 +264,10 @@ class Batcher:
             kv.reserve(kv.length + count)
         return count
 
-    def _burst(self, chosen: Sequence[tuple[Job, Piece]], count: int) -> list[Step]:
+    def _burst(self, chosen: Sequence[tuple[BatchedSequence, Piece]], count: int) -> list[SampledToken]:
         found = self.model.burst([piece for _, piece in chosen], [job.draw() for job, _ in chosen], count)
         self._gathered += count - 1
-        steps: list[Step] = []
+        steps: list[SampledToken] = []
         for (job, piece), drawn in zip(chosen, found, strict=True):
             for one in drawn:
                 piece.kv.advance(1)
@@ -288,7 +288,7 @@ class Batcher:
         self._gathered = 0
         return True
 
-    def _piece(self, job: Job, budget: int) -> Piece | None:
+    def _piece(self, job: BatchedSequence, budget: int) -> Piece | None:
         """What it computes in this step; None: nothing, the step is full or its memory is gone."""
         from rollyard.embedded.model import Piece
 
@@ -308,7 +308,7 @@ class Batcher:
         kv.reserve(kv.length + count)  # at once: the next one asks what is left
         return Piece(job.tokens[kv.length : kv.length + count], kv, count == todo)
 
-    def _take(self, job: Job, drawn: Drawn) -> Step:
+    def _take(self, job: BatchedSequence, drawn: SampledDraw) -> SampledToken:
         job.tokens.append(drawn.token)
         request = job.request
         finish: Finish | None = None
@@ -318,11 +318,11 @@ class Batcher:
             finish = "length"
         if finish is not None:
             self._end(job)
-        return Step(job, drawn, self.version, finish)
+        return SampledToken(job, drawn, self.version, finish)
 
     # --- joining and leaving
 
-    def _begin(self, job: Job) -> bool:
+    def _begin(self, job: BatchedSequence) -> bool:
         """Moves the first that waits among the running, with the best prefix there is; False: no room for it yet."""
         request, size = job.request, len(job.tokens)
         fresh = self.model.new_kv()
@@ -355,26 +355,26 @@ class Batcher:
             self.counts.cached_tokens += kv.length
         return True
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: BatchedSequence) -> None:
         self.running.remove(job)
         kv, job.kv = job.kv, None
         if kv is not None:
             self.prefixes.keep(job.tokens, kv, job.request.salt, job.request.session)
 
-    def _preempt(self, job: Job) -> None:
+    def _preempt(self, job: BatchedSequence) -> None:
         self.counts.preemptions += 1
         self.running.remove(job)
         self._drop_cache(job)
         bisect.insort(self.waiting, job, key=_order)
 
-    def _drop_cache(self, job: Job) -> None:
+    def _drop_cache(self, job: BatchedSequence) -> None:
         kv, job.kv = job.kv, None
         if kv is not None:
             kv.free()
 
     # --- memory
 
-    def _make_room(self, tokens: int, spared: Kept | None = None) -> bool:
+    def _make_room(self, tokens: int, spared: CachedPrefix | None = None) -> bool:
         """Forgets kept caches until so many more tokens fit. What it forgot is gone, whether that was enough or not."""
         while tokens > 0 and self._running_tokens() + self.prefixes.capacity_tokens + tokens > self._most_tokens:
             if not self.prefixes.forget_oldest(spared):
@@ -385,5 +385,5 @@ class Batcher:
         return sum(kv.capacity for job in self.running if (kv := job.kv) is not None)
 
 
-def _order(job: Job) -> tuple[int, int]:
+def _order(job: BatchedSequence) -> tuple[int, int]:
     return job.order

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollyard.embedded.batching import MOST_BURST
-from rollyard.embedded.sampling import GREEDY, Draw, draw_plain, uniform
+from rollyard.embedded.sampling import GREEDY, SamplingRule, draw_plain, uniform
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Rows:
             torch.zeros(1, dtype=torch.int64, device=device),
         )
 
-    def fill(self, packed: Tensor, draws: Sequence[Draw], count: int) -> None:
+    def fill(self, packed: Tensor, draws: Sequence[SamplingRule], count: int) -> None:
         self.packed.copy_(packed)
         heats = [[one.temperature if one.temperature >= GREEDY else 1.0] for one in draws]
         self.heat[: len(draws)] = torch.tensor(heats, dtype=torch.float32)

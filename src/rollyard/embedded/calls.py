@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollyard.embedded.batching import Request
 
 if TYPE_CHECKING:
-    from rollyard.embedded.batching import Job, Step
-    from rollyard.embedded.sampling import Drawn
+    from rollyard.embedded.batching import BatchedSequence, SampledToken
+    from rollyard.embedded.sampling import SampledDraw
 
 Body = dict[str, Any]
 
@@ -24,8 +24,8 @@ class Call:
     def __init__(self, known_as: str, request: Request, *, has_logprobs: bool) -> None:
         self.known_as = known_as
         self.request = request
-        self.job: Job | None = None  # set by the worker's thread, read there only
-        self.drawn: list[Drawn] = []
+        self.job: BatchedSequence | None = None  # set by the worker's thread, read there only
+        self.drawn: list[SampledDraw] = []
         self.finish: Literal["stop", "length", "abort"] | None = None
         self.error = ""
         self._has_logprobs = has_logprobs
@@ -38,7 +38,7 @@ class Call:
     def is_over(self) -> bool:
         return self.finish is not None or bool(self.error)
 
-    def take(self, step: Step) -> None:
+    def take(self, step: SampledToken) -> None:
         if self.is_over:
             return  # sampled while it was being aborted
         at = len(self.drawn)
@@ -102,6 +102,6 @@ class Call:
         }
 
 
-def _entry(drawn: Drawn) -> Body:
+def _entry(drawn: SampledDraw) -> Body:
     tops = [{"token_id": token, "logprob": logprob} for token, logprob in drawn.tops]
     return {"token_id": drawn.token, "logprob": drawn.logprob, "top_logprobs": tops}

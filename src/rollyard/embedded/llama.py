@@ -37,7 +37,7 @@ from rollyard.embedded.checkpoint import (
 )
 from rollyard.embedded.linears import Linear
 from rollyard.embedded.model import Piece, Unsupported, load_module
-from rollyard.embedded.sampling import Draw, Drawn
+from rollyard.embedded.sampling import SampledDraw, SamplingRule
 from rollyard.embedded.stacked import Layout, StackedKv
 
 
@@ -86,7 +86,7 @@ class Llama:
     def forget_numbers(self) -> None:
         """Nothing is left by weights that gave no numbers: each sequence has its own cache, and no padding."""
 
-    def burst(self, pieces: Sequence[Piece], draws: Sequence[Draw], count: int) -> list[list[Drawn]]:
+    def burst(self, pieces: Sequence[Piece], draws: Sequence[SamplingRule], count: int) -> list[list[SampledDraw]]:
         raise AssertionError("`has_bursts` is False: the batcher samples one token at a time")
 
     # --- computing

@@ -28,8 +28,8 @@ from rollyard.embedded.adapters import Adapter, BadAdapter, is_adapter, read_ada
 from rollyard.embedded.attention import NAME, Kv, Row, attention
 from rollyard.embedded.fusing import find_kernels, fuse_norms, fuse_rotations
 from rollyard.embedded.graphs import at_device
-from rollyard.embedded.paged import BLOCK_TOKENS, Batches, LayerShape, PagedKv, Pool
-from rollyard.embedded.sampling import NO_NUMBERS, Draw, Drawn
+from rollyard.embedded.paged import BLOCK_TOKENS, Batches, BlockPool, LayerShape, PagedKv
+from rollyard.embedded.sampling import NO_NUMBERS, SampledDraw, SamplingRule
 
 log = logging.getLogger("rollyard.embedded")
 
@@ -73,7 +73,7 @@ class Model:
         self.eos_ids = _eos_ids(module)
         self.bytes_per_token = 1
         self._shapes: dict[int, LayerShape] = {}
-        self._pool: Pool | None = None
+        self._pool: BlockPool | None = None
         self._batches: Batches | None = None
         self._bases: dict[str, tuple[Tensor, int]] = {}  # weights that an adapter was added to, as they were; see below
 
@@ -100,12 +100,12 @@ class Model:
         return self._batches is not None
 
     @torch.inference_mode()
-    def burst(self, pieces: Sequence[Piece], draws: Sequence[Draw], count: int) -> list[list[Drawn]]:
+    def burst(self, pieces: Sequence[Piece], draws: Sequence[SamplingRule], count: int) -> list[list[SampledDraw]]:
         """So many tokens for each piece, which is a single one and whose cache has room for them. Caches are not
         advanced: whoever takes a token does that."""
         assert self._batches is not None
         tokens, logprobs = (found.tolist() for found in self._batches.burst(pieces, draws, count))
-        made = [[Drawn(*one) for one in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)]
+        made = [[SampledDraw(*one) for one in zip(*row, strict=True)] for row in zip(tokens, logprobs, strict=True)]
         if not all(math.isfinite(one.logprob) for row in made for one in row):
             raise ArithmeticError(NO_NUMBERS)
         return made
@@ -142,7 +142,7 @@ class Model:
         """From now on caches are blocks of one pool, which is taken at once. For how many tokens: whole blocks."""
         dtype = next(self._module.parameters()).dtype
         try:
-            self._pool = Pool(self._shapes, tokens // BLOCK_TOKENS + 1, dtype, self.device)
+            self._pool = BlockPool(self._shapes, tokens // BLOCK_TOKENS + 1, dtype, self.device)
         except RuntimeError as error:
             raise Unsupported(f"there is no memory for a cache of {tokens} tokens: take a smaller one") from error
         if self.device.type not in FUSED or not self._take_fused(self._pool):
@@ -150,7 +150,7 @@ class Model:
             self._compare()
         return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
-    def _take_fused(self, pool: Pool) -> bool:
+    def _take_fused(self, pool: BlockPool) -> bool:
         """With kernels of our own, if the model gives the same by them; else it is as it was."""
         kernels = find_kernels()
         with at_device(self.device):

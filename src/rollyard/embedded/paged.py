@@ -10,7 +10,7 @@ goes to block 0, which belongs to nobody. Nothing of one sequence can reach anot
 own table, up to its own place.
 
 Invariants. A block belongs to one cache, or is free; whoever drops a cache frees it. All numbers in the pool are
-finite: what is masked out is multiplied by zero, and would not vanish otherwise (`Pool.clear`).
+finite: what is masked out is multiplied by zero, and would not vanish otherwise (`BlockPool.clear`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollyard.embedded.graphs import Graphs, at_device
 
 if TYPE_CHECKING:
     from rollyard.embedded.model import Piece
-    from rollyard.embedded.sampling import Draw
+    from rollyard.embedded.sampling import SamplingRule
 
 BLOCK_TOKENS = 32
 LEAST_BLOCKS = 16  # a table is no narrower, where sizes are rounded
@@ -48,7 +48,7 @@ class LayerShape:
     value_size: int
 
 
-class Pool:
+class BlockPool:
     """Each layer's keys and values: (blocks × heads, tokens of a block, size). Layers that are alike lie in one tensor:
     a cache is copied by two things that the GPU is told, not by two for each layer."""
 
@@ -95,7 +95,7 @@ class Pool:
 class PagedKv:
     """One sequence's cache: the blocks that it owns, in order."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.length = self.capacity = 0
         self.blocks = np.empty(0, dtype=np.int32)
         self._pool = pool
@@ -135,7 +135,7 @@ class PagedKv:
 class Paged:
     """What every layer of a forward pass is told."""
 
-    pool: Pool
+    pool: BlockPool
     table: Tensor  # (rows, blocks)
     places: Tensor  # (rows, tokens), of each token in its sequence
     is_token: Tensor  # (rows, tokens): not padding
@@ -199,7 +199,7 @@ def paged_attention(
 class Batches:
     """The pieces of a step, through the model. Used by one thread at a time."""
 
-    def __init__(self, module: Any, pool: Pool, device: torch.device, kernel: Kernel | None = None) -> None:
+    def __init__(self, module: Any, pool: BlockPool, device: torch.device, kernel: Kernel | None = None) -> None:
         self._kernel = kernel
         self._module = module
         self._pool = pool
@@ -212,7 +212,7 @@ class Batches:
         with at_device(self._device):
             return self._forward(pieces)
 
-    def burst(self, pieces: Sequence[Piece], draws: Sequence[Draw], count: int) -> tuple[Tensor, Tensor]:
+    def burst(self, pieces: Sequence[Piece], draws: Sequence[SamplingRule], count: int) -> tuple[Tensor, Tensor]:
         """So many tokens for each piece, which is one token, and their logprobs: (pieces, count)."""
         rows, blocks = len(pieces), max(_blocks_of(piece, count) for piece in pieces)
         if self._is_rounded:

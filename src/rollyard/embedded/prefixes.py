@@ -28,7 +28,7 @@ _LOOKS = 8  # of those that share a longest mark, so many are compared, the last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class CachedPrefix:
     """A cache, and the tokens that are in it."""
 
     tokens: array[int]
@@ -38,14 +38,14 @@ class Kept:
     marks: tuple[int, ...]
 
 
-class Prefixes:
+class PrefixCache:
     """See the module."""
 
     def __init__(self) -> None:
         self.capacity_tokens = 0  # of all of them
-        self._kept: dict[Kept, None] = {}  # the least recently used first, here and below
-        self._by_session: dict[str, dict[Kept, None]] = {}
-        self._by_mark: dict[int, dict[Kept, None]] = {}
+        self._kept: dict[CachedPrefix, None] = {}  # the least recently used first, here and below
+        self._by_session: dict[str, dict[CachedPrefix, None]] = {}
+        self._by_mark: dict[int, dict[CachedPrefix, None]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -55,18 +55,18 @@ class Prefixes:
             kv.free()
             return
         own = array("i", tokens[: kv.length])
-        made = Kept(own, kv, salt, session, tuple(_marks(own, salt)))
+        made = CachedPrefix(own, kv, salt, session, tuple(_marks(own, salt)))
         for one in [*self._by_session.get(session, ())] if session else ():  # what it left before and went beyond now
             if one.salt == salt and _begins(made, one.tokens):
                 self.take(one)
                 one.kv.free()
         self._put(made)
 
-    def find(self, tokens: Sequence[int], salt: str, session: str) -> tuple[Kept, int] | None:
+    def find(self, tokens: Sequence[int], salt: str, session: str) -> tuple[CachedPrefix, int] | None:
         """A cache that agrees with the most of these tokens, to within GRAIN, and with how many. The session's own
         comes before others', at once if all of it agrees."""
         wanted = array("i", tokens)
-        best: tuple[Kept, int] | None = None
+        best: tuple[CachedPrefix, int] | None = None
         best_rank = (0, False)
         for one in self._by_session.get(session, ()) if session else ():
             shared = common_prefix(one.tokens, wanted) if one.salt == salt else 0
@@ -83,7 +83,7 @@ class Prefixes:
                 break
         return best
 
-    def take(self, kept: Kept) -> None:
+    def take(self, kept: CachedPrefix) -> None:
         """It is no longer here; its cache belongs to whoever took it."""
         del self._kept[kept]
         self.capacity_tokens -= kept.kv.capacity
@@ -92,11 +92,11 @@ class Prefixes:
             if not places[key]:
                 del places[key]
 
-    def touch(self, kept: Kept) -> None:
+    def touch(self, kept: CachedPrefix) -> None:
         self.take(kept)
         self._put(kept)
 
-    def forget_oldest(self, spared: Kept | None = None) -> bool:
+    def forget_oldest(self, spared: CachedPrefix | None = None) -> bool:
         """Whether there was one to forget."""
         for one in self._kept:
             if one is not spared:
@@ -109,13 +109,13 @@ class Prefixes:
         while self.forget_oldest():
             pass
 
-    def _put(self, kept: Kept) -> None:
+    def _put(self, kept: CachedPrefix) -> None:
         self._kept[kept] = None
         self.capacity_tokens += kept.kv.capacity
         for places, key in self._places(kept):
             places.setdefault(key, {})[kept] = None
 
-    def _places(self, kept: Kept) -> Iterator[tuple[dict[Any, dict[Kept, None]], str | int]]:
+    def _places(self, kept: CachedPrefix) -> Iterator[tuple[dict[Any, dict[CachedPrefix, None]], str | int]]:
         """Where it is found."""
         if kept.session:
             yield self._by_session, kept.session
@@ -130,7 +130,7 @@ def _marks(tokens: array[int], salt: str) -> Iterator[int]:
         yield mark
 
 
-def _begins(kept: Kept, tokens: array[int]) -> bool:
+def _begins(kept: CachedPrefix, tokens: array[int]) -> bool:
     return kept.tokens[: len(tokens)] == tokens
 
 

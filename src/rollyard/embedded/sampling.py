@@ -27,7 +27,7 @@ BLOCK = 256  # tokens of the vocabulary whose mass is summed before any of them 
 
 
 @dataclass(slots=True)  # not frozen: see `model.Piece`
-class Draw:
+class SamplingRule:
     """How one token is sampled."""
 
     temperature: float
@@ -39,7 +39,7 @@ class Draw:
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledDraw:
     token: int
     logprob: float
     tops: tuple[tuple[int, float], ...] = ()  # the likeliest; only those that could be sampled
@@ -51,7 +51,7 @@ def uniform(seed: int, place: int) -> float:
     return (int.from_bytes(raw, "little") >> 12) / (1 << 52)  # 52 bits: times any mass it stays below that mass
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+def sample(logits: Tensor, draws: Sequence[SamplingRule]) -> list[SampledDraw]:
     """One token for each row of logits."""
     logprobs = processed(logits, draws)
     numbers = torch.tensor([uniform(one.seed, one.place) for one in draws], dtype=torch.float64, device=logits.device)
@@ -72,7 +72,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
             for one, ids, values in pairs
         ]
     rows = zip(tokens[:, 0].tolist(), found, tops, strict=True)
-    return [Drawn(token, logprob, top) for token, logprob, top in rows]
+    return [SampledDraw(token, logprob, top) for token, logprob, top in rows]
 
 
 def draw_plain(logits: Tensor, heat: Tensor, numbers: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ def _invert(logprobs: Tensor, numbers: Tensor) -> Tensor:
     return (block * BLOCK + torch.searchsorted(inner, goals, right=True)).clamp_(max=size - 1)
 
 
-def processed(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def processed(logits: Tensor, draws: Sequence[SamplingRule]) -> Tensor:
     """The logprobs of the distribution that is sampled from; −inf for what it leaves out."""
     heat = [one.temperature if one.temperature >= GREEDY else 1.0 for one in draws]
     logits = logits.float()
@@ -117,7 +117,7 @@ def processed(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return logits.log_softmax(dim=-1)
 
 
-def _cut(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _cut(logits: Tensor, draws: Sequence[SamplingRule]) -> Tensor:
     """−inf for what is outside top_k, and then top_p: the fewest of the likeliest that have at least that mass."""
     size, device = logits.shape[-1], logits.device
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)

@@ -31,8 +31,8 @@ from aiohttp import web
 
 from rollyard import __version__
 from rollyard.embedded.batching import Batcher, Request, Settings
+from rollyard.embedded.call_registry import PAUSE_MODES, CallRegistry
 from rollyard.embedded.calls import Call
-from rollyard.embedded.desk import PAUSE_MODES, Desk
 from rollyard.embedded.requests import (
     CHAT_FIELDS,
     GenerateBody,
@@ -61,7 +61,7 @@ class Engine:
         self._model = batcher.model
         self._texts = Texts(tokenizer)
         self._batcher = batcher
-        self._desk = Desk(self._batcher)
+        self._desk = CallRegistry(self._batcher)
         self._started_at = time.time()
 
     @classmethod

@@ -34,7 +34,7 @@ RECORD = ".rollyard.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownModel:
     """A model with a short name. `auto` tries its sources in their order."""
 
     name: str
@@ -42,8 +42,8 @@ class Known:
     sources: Mapping[str, Source]
 
 
-KNOWN: Mapping[str, Known] = {
-    "smollm2": Known(
+KNOWN: Mapping[str, KnownModel] = {
+    "smollm2": KnownModel(
         "smollm2",
         "SmolLM2-135M-Instruct (Apache-2.0), a small chat model",
         {
@@ -86,7 +86,7 @@ def find_model(
         return folder
     if name not in KNOWN:
         raise WeightsError(f"there is no model {name}", f"name a folder, or one of: {', '.join(KNOWN)}")
-    return ModelShelf().get(KNOWN[name], source, tell=tell, watch=watch)
+    return ModelCache().get(KNOWN[name], source, tell=tell, watch=watch)
 
 
 def models_folder() -> Path:
@@ -123,13 +123,13 @@ def weights_digest(folder: Path) -> str:
     return digest
 
 
-class ModelShelf:
+class ModelCache:
     """See the module."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or models_folder()).absolute()
 
-    def cached(self, model: Known, source: str) -> Path | None:
+    def cached(self, model: KnownModel, source: str) -> Path | None:
         """Its folder, if it is here and whole; the digest is not computed again. A few looks at the disk."""
         folder = self.folder / f"{model.name}-{source}"
         files = _record(folder).get("files", {})
@@ -139,7 +139,7 @@ class ModelShelf:
 
     def get(
         self,
-        model: Known,
+        model: KnownModel,
         source: str = AUTO,
         *,
         tell: Tell,
@@ -159,10 +159,10 @@ class ModelShelf:
         except OSError as error:
             raise WeightsError(f"{model.name} cannot be kept in {self.folder}: {error}", "look at the disk") from error
 
-    def _first(self, model: Known, order: tuple[str, ...]) -> Path | None:
+    def _first(self, model: KnownModel, order: tuple[str, ...]) -> Path | None:
         return next((found for source in order if (found := self.cached(model, source))), None)
 
-    def _fetch(self, model: Known, order: tuple[str, ...], tell: Tell, watch: Watch) -> Path:
+    def _fetch(self, model: KnownModel, order: tuple[str, ...], tell: Tell, watch: Watch) -> Path:
         for left in self.folder.glob(".draft-*"):  # of one that died: we hold the lock
             shutil.rmtree(left, ignore_errors=True)
         troubles: list[Unreachable] = []
@@ -175,7 +175,7 @@ class ModelShelf:
                     tell(trouble.what)
         raise WeightsError("; ".join(trouble.what for trouble in troubles), troubles[-1].remedy)
 
-    def _make(self, model: Known, source: str, tell: Tell, watch: Watch) -> Path:
+    def _make(self, model: KnownModel, source: str, tell: Tell, watch: Watch) -> Path:
         place = self.folder / f"{model.name}-{source}"
         draft = self.folder / f".draft-{os.urandom(6).hex()}"
         origin = model.sources[source]

@@ -16,15 +16,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rollyard.embedded.batching import Batcher, Job, Step
+from rollyard.embedded.batching import BatchedSequence, Batcher, SampledToken
 
 log = logging.getLogger("rollyard.embedded")
 T = TypeVar("T")
 
 SWITCH_S = 0.0005  # Python's 5 ms, which the event loop may take before a step goes on, are as long as a step on a GPU
 
-Tell = Callable[[Sequence[Step]], None]
-TellFailed = Callable[[Sequence[Job], str], None]
+Tell = Callable[[Sequence[SampledToken]], None]
+TellFailed = Callable[[Sequence[BatchedSequence], str], None]
 
 
 class Worker:

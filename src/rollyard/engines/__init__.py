@@ -13,13 +13,13 @@ from rollyard.engines.base import (
     Session,
     VersionSpan,
 )
-from rollyard.engines.openai import OpenAIEngine
-from rollyard.engines.pool import EngineStats, EngineStatus, Health
-from rollyard.engines.prorl import ProrlEngine
-from rollyard.engines.router import Router, RouterSettings, make_engine
-from rollyard.engines.sglang import SglangEngine
-from rollyard.engines.vllm import VllmEngine
-from rollyard.engines.wire import open_http
+from rollyard.engines.clients.openai import OpenAIEngine
+from rollyard.engines.clients.prorl import ProrlEngine
+from rollyard.engines.clients.sglang import SglangEngine
+from rollyard.engines.clients.transport import open_http
+from rollyard.engines.clients.vllm import VllmEngine
+from rollyard.engines.routing.pool import EngineStats, EngineStatus, Health
+from rollyard.engines.routing.router import Router, RouterSettings, make_engine
 
 __all__ = [
     "ChatReply",

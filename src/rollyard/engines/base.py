@@ -22,8 +22,8 @@ from rollyard.core import Deadline, Json, Message, Sampling
 from rollyard.core.engine import EngineSpec, Kind, Role
 from rollyard.core.policy import PauseMode
 from rollyard.core.trace import LogprobsKind
-from rollyard.engines.http import Contact
-from rollyard.engines.load import Load
+from rollyard.engines.clients.http import Contact
+from rollyard.engines.clients.load import EngineLoad
 
 __all__ = [
     "ChatReply",
@@ -34,7 +34,7 @@ __all__ = [
     "GenerateRequest",
     "Generation",
     "Kind",
-    "Load",
+    "EngineLoad",
     "OnTokens",
     "PauseMode",
     "Role",
@@ -115,7 +115,7 @@ class ChatReply:
 
 
 class Control(Protocol):
-    """What an engine is told when its weights change: see `policies.py` for the order.
+    """What an engine is told when its weights change: see `engines/weights/policies.py` for the order.
 
     Each step says whether the engine knows it. False: it has no such route (an older version, or one that was started
     without them), and what can be done from outside is all that is done. An EngineFailure: it has, and it failed."""
@@ -167,7 +167,7 @@ class Engine(Protocol):
         """When its process began, as it says; None where it does not. One cheap question; never raises."""
         ...
 
-    async def load(self) -> Load | None:
+    async def load(self) -> EngineLoad | None:
         """How loaded it says it is; None where it does not tell. One cheap question; never raises."""
         ...
 

@@ -45,7 +45,7 @@ CHECK_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ShellCheck:
     command: str
     name: str
     weight: float = 1.0
@@ -58,7 +58,7 @@ class ShellData:
     instruction: str
     setup: tuple[str, ...]
     files: Mapping[str, str]
-    checks: tuple[Check, ...]
+    checks: tuple[ShellCheck, ...]
     system_prompt: str | None
     is_same: bool = False
     solution: tuple[str, ...] = ()
@@ -173,16 +173,16 @@ def _is_same(fields: Fields) -> bool:
     return mode == "same"
 
 
-def _checks(task: Task, fields: Fields) -> tuple[Check, ...]:
-    checks: list[Check] = []
+def _checks(task: Task, fields: Fields) -> tuple[ShellCheck, ...]:
+    checks: list[ShellCheck] = []
     for index, item in enumerate(fields.items("checks")):
         where = f"checks[{index}]"
         if isinstance(item, str) and item.strip():
-            check = Check(item, f"check_{index}")
+            check = ShellCheck(item, f"check_{index}")
         elif isinstance(item, Mapping):
             own = Fields(task, item, f"data.{where}")
             command, name = own.text("command"), own.optional_text("name")
-            check = Check(command, name or f"check_{index}", own.positive("weight", 1.0))
+            check = ShellCheck(command, name or f"check_{index}", own.positive("weight", 1.0))
             own.done()
         else:
             raise fields.wrong(where, "a command, or an object with command, weight and name,")

@@ -18,11 +18,10 @@ from functools import partial
 
 from rollyard.core import Ending, LostAttempt, RollyardError, State, check_id
 from rollyard.core.failure import EngineUnavailable, InternalError, InvalidRequest
-from rollyard.fleet.excusing import DRAINED, MOST_EXCUSED, is_nodes_own
-from rollyard.fleet.leased import WAY, Leased
-from rollyard.fleet.leasing import LeasingYard
-from rollyard.fleet.nodes import Node
-from rollyard.fleet.wire import (
+from rollyard.fleet.leased import WAY, LeasedRollout
+from rollyard.fleet.leasing import LeasingPipeline
+from rollyard.fleet.lost_attempts import DRAINED, MOST_EXCUSED, is_nodes_own
+from rollyard.fleet.messages import (
     PROTOCOL,
     Ended,
     Item,
@@ -38,6 +37,7 @@ from rollyard.fleet.wire import (
     Saved,
     info_of,
 )
+from rollyard.fleet.nodes import ConnectedNode
 from rollyard.pipeline.retry import BACKOFFS, Backoff
 from rollyard.store.base import EncodedTrajectory, Stale, StoreUnusable
 from rollyard.store.codec import from_json
@@ -48,10 +48,10 @@ LOOKS = 10
 """At the nodes, per lease: so a lost one is noticed a tenth later than it could be."""
 
 
-class HeadYard(LeasingYard):
+class HeadPipeline(LeasingPipeline):
     """See the module."""
 
-    async def __aenter__(self) -> HeadYard:
+    async def __aenter__(self) -> HeadPipeline:
         self.shop.router.followers = self
         self.shop.router.on_gates.append(self._gates_moved)
         await super().__aenter__()
@@ -63,7 +63,7 @@ class HeadYard(LeasingYard):
             self.scheduler.adopt(run.id)
             is_sitting = rollout.state is not State.EVAL and self._needs(rollout)[1]
             seat = self.shop.router.seats(run.policy).take() if is_sitting else None
-            self._hold(Leased(rollout, run, None, seat, claimant=row.node))
+            self._hold(LeasedRollout(rollout, run, None, seat, claimant=row.node))
             self._unclaimed.add(rollout.id)
         self._loops += [self._own(loop, is_vital=True) for loop in (self._watch, self._give_back_unclaimed)]
         return self
@@ -141,13 +141,13 @@ class HeadYard(LeasingYard):
             self.nodes.lose(node, "left")
         return Reported([key for key, is_taken in zip(by_key, taken, strict=True) if not is_taken])
 
-    def _heard(self, session: str, message: Poll | Report) -> Node:
+    def _heard(self, session: str, message: Poll | Report) -> ConnectedNode:
         node = self.nodes.of(session, message.standing)
         for use in message.standing.engines:
             self.shop.router.used(use.engine, node.name, use.sessions, use.in_flight, use.tokens)
         return node
 
-    async def _take_word(self, node: Node, key: Key, items: Sequence[Item]) -> bool:
+    async def _take_word(self, node: ConnectedNode, key: Key, items: Sequence[Item]) -> bool:
         """False: it is not this node's any more."""
         leased = self._out.get(key.id)
         if leased is None or leased.node is not node or leased.rollout.attempt != key.attempt:
@@ -179,7 +179,7 @@ class HeadYard(LeasingYard):
                     return False
         return True
 
-    def _advance(self, leased: Leased, state: State) -> None:
+    def _advance(self, leased: LeasedRollout, state: State) -> None:
         """Through the states that lie between: each is written, in order, and not waited for."""
         if state not in WAY or leased.rollout.state not in WAY:
             return
@@ -192,7 +192,7 @@ class HeadYard(LeasingYard):
             leased.at(to)
         self.publish(leased.rollout)
 
-    async def _saved(self, leased: Leased, item: Saved) -> None:
+    async def _saved(self, leased: LeasedRollout, item: Saved) -> None:
         rollout = leased.rollout
         if rollout.state is State.EVAL:  # said again
             return
@@ -206,7 +206,7 @@ class HeadYard(LeasingYard):
         self.wake()
         self.publish(leased.rollout)
 
-    async def _ended(self, node: Node, leased: Leased, item: Ended) -> None:
+    async def _ended(self, node: ConnectedNode, leased: LeasedRollout, item: Ended) -> None:
         leased.is_settling = True
         encoded = EncodedTrajectory(item.data, item.sampled_tokens) if item.data is not None else None
         ending = from_json(item.ending, Ending)
@@ -224,7 +224,7 @@ class HeadYard(LeasingYard):
         self._let_go(leased)
         self.publish(rollout)
 
-    async def _returned(self, leased: Leased, item: Returned) -> None:
+    async def _returned(self, leased: LeasedRollout, item: Returned) -> None:
         leased.is_settling = True
         rollout, lost = leased.rollout, item.lost
         is_told_so = item.is_excused and (lost.code == DRAINED or rollout.excused < MOST_EXCUSED)
@@ -241,14 +241,14 @@ class HeadYard(LeasingYard):
         finally:
             self._let_go(leased)
 
-    async def _excuse(self, leased: Leased, lost: LostAttempt) -> None:
+    async def _excuse(self, leased: LeasedRollout, lost: LostAttempt) -> None:
         """Back into the queue; the attempt does not count."""
         try:
             await self._settling(leased).give_back(self._at_its_node(leased, lost), delay_s=0.0, is_excused=True)
         finally:
             self._let_go(leased)
 
-    def _is_nodes_own(self, leased: Leased, code: str, item: Ended | Returned) -> bool:
+    def _is_nodes_own(self, leased: LeasedRollout, code: str, item: Ended | Returned) -> bool:
         node, engines = leased.node, self.shop.router.up(leased.run.policy)
         lost_at = {lost.node for lost in leased.rollout.lost} | ({node.name} if node is not None else set())
         return is_nodes_own(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from rollyard.core import Deadline, Position, Rollout, RollyardError, Run, State
 from rollyard.core.failure import Cancelled
-from rollyard.engines.seats import Seat
-from rollyard.fleet.nodes import Node
-from rollyard.fleet.wire import Key
+from rollyard.engines.routing.policy_slots import PolicySlot
+from rollyard.fleet.messages import Key
+from rollyard.fleet.nodes import ConnectedNode
 from rollyard.pipeline.base import Shutdown
 from rollyard.store.base import Stale
 
@@ -18,13 +18,13 @@ WAY = (State.INIT, State.READY, State.RUN)
 
 
 @dataclass(eq=False, slots=True)
-class Leased:
+class LeasedRollout:
     """See the module. `node` None: out since before this process, and not claimed yet."""
 
     rollout: Rollout
     run: Run
-    node: Node | None
-    seat: Seat | None
+    node: ConnectedNode | None
+    seat: PolicySlot | None
     cancelled: Cancelled | None = None
     is_settling: bool = False  # its end, or its return to the queue, is being written
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: who comes next finds it as it is then

@@ -7,7 +7,7 @@ a yard does. All others hold their seat at their policy from the lease to the en
 reach one of the policy's engines that are up here. While none does, they wait in the queue, and `unserved` says so.
 
 Invariants. `live` has every rollout that has not ended and is not queued, wherever it is. One that is out has exactly
-one `Leased`; what ends it (the node's word, the node's loss) takes it first (`is_settling`), and the store lets one
+one `LeasedRollout`; what ends it (the node's word, the node's loss) takes it first (`is_settling`), and the store lets one
 through. Whatever `_lease` took out of the queue is leased, run here, pushed back or told, and counted off its run once.
 """
 
@@ -21,15 +21,15 @@ from functools import partial
 
 from rollyard.core import LostAttempt, Rollout, RollyardError, Run, State, Summary
 from rollyard.core.failure import Cancelled, NodeLost
-from rollyard.engines.seats import Seat
-from rollyard.fleet.leased import Leased
-from rollyard.fleet.nodes import FleetSettings, Node, Nodes
+from rollyard.engines.routing.policy_slots import PolicySlot
+from rollyard.fleet.leased import LeasedRollout
+from rollyard.fleet.nodes import ConnectedNode, FleetSettings, Nodes
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
-from rollyard.pipeline import PipelineSettings, Workshop, Yard
+from rollyard.pipeline import Pipeline, PipelineSettings, StageResources
 from rollyard.pipeline.attempt import Attempt
-from rollyard.pipeline.progress import Progress
-from rollyard.pipeline.settling import Settling
+from rollyard.pipeline.progress import AttemptProgress
+from rollyard.pipeline.settlement import Settlement
 from rollyard.store.base import QueuedRow, Store, StoreUnusable
 
 log = logging.getLogger("rollyard.fleet")
@@ -40,16 +40,16 @@ LATER_S = 0.2
 MISSED_S = 0.05
 """Until a rollout is tried again that another transaction had when it was to be leased."""
 
-Taken = tuple[QueuedRow, Seat | None]
+Taken = tuple[QueuedRow, PolicySlot | None]
 
 
-class LeasingYard(Yard):
+class LeasingPipeline(Pipeline):
     """See the module."""
 
     def __init__(
         self,
         store: Store,
-        shop: Workshop,
+        shop: StageResources,
         settings: PipelineSettings,
         fleet: FleetSettings,
         *,
@@ -58,7 +58,7 @@ class LeasingYard(Yard):
     ) -> None:
         super().__init__(store, shop, settings, metrics=metrics, tracer=tracer)
         self.nodes = Nodes(fleet, on_lost=self._lost, on_room=self.wake)
-        self._out: dict[str, Leased] = {}  # of `live`: those at nodes
+        self._out: dict[str, LeasedRollout] = {}  # of `live`: those at nodes
         self._held_back: set[str] = set()  # policies whose seats are taken while nodes want more
         self._doomed: dict[str, str] = {}  # cancelled while they were being leased
         self._own_runs: set[str] = set()  # that have had rollouts which only this process can run
@@ -183,7 +183,7 @@ class LeasingYard(Yard):
     async def _lease(self, taken: Sequence[Taken]) -> None:
         """Reads them, chooses nodes, writes the leases; only then the nodes hear of them."""
         left = {row.id: (row, seat) for row, seat in taken}
-        wanted: list[tuple[Rollout, Run, Node]] = []
+        wanted: list[tuple[Rollout, Run, ConnectedNode]] = []
         try:
             try:
                 found = await self.store.get_many(list(left))
@@ -220,7 +220,7 @@ class LeasingYard(Yard):
                 if rollout.id in got:
                     row, seat = left.pop(rollout.id)
                     self._taking.pop(rollout.id, None)
-                    self._send(Leased(rollout, run, node, seat, queued_s=self.queued_s(row, rollout)))
+                    self._send(LeasedRollout(rollout, run, node, seat, queued_s=self.queued_s(row, rollout)))
             missed = [rollout.id for rollout, _, _ in wanted if rollout.id not in got]
             for rollout in await self.store.get_many(missed) if missed else ():
                 if rollout.state is State.QUEUED:  # another transaction had it just then
@@ -263,7 +263,7 @@ class LeasingYard(Yard):
         if rollout.state is State.ENDED:
             self.publish(rollout)  # cancelled on the way from the queue
 
-    def _send(self, leased: Leased) -> None:
+    def _send(self, leased: LeasedRollout) -> None:
         queued, node = leased.rollout, leased.node
         leased.at(queued.position.to(State.INIT))
         self._hold(leased)
@@ -289,13 +289,13 @@ class LeasingYard(Yard):
 
     # --- what is out ----------------------------------------------------------------------------------
 
-    def _hold(self, leased: Leased) -> None:
+    def _hold(self, leased: LeasedRollout) -> None:
         self.live[leased.rollout.id] = leased
         self._out[leased.rollout.id] = leased
         if (detail := self._doomed.pop(leased.rollout.id, None)) is not None:
             leased.stop(Cancelled(detail))
 
-    def _let_go(self, leased: Leased) -> None:
+    def _let_go(self, leased: LeasedRollout) -> None:
         rollout_id = leased.rollout.id
         if self._out.get(rollout_id) is not leased:
             return
@@ -312,13 +312,13 @@ class LeasingYard(Yard):
         self.wake()
 
     @staticmethod
-    def _close(seat: Seat | None) -> None:
+    def _close(seat: PolicySlot | None) -> None:
         if seat is not None:
             seat.close()
 
     # --- what is lost ---------------------------------------------------------------------------------
 
-    def _lost(self, node: Node, why: str) -> None:
+    def _lost(self, node: ConnectedNode, why: str) -> None:
         self.shop.router.left(node.name)
         log.warning("node is gone", extra={"node": node.name, "why": why, "rollouts": len(node.out)})
         for rollout_id in node.out:
@@ -327,13 +327,13 @@ class LeasingYard(Yard):
                 self._going_back.add(rollout_id)
                 self._own(partial(self._give_back, leased, why))
 
-    async def _give_back(self, leased: Leased, why: str) -> None:
+    async def _give_back(self, leased: LeasedRollout, why: str) -> None:
         async with leased.writing:
             if not leased.is_settling:
                 name = leased.node.name if leased.node is not None else ""
                 await self._settle(leased, leased.cancelled or NodeLost(f"node {name} {why}" if name else why))
 
-    async def _take_back(self, leased: Leased) -> None:
+    async def _take_back(self, leased: LeasedRollout) -> None:
         """From a node that never heard of it: nobody's failure."""
         leased.is_settling = True
         lost = LostAttempt(leased.rollout.attempt, NodeLost.code, "its node left before it heard of it", leased.state)
@@ -343,7 +343,7 @@ class LeasingYard(Yard):
         finally:
             self._let_go(leased)
 
-    async def _settle(self, leased: Leased, error: RollyardError) -> None:
+    async def _settle(self, leased: LeasedRollout, error: RollyardError) -> None:
         leased.is_settling = True
         try:
             await self._settling(leased).settle(error.failure(leased.state))
@@ -351,9 +351,9 @@ class LeasingYard(Yard):
             self._let_go(leased)
 
     @staticmethod
-    def _at_its_node(leased: Leased, lost: LostAttempt) -> LostAttempt:
+    def _at_its_node(leased: LeasedRollout, lost: LostAttempt) -> LostAttempt:
         return replace(lost, node=leased.node.name if leased.node is not None else leased.claimant)
 
-    def _settling(self, leased: Leased) -> Settling:
+    def _settling(self, leased: LeasedRollout) -> Settlement:
         name = leased.node.name if leased.node is not None else ""
-        return Settling(self, Progress(leased.rollout, leased.run, Summary(node=name), queued_s=leased.queued_s))
+        return Settlement(self, AttemptProgress(leased.rollout, leased.run, Summary(node=name), queued_s=leased.queued_s))

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, Rollout, Run, State, Trajectory
 from rollyard.core.failure import Cancelled, NotFound
-from rollyard.fleet.wire import Blob, Ended, Item, Key, Moved, Returned, Saved
+from rollyard.fleet.messages import Blob, Ended, Item, Key, Moved, Returned, Saved
 from rollyard.pipeline.artifacts import ArtifactFolder
-from rollyard.store.base import QueuedRow, Recovered, Retention, Stale, Swept
+from rollyard.store.base import QueuedRow, Recovery, Retention, Stale, SweepResult
 from rollyard.store.codec import encode_trajectory, to_json
 
 MOST_ARTIFACT_BYTES = 32 << 20
@@ -26,7 +26,7 @@ MOST_ARTIFACT_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     """Something to tell the head, and who waits for the answer."""
 
     item: Item
@@ -35,7 +35,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Holding:
+class HeldRollout:
     """A rollout that is out here."""
 
     rollout: Rollout
@@ -46,18 +46,18 @@ class Holding:
         return Key(self.rollout.id, self.rollout.attempt)
 
 
-class Ledger:
+class NodeLedger:
     """See the module. `on_news` is called when there is something to tell."""
 
     epoch = 0
-    recovered = Recovered()
+    recovered = Recovery()
     broken: str | None = None
 
     def __init__(self, artifacts: ArtifactFolder, on_news: Callable[[], None] = lambda: None) -> None:
         self._artifacts = artifacts
         self._on_news = on_news
-        self._held: dict[str, Holding] = {}
-        self._outbox: deque[Entry] = deque()
+        self._held: dict[str, HeldRollout] = {}
+        self._outbox: deque[LedgerEntry] = deque()
         self._is_closed = False
         self._left: set[str] = set()  # went away without an end: their artifacts may still be here
 
@@ -68,7 +68,7 @@ class Ledger:
         held = self._held.get(rollout.id)
         if held is not None and held.rollout.attempt >= rollout.attempt:
             return False
-        self._held[rollout.id] = Holding(rollout)
+        self._held[rollout.id] = HeldRollout(rollout)
         return True
 
     @property
@@ -83,9 +83,9 @@ class Ledger:
         held = self._held.get(key.id)
         return held is not None and held.key == key
 
-    def next(self, most: int, most_bytes: int) -> list[Entry]:
+    def next(self, most: int, most_bytes: int) -> list[LedgerEntry]:
         """The oldest of what is to be told, at least one if there is any. It stays until `told` or `drop`."""
-        taken: list[Entry] = []
+        taken: list[LedgerEntry] = []
         size_bytes = 0
         for entry in self._outbox:
             size_bytes += entry.size_bytes
@@ -94,7 +94,7 @@ class Ledger:
             taken.append(entry)
         return taken
 
-    def told(self, entries: Sequence[Entry], refused: Iterable[Key]) -> None:
+    def told(self, entries: Sequence[LedgerEntry], refused: Iterable[Key]) -> None:
         """The head has all of these; what it refused is not ours."""
         stale = set(refused)
         for entry in entries:
@@ -152,10 +152,10 @@ class Ledger:
     async def queued(self) -> Sequence[QueuedRow]:
         return ()
 
-    async def sweep(self, _: Retention) -> Swept:
+    async def sweep(self, _: Retention) -> SweepResult:
         gone = [rollout_id for rollout_id in self._left if rollout_id not in self._held]
         self._left.difference_update(gone)
-        return Swept(tuple(gone))
+        return SweepResult(tuple(gone))
 
     async def get(self, rollout_id: str) -> Rollout:
         if rollout_id not in self._held:
@@ -204,14 +204,14 @@ class Ledger:
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    def _locate(self, rollout_id: str, at: Position) -> Holding:
+    def _locate(self, rollout_id: str, at: Position) -> HeldRollout:
         holding = self._held.get(rollout_id)
         if holding is None or holding.rollout.position != at:
             raise Stale(f"rollout {rollout_id}, attempt {at.attempt}, is not at this node any more")
         return holding
 
     def _put(self, item: Item, size_bytes: int = 0) -> asyncio.Future[None]:
-        entry = Entry(item, size_bytes + 200, asyncio.get_running_loop().create_future())
+        entry = LedgerEntry(item, size_bytes + 200, asyncio.get_running_loop().create_future())
         entry.done.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # few are awaited
         if self._is_closed:
             _fail(entry, Stale("this node has left its head"))
@@ -236,6 +236,6 @@ def _done() -> asyncio.Future[None]:
     return future
 
 
-def _fail(entry: Entry, error: Exception) -> None:
+def _fail(entry: LedgerEntry, error: Exception) -> None:
     if not entry.done.done():
         entry.done.set_exception(error)

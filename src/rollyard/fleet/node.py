@@ -23,24 +23,24 @@ from typing import cast
 from rollyard import __version__
 from rollyard.core import Rollout
 from rollyard.core.failure import Cancelled, EngineUnavailable, NodeUnknown
-from rollyard.engines.following import FollowingRouter
-from rollyard.engines.gates import Gates
-from rollyard.fleet.ledger import Ledger
-from rollyard.fleet.link import LEAST_ANSWER_S, HeadAway, Link
-from rollyard.fleet.wire import (
+from rollyard.engines.routing.follower_router import FollowerRouter
+from rollyard.engines.weights.weight_gates import WeightGates
+from rollyard.fleet.head_connection import LEAST_ANSWER_S, HeadConnection, HeadUnreachable
+from rollyard.fleet.ledger import NodeLedger
+from rollyard.fleet.messages import (
     PROTOCOL,
+    EngineUse,
     Join,
     Key,
+    NodeStatus,
     Orders,
-    Places,
     Poll,
+    PoolUse,
     Report,
-    Standing,
-    Use,
     rollout_of,
     run_of,
 )
-from rollyard.pipeline import Yard
+from rollyard.pipeline import Pipeline
 from rollyard.store.base import Stale, Store
 
 log = logging.getLogger("rollyard.fleet")
@@ -58,7 +58,7 @@ PREFETCH = 1.0
 """Rollouts that wait here for INIT, per slot of INIT: by the time a slot is free, the next one has come."""
 
 
-def as_store(ledger: Ledger) -> Store:
+def as_store(ledger: NodeLedger) -> Store:
     """A yard that gets its rollouts by leases uses no more of the door than a ledger has."""
     return cast(Store, ledger)
 
@@ -66,7 +66,7 @@ def as_store(ledger: Ledger) -> Store:
 class Node:
     """See the module. `main` runs until `stop` is set, or the head will not have us (`NotWanted`)."""
 
-    def __init__(self, name: str, link: Link, yard: Yard, ledger: Ledger, router: FollowingRouter) -> None:
+    def __init__(self, name: str, link: HeadConnection, yard: Pipeline, ledger: NodeLedger, router: FollowerRouter) -> None:
         self.name = name
         self._link = link
         self._yard = yard
@@ -129,7 +129,7 @@ class Node:
                 while self._ledger.holds:
                     self._told.clear()
                     await self._told.wait()
-        with suppress(HeadAway, NodeUnknown):
+        with suppress(HeadUnreachable, NodeUnknown):
             await self._link.report(Report(self._session, self._standing(), [], is_leaving=True))
 
     # --- the loops ------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Node:
                 retry_s = FIRST_RETRY_S
             except NodeUnknown:
                 self._is_joined.clear()
-            except HeadAway as away:
+            except HeadUnreachable as away:
                 log.info("the head is away", extra={"node": self.name, "why": str(away)})
                 await asyncio.sleep(retry_s)
                 retry_s = self._longer(retry_s)
@@ -195,7 +195,7 @@ class Node:
                 if joins == self._joins:  # else it has joined since
                     self._is_joined.clear()
                 self._news.set()
-            except HeadAway:
+            except HeadUnreachable:
                 self._news.set()
                 await asyncio.sleep(retry_s)
                 retry_s = self._longer(retry_s)
@@ -259,7 +259,7 @@ class Node:
         elif self._ledger.has(key):
             self._yard.enqueue([rollout], queued_s)
 
-    async def _follow(self, gates: Gates, joins: int) -> None:
+    async def _follow(self, gates: WeightGates, joins: int) -> None:
         await self._router.follow(gates)
         if joins == self._joins and gates.number > self._gates:
             self._gates = gates.number
@@ -298,11 +298,11 @@ class Node:
     def _heard(self) -> None:
         self._heard_at = time.monotonic()
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> NodeStatus:
         yard = self._yard
-        pools = {name: Places(pool["size"], pool["active"], pool["waiting"]) for name, pool in yard.pools().items()}
+        pools = {name: PoolUse(pool["size"], pool["active"], pool["waiting"]) for name, pool in yard.pools().items()}
         uses = [
-            Use(
+            EngineUse(
                 status.spec.id,
                 status.stats.sessions,
                 status.stats.in_flight,
@@ -314,7 +314,7 @@ class Node:
         ]
         self._said_reach = self._reached()
         self._said_want = self._want()
-        return Standing(self._got, self._said_want, self._gates, self._is_drained, pools, uses)
+        return NodeStatus(self._got, self._said_want, self._gates, self._is_drained, pools, uses)
 
     def room(self) -> None:
         """A place may have become free: the head hears of it now, and not with the next poll."""

@@ -21,9 +21,9 @@ import msgspec
 
 from rollyard.core import Rollout, Run
 from rollyard.core.failure import NodeReplaced, NodeUnknown, NotFound
-from rollyard.engines.gates import Gates
-from rollyard.fleet.placing import Needs, Room, place
-from rollyard.fleet.wire import Cancel, Join, Key, Lease, Orders, Standing, lease_of
+from rollyard.engines.weights.weight_gates import WeightGates
+from rollyard.fleet.messages import Cancel, Join, Key, Lease, NodeStatus, Orders, lease_of
+from rollyard.fleet.placement import NodeRoom, PlacementKeys, place
 from rollyard.store.codec import to_json
 
 REPLACED = 256
@@ -39,7 +39,7 @@ class FleetSettings:
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class ConnectedNode:
     """A node that is there."""
 
     name: str
@@ -48,8 +48,8 @@ class Node:
     version: str
     heard_at: float
     joined_at: float = field(default_factory=time.time)
-    standing: Standing = field(default_factory=Standing)
-    room: Room = field(default_factory=Room)
+    standing: NodeStatus = field(default_factory=NodeStatus)
+    room: NodeRoom = field(default_factory=NodeRoom)
     out: set[str] = field(default_factory=set[str])  # ids of what it has
     ended: int = 0  # rollouts that it has handed over
     promised: int = 0  # places of it whose leases are being written
@@ -72,7 +72,7 @@ class Node:
     def is_drained(self) -> bool:
         return self.standing.is_drained if self.drain_asked is None else self.drain_asked
 
-    def anew(self, standing: Standing) -> None:
+    def anew(self, standing: NodeStatus) -> None:
         """It has joined, again maybe: what it may not have got is sent, in orders numbered on from its last."""
         self._sent = max(self._sent, standing.got)
         self._gates_sent = -1
@@ -82,7 +82,7 @@ class Node:
         self._cancels = [(0, cancel) for _, cancel in self._cancels]
         self._new_runs = [(0, run) for _, run in self._new_runs]
 
-    def stands(self, standing: Standing) -> None:
+    def stands(self, standing: NodeStatus) -> None:
         """What it says of itself now. Its two loops have a connection each, so one's word may be overtaken by the
         other's, or by a join; then it is old, and what it wants has come meanwhile."""
         got = standing.got
@@ -128,7 +128,7 @@ class Node:
             self.room.want = 0
         self.news.set()
 
-    def orders(self, gates: Gates) -> Orders | None:
+    def orders(self, gates: WeightGates) -> Orders | None:
         """All that it has not got yet, under a new number; None: there is nothing new to say."""
         is_news = any(number == 0 for number, _ in (*self._leases.values(), *self._cancels))
         is_missing = bool(self._leases or self._cancels or self._new_runs) and self.standing.got < self._sent
@@ -160,14 +160,14 @@ class Nodes:
         self,
         settings: FleetSettings,
         *,
-        on_lost: Callable[[Node, str], None],
+        on_lost: Callable[[ConnectedNode, str], None],
         on_room: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
-        self.by_name: dict[str, Node] = {}
-        self._by_session: dict[str, Node] = {}
-        self._hungry: dict[int, Node] = {}  # by the id of its room: all that want something, and some that did
+        self.by_name: dict[str, ConnectedNode] = {}
+        self._by_session: dict[str, ConnectedNode] = {}
+        self._hungry: dict[int, ConnectedNode] = {}  # by the id of its room: all that want something, and some that did
         self._on_lost = on_lost
         self._on_room = on_room
         self._clock = clock
@@ -175,7 +175,7 @@ class Nodes:
         self._replaced: dict[str, str] = {}
         self._changed: set[asyncio.Future[None]] = set()
 
-    def join(self, join: Join) -> tuple[Node, bool]:
+    def join(self, join: Join) -> tuple[ConnectedNode, bool]:
         """The node, and whether it was there already. `NodeReplaced` if another has its name since."""
         if join.session in self._replaced:
             raise NodeReplaced(f"another process has joined as {self._replaced[join.session]!r} since")
@@ -191,11 +191,11 @@ class Nodes:
             while len(self._replaced) > REPLACED:
                 del self._replaced[next(iter(self._replaced))]
             self.lose(there, "was started again")
-        node = Node(join.name, join.session, join.host, join.version, self._clock())
+        node = ConnectedNode(join.name, join.session, join.host, join.version, self._clock())
         self.by_name[join.name] = self._by_session[join.session] = self._hungry[id(node.room)] = node
         return node, False
 
-    def of(self, session: str, standing: Standing) -> Node:
+    def of(self, session: str, standing: NodeStatus) -> ConnectedNode:
         """The node of that session, which was heard of just now. `NodeUnknown`, `NodeReplaced`."""
         node = self._by_session.get(session)
         if node is not None:
@@ -208,15 +208,15 @@ class Nodes:
             raise NodeReplaced(f"another process has joined as {self._replaced[session]!r} since")
         raise NodeUnknown("this head does not know that node, or has taken it for lost")
 
-    def named(self, name: str) -> Node:
+    def named(self, name: str) -> ConnectedNode:
         if name not in self.by_name:
             raise NotFound(f"there is no node {name!r}")
         return self.by_name[name]
 
-    def with_pool(self, name: str) -> Iterable[Node]:
+    def with_pool(self, name: str) -> Iterable[ConnectedNode]:
         return (node for node in self.by_name.values() if name in node.standing.pools)
 
-    def lose(self, node: Node, why: str) -> None:
+    def lose(self, node: ConnectedNode, why: str) -> None:
         if node.is_over:
             return
         node.is_over = True
@@ -252,10 +252,10 @@ class Nodes:
         """By those that can use one of these engines."""
         return sum(node.room.want for node in self._hungry.values() if node.room.serves(engines))
 
-    def place(self, rollout: Rollout, engines: Collection[str] = ()) -> Node | None:
+    def place(self, rollout: Rollout, engines: Collection[str] = ()) -> ConnectedNode | None:
         """A node for it, which can use one of these engines, if there are any. Its place is promised from now on, until
         the caller takes that back from `promised`."""
-        needs = Needs.of(rollout)
+        needs = PlacementKeys.of(rollout)
         lost_at = {lost.node for lost in rollout.lost}
         shunned = [node.room for node in self._hungry.values() if node.name in lost_at] if lost_at else []
         room = place(needs, (node.room for node in self._hungry.values()), engines, shunned)
@@ -284,6 +284,6 @@ class Nodes:
         finally:
             self._changed.discard(waiter)
 
-    def behind(self, gates: int) -> Iterable[Node]:
+    def behind(self, gates: int) -> Iterable[ConnectedNode]:
         """Nodes that have not applied these gates yet."""
         return [node for node in self.by_name.values() if node.standing.gates < gates]

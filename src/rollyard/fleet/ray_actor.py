@@ -50,7 +50,7 @@ SLOTS = ("init_slots", "run_slots", "eval_slots", "ready_slots")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HeadAddress:
     """A head as an actor knows it. `id` names one start of it."""
 
     id: str
@@ -134,7 +134,7 @@ class NodeActor:
         self._cpus = cpus
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
-        self._head: Head | None = None
+        self._head: HeadAddress | None = None
         self._past: set[str] = set()
         self._thread: threading.Thread | None = None
         self._stop: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -148,7 +148,7 @@ class NodeActor:
             if is_ours:
                 if self._head is not None and self._head.id != head_id:
                     self._past.add(self._head.id)
-                self._head = Head(head_id, url, token)
+                self._head = HeadAddress(head_id, url, token)
                 if self._thread is None and not self._is_stopping:
                     self._thread = threading.Thread(target=self._live, name="rollyard-node", daemon=True)
                     self._thread.start()

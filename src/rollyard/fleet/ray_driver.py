@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 
 from rollyard.fleet.ray_actor import NodeActor, NodeState
-from rollyard.fleet.ray_words import Brief, Order, RayNode, Report
+from rollyard.fleet.ray_messages import DriverConfig, DriverOrder, DriverReport, RayNode
 
 LOOK_EVERY_S = 2.0
 ASK_S = 1.0
@@ -53,7 +53,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 @dataclass(slots=True)
-class _Kept:
+class _ActorRecord:
     """An actor, as this driver knows it."""
 
     name: str
@@ -69,9 +69,9 @@ class _Kept:
 class Driver:
     """See the module. All of it blocks; it has this process for itself."""
 
-    def __init__(self, brief: Brief) -> None:
+    def __init__(self, brief: DriverConfig) -> None:
         self._brief = brief
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _ActorRecord] = {}
         self._is_superseded = False
 
     def connect(self) -> None:
@@ -98,7 +98,7 @@ class Driver:
 
         ray.shutdown()
 
-    def look(self) -> Report:
+    def look(self) -> DriverReport:
         """Makes what is missing, asks everybody, and says how they stand."""
         import ray
 
@@ -109,7 +109,7 @@ class Driver:
             del self._kept[ray_id]  # Ray ends its actor: nothing else may run it
         for ray_id, node in alive.items():
             host = str(node["NodeManagerHostname"])
-            kept = self._kept.setdefault(ray_id, _Kept(name=f"{host}-{ray_id[:8]}", host=host))
+            kept = self._kept.setdefault(ray_id, _ActorRecord(name=f"{host}-{ray_id[:8]}", host=host))
             resources: Mapping[str, float] = node["Resources"]
             if not resources.get("CPU"):
                 kept.error = "this Ray node offers no CPU: it gets no rollouts"
@@ -118,9 +118,9 @@ class Driver:
         self._ask()
         if self._is_superseded:
             return self._superseded()
-        return Report("look", tuple(self._node(ray_id, kept) for ray_id, kept in self._kept.items()))
+        return DriverReport("look", tuple(self._node(ray_id, kept) for ray_id, kept in self._kept.items()))
 
-    def stop_nodes(self, bound_s: float) -> Report:
+    def stop_nodes(self, bound_s: float) -> DriverReport:
         """Asks all nodes to end what they have, then ends their actors for good. Says who did not do so in time."""
         import ray
         from ray.exceptions import RayError
@@ -140,9 +140,9 @@ class Driver:
                 late.append(one.name)
             ray.kill(one.actor, no_restart=True)
         self._kept.clear()
-        return Report("stopped", error=f"ended by force: {', '.join(late)}" if late else "")
+        return DriverReport("stopped", error=f"ended by force: {', '.join(late)}" if late else "")
 
-    def _make(self, ray_id: str, kept: _Kept, resources: Mapping[str, float]) -> None:
+    def _make(self, ray_id: str, kept: _ActorRecord, resources: Mapping[str, float]) -> None:
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -194,15 +194,15 @@ class Driver:
                 kept.is_running, kept.error = state.is_running, state.error
                 self._is_superseded |= not state.is_ours
 
-    def _node(self, ray_id: str, kept: _Kept) -> RayNode:
+    def _node(self, ray_id: str, kept: _ActorRecord) -> RayNode:
         silent_s = time.monotonic() - kept.heard_at_s
         is_silent = kept.actor is not None and silent_s > SILENT_S
         error = kept.error or (f"it has not answered for {silent_s:.0f} s" if is_silent else "")
         return RayNode(kept.name, ray_id, kept.host, kept.is_running and not is_silent, error)
 
-    def _superseded(self) -> Report:
+    def _superseded(self) -> DriverReport:
         self._kept.clear()  # they are not ours to stop, either
-        return Report("superseded", error="another head has taken over the nodes of this Ray cluster")
+        return DriverReport("superseded", error="another head has taken over the nodes of this Ray cluster")
 
 
 def main() -> None:
@@ -211,24 +211,24 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     stream = connection.makefile("wb")
 
-    def tell(report: Report) -> None:
+    def tell(report: DriverReport) -> None:
         stream.write(msgspec.json.encode(report) + b"\n")
         stream.flush()
 
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[DriverOrder] = queue.SimpleQueue()
 
     def listen(lines: Any) -> None:
         for line in lines:
-            orders.put(msgspec.json.decode(line, type=Order))
+            orders.put(msgspec.json.decode(line, type=DriverOrder))
         os._exit(0)  # the head is gone, and whatever Ray blocks in just now may take a minute
 
     reader = connection.makefile("rb")
-    driver = Driver(msgspec.json.decode(reader.readline(), type=Brief))
+    driver = Driver(msgspec.json.decode(reader.readline(), type=DriverConfig))
     threading.Thread(target=listen, args=(reader,), daemon=True).start()
     try:
         driver.connect()
     except Exception as error:
-        tell(Report("failed", error=_why(error)))
+        tell(DriverReport("failed", error=_why(error)))
         return
     while True:
         tell(driver.look())

@@ -30,7 +30,7 @@ from typing import Self
 import msgspec
 
 from rollyard.core import Json
-from rollyard.fleet.ray_words import Brief, Order, RayNode, Report
+from rollyard.fleet.ray_messages import DriverConfig, DriverOrder, DriverReport, RayNode
 
 __all__ = ["RayHost", "RayNode", "RayUnavailable"]
 
@@ -94,7 +94,7 @@ class RayHost:
     ) -> None:
         if address is not None and "://" in address:
             raise RayUnavailable(f"{address}: give HOST:PORT of Ray's head, or auto; a Ray client's URL does not do")
-        self._brief = Brief(
+        self._brief = DriverConfig(
             address=address,
             namespace=namespace,
             head_id=secrets.token_hex(8),
@@ -108,7 +108,7 @@ class RayHost:
         self._looked_at_s: float | None = None
         self._error = ""
         self._first: asyncio.Future[None] | None = None
-        self._stopped: asyncio.Future[Report] | None = None
+        self._stopped: asyncio.Future[DriverReport] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tending: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -154,7 +154,7 @@ class RayHost:
             raise RayUnavailable(f"no nodes were stopped: {self._error}")
         self._stopped = asyncio.get_running_loop().create_future()
         self._is_closing = True
-        self._tell(Order("stop_nodes", bound_s))
+        self._tell(DriverOrder("stop_nodes", bound_s))
         async with asyncio.timeout(bound_s + CLOSE_S):
             report = await self._stopped
         self._nodes = ()
@@ -165,7 +165,7 @@ class RayHost:
         assert self._tending is not None
         self._is_closing = True
         if self._writer is not None:
-            self._tell(Order("close"))
+            self._tell(DriverOrder("close"))
         try:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.shield(self._tending)
@@ -217,7 +217,7 @@ class RayHost:
                 listening = group.create_task(_overhear(printed, tail))
                 self._tell(self._brief)
                 while (line := await reader.readline()).endswith(b"\n"):
-                    self._take(msgspec.json.decode(line, type=Report))
+                    self._take(msgspec.json.decode(line, type=DriverReport))
                 listening.cancel()
         except* OSError as errors:
             log.debug("the Ray driver's line broke", extra={"error": str(errors.exceptions[0])})
@@ -231,11 +231,11 @@ class RayHost:
         lines = bytes(tail).decode(errors="replace").strip().splitlines()
         return lines[-1][:500] if lines else ""
 
-    def _tell(self, what: Brief | Order) -> None:
+    def _tell(self, what: DriverConfig | DriverOrder) -> None:
         assert self._writer is not None
         self._writer.write(msgspec.json.encode(what) + b"\n")
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: DriverReport) -> None:
         loop = asyncio.get_running_loop()
         if report.what == "stopped":
             if self._stopped is not None and not self._stopped.done():

@@ -45,7 +45,7 @@ LOG_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SlurmJob:
     """A job, as Slurm tells of it. `state` is GONE when Slurm has forgotten it."""
 
     id: str
@@ -69,7 +69,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class SlurmCluster:
     """A job's folder. What is in it is ours; who deletes it gives up the service's data, too."""
 
     folder: Path
@@ -125,7 +125,7 @@ class Cluster:
         _write(self.folder / "cluster.json", json.dumps({"job_id": job_id, "nodes": spec.nodes}) + "\n")
         return job_id
 
-    def drain(self, job: Job) -> None:
+    def drain(self, job: SlurmJob) -> None:
         """Tells the job's script to drain and not to come back; a job that does not run is cancelled."""
         _write(self.folder / "down", "")
         if job.state in ("RUNNING", "STOPPED"):
@@ -139,16 +139,16 @@ def require_slurm() -> None:
         raise SlurmError("this machine has no Slurm: sbatch is not in PATH", "run this on a login node of the cluster")
 
 
-def look(job_id: str) -> Job:
+def look(job_id: str) -> SlurmJob:
     """How the job stands. Slurm forgets an ended one after minutes; its accounting, where there is one, does not."""
     require_slurm()
     form = "--format=%T|%r|%N|%M|%S"
     told = _slurm("squeue", "--noheader", "--states=all", f"--jobs={job_id}", form, may_miss="Invalid job id").strip()
     if not told:
-        return Job(job_id, _accounted(job_id))
+        return SlurmJob(job_id, _accounted(job_id))
     state, reason, names, ran_for, begins_at = told.splitlines()[-1].split("|")
     nodes = _slurm("scontrol", "show", "hostnames", names).split() if names else ()
-    return Job(job_id, state, "" if reason == "None" else reason, tuple(nodes), ran_for, begins_at)
+    return SlurmJob(job_id, state, "" if reason == "None" else reason, tuple(nodes), ran_for, begins_at)
 
 
 def cancel(job_id: str) -> None:

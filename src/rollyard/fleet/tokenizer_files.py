@@ -1,6 +1,6 @@
 """Tokenizer files on their way from the head to nodes that lack them.
 
-The head lists an engine's files with their digests (`TokenizerShelf`); a node (`HeadTokenizers`) compares them with
+The head lists an engine's files with their digests (`TokenizerServer`); a node (`TokenizerFetcher`) compares them with
 what it has at the same path, and gets what differs into a folder of its own, named by the digest of all of them.
 
 Invariant. A node loads only files whose digests are the head's: so every node writes the same tokens. A folder appears
@@ -20,8 +20,8 @@ import msgspec
 
 from rollyard.core.failure import NotFound, RollyardError
 from rollyard.engines.base import Engine
-from rollyard.fleet.link import HeadAway, Link, NotWanted
-from rollyard.pipeline.renderers import Files
+from rollyard.fleet.head_connection import HeadConnection, HeadUnreachable, NodeRefused
+from rollyard.pipeline.renderers import TokenizerFiles
 from rollyard.tokens.tokenizer import TOKENIZER_FILES, find_folder
 
 log = logging.getLogger("rollyard.fleet")
@@ -50,7 +50,7 @@ class TokenizerList(msgspec.Struct, frozen=True):
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-class TokenizerShelf:
+class TokenizerServer:
     """The head's side. Files are read again only when they have changed."""
 
     def __init__(self) -> None:
@@ -85,27 +85,27 @@ class TokenizerShelf:
         return known[1]
 
 
-class HeadTokenizers:
+class TokenizerFetcher:
     """A node's side: finds the tokenizer of an engine, or gets it from the head into `folder`."""
 
-    def __init__(self, link: Link, folder: Path) -> None:
+    def __init__(self, link: HeadConnection, folder: Path) -> None:
         self._link = link
         self._folder = folder
 
-    async def __call__(self, engine: Engine) -> Files | None:
+    async def __call__(self, engine: Engine) -> TokenizerFiles | None:
         try:
             listed = await self._link.get(f"tokenizers/{engine.spec.id}", TokenizerList)
-        except (HeadAway, NotWanted, RollyardError) as error:
+        except (HeadUnreachable, NodeRefused, RollyardError) as error:
             log.info("the head gives no tokenizer", extra={"engine": engine.spec.id, "why": str(error)})
             return None
         own = engine.spec.tokenizer or engine.info.tokenizer
         if own and await asyncio.to_thread(_has, own, listed):
-            return Files(own, own)
+            return TokenizerFiles(own, own)
         folder = self._folder / listed.digest
         if not await asyncio.to_thread(_has, str(folder), listed):
             await self._fetch(engine.spec.id, listed, folder)
             log.info("tokenizer received from the head", extra={"engine": engine.spec.id, "digest": listed.digest})
-        return Files(listed.name, str(folder))
+        return TokenizerFiles(listed.name, str(folder))
 
     async def _fetch(self, engine_id: str, listed: TokenizerList, folder: Path) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -113,10 +113,10 @@ class HeadTokenizers:
         try:
             for file in listed.files:
                 if file.name not in TOKENIZER_FILES or file.size_bytes > MOST_FILE_BYTES:
-                    raise HeadAway(f"the head offers {file.name!r} of {file.size_bytes} bytes as part of a tokenizer")
+                    raise HeadUnreachable(f"the head offers {file.name!r} of {file.size_bytes} bytes as part of a tokenizer")
                 data = await self._link.get_bytes(f"tokenizers/{engine_id}/{file.sha256}", file.size_bytes)
                 if hashlib.sha256(data).hexdigest() != file.sha256:
-                    raise HeadAway(f"{file.name} did not arrive as the head has it")
+                    raise HeadUnreachable(f"{file.name} did not arrive as the head has it")
                 await asyncio.to_thread((draft / file.name).write_bytes, data)
             await asyncio.to_thread(_put_in_place, draft, folder)
         finally:

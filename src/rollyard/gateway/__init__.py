@@ -2,7 +2,7 @@
 
 from rollyard.gateway.app import GatewayApp
 from rollyard.gateway.base import Problem
-from rollyard.gateway.opening import open_gateway
 from rollyard.gateway.session import GatewaySession
+from rollyard.gateway.session_opening import open_gateway
 
 __all__ = ["GatewayApp", "GatewaySession", "Problem", "open_gateway"]

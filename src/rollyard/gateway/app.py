@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import orjson
 
-from rollyard.gateway.base import Ask, Dialect, Event, Problem, Told, Writer
+from rollyard.gateway.base import ChatRequest, Dialect, Event, Problem, Reply, Writer
 from rollyard.gateway.dialects.chat import Chat, model_body, models_body
 from rollyard.gateway.dialects.messages import Messages
 from rollyard.gateway.dialects.responses import Responses
 from rollyard.gateway.exchange import Listener
+from rollyard.gateway.parameters import header_of
 from rollyard.gateway.session import GatewaySession
-from rollyard.gateway.wishes import header_of
 
 log = logging.getLogger("rollyard.gateway")
 
@@ -70,7 +70,7 @@ class GatewayApp:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         path = short_path(scope["path"])
         dialect = dialect_of(path, headers)
-        ask: Ask | None = None
+        ask: ChatRequest | None = None
         try:
             if path == MODELS or path.startswith(f"{MODELS}/"):
                 name = path[len(MODELS) + 1 :]  # a name has slashes in it
@@ -99,7 +99,7 @@ class GatewayApp:
             listener.leave()
 
     async def _told(
-        self, dialect: Dialect, ask: Ask, listener: Listener, receive: Receive, send: Send, send_now: SendNow | None
+        self, dialect: Dialect, ask: ChatRequest, listener: Listener, receive: Receive, send: Send, send_now: SendNow | None
     ) -> None:
         tell = partial(_stream, send_now=send_now) if ask.is_stream else _whole
         if not self._watches:
@@ -124,7 +124,7 @@ class GatewayApp:
             await asyncio.wait((telling, gone))
 
 
-async def _whole(dialect: Dialect, ask: Ask, listener: Listener, send: Send) -> None:
+async def _whole(dialect: Dialect, ask: ChatRequest, listener: Listener, send: Send) -> None:
     try:
         told = await listener.told()
     except Problem as problem:
@@ -135,7 +135,7 @@ async def _whole(dialect: Dialect, ask: Ask, listener: Listener, send: Send) -> 
     listener.delivered()
 
 
-async def _stream(dialect: Dialect, ask: Ask, listener: Listener, send: Send, send_now: SendNow | None = None) -> None:
+async def _stream(dialect: Dialect, ask: ChatRequest, listener: Listener, send: Send, send_now: SendNow | None = None) -> None:
     exchange = listener.exchange
     batch = await listener.next(FIRST_S)
     if batch is None and exchange.problem is not None:
@@ -185,7 +185,7 @@ class _Relay:
         left, self._left = self._left, b""
         return left
 
-    def __call__(self, events: Sequence[Event], told: Told | None) -> bool:
+    def __call__(self, events: Sequence[Event], told: Reply | None) -> bool:
         assert self._send_now is not None
         data = b"".join(map(self._writer.event, events))
         if told is not None:
@@ -244,7 +244,7 @@ async def _body(receive: Receive, check_size: Callable[[int], None]) -> bytes | 
 # --- answering
 
 
-async def refuse(send: Send, dialect: Dialect, problem: Problem, ask: Ask | None = None) -> None:
+async def refuse(send: Send, dialect: Dialect, problem: Problem, ask: ChatRequest | None = None) -> None:
     """By status; but the Responses API tells a stream's overflow in the stream, and there its programs look for it."""
     if ask is not None and ask.is_stream and problem.kind == "context" and dialect is RESPONSES:
         writer = dialect.writer(ask, secrets.token_hex(12), int(time.time()), problem.used_tokens or 0)

@@ -1,11 +1,11 @@
 """The door of this wing: what a request says, in any dialect, and what it is told.
 
 A dialect is how some SDK writes a conversation with a model: OpenAI Chat Completions, OpenAI Responses, Anthropic
-Messages. It only translates: `read` makes an `Ask` of a body, `Writer` and `reply` put a `Told` into its words, and
+Messages. It only translates: `read` makes an `ChatRequest` of a body, `Writer` and `reply` put a `Reply` into its words, and
 `error` a `Problem`. It holds no state and does no I/O; what is sampled, spliced and recorded is `session.py`'s.
 
-Invariants. An `Ask` loses nothing that was said: a part that has no place in it is a `Problem`, never dropped. What a
-client sends back of a `Told` reads as the same message: `read` and the writing of a turn are inverse to each other,
+Invariants. An `ChatRequest` loses nothing that was said: a part that has no place in it is a `Problem`, never dropped. What a
+client sends back of a `Reply` reads as the same message: `read` and the writing of a turn are inverse to each other,
 but for the ids of calls.
 """
 
@@ -72,8 +72,8 @@ class Problem(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A parameter that is granted where it can be (`wishes.py`), by the name that its dialect has for it.
+class RequestParameter:
+    """A parameter that is granted where it can be (`parameters.py`), by the name that its dialect has for it.
 
     stop: a list of texts. seed: a whole number. logprobs, no_calls: true. top_logprobs: how many. calls: the name of
     the tool that has to be called, or "" for any. format: {"type": "json_object"}, or {"type": "json_schema",
@@ -86,7 +86,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ChatRequest:
     """A request, in the one shape that is rendered.
 
     `messages` are in OpenAI's chat shape as our renderers take it: role (system, developer, user, assistant, tool),
@@ -100,7 +100,7 @@ class Ask:
     model: str = ""  # as the client names it; echoed, never looked up: the rollout has one policy
     max_tokens: int | None = None  # an upper bound; the task's own is one too
     is_stream: bool = False
-    wishes: tuple[Wish, ...] = ()
+    wishes: tuple[RequestParameter, ...] = ()
     overruled: tuple[str, ...] = ()  # parameters that the client set and that do not count here: the task's win
     unknown: tuple[str, ...] = ()  # parameters that this dialect does not have
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the dialect's own, for its writer
@@ -127,7 +127,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Reply:
     """A completed turn as the client is told it; the same object however often it is told."""
 
     id: str  # letters and digits; a dialect puts its own prefix before it
@@ -163,7 +163,7 @@ class Writer(Protocol):
 
     def event(self, event: Event) -> bytes: ...
 
-    def end(self, told: Told) -> bytes:
+    def end(self, told: Reply) -> bytes:
         """The rest: whatever closes blocks, the finish, the usage, the terminator."""
         ...
 
@@ -181,15 +181,15 @@ class Dialect(Protocol):
     takes_raw_arguments: bool
     """Whether a call whose arguments are no JSON object can be told as a call (OpenAI: they are a text)."""
 
-    def read(self, body: Mapping[str, Json]) -> Ask:
+    def read(self, body: Mapping[str, Json]) -> ChatRequest:
         """Raises Problem("invalid", …) naming what was wrong."""
         ...
 
-    def reply(self, ask: Ask, told: Told) -> bytes:
+    def reply(self, ask: ChatRequest, told: Reply) -> bytes:
         """The whole answer, as JSON."""
         ...
 
-    def writer(self, ask: Ask, reply_id: str, created: int, prompt_tokens: int) -> Writer: ...
+    def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer: ...
 
     def error(self, problem: Problem) -> bytes:
         """The body of an error answer, as JSON."""

@@ -22,13 +22,13 @@ from rollyard.core.failure import (
     TurnLimit,
 )
 from rollyard.engines.base import Generation, Session
-from rollyard.engines.watching import max_context_of
+from rollyard.engines.routing.call_metrics import max_context_of
 from rollyard.gateway.base import Problem
 
 log = logging.getLogger("rollyard.gateway")
 
 
-class Bounds:
+class RolloutBounds:
     """See the module."""
 
     def __init__(self, limits: Limits, session: Session) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rollyard.core import Json
 from rollyard.gateway.base import Problem
-from rollyard.gateway.weight import has_more_values
+from rollyard.gateway.body_size import has_more_values
 
 MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 4096, 4096, 1024
 """OpenAI's API takes 2,048 messages and 128 tools."""

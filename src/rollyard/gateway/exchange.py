@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from rollyard.engines.base import Engine, Generation
-from rollyard.gateway.base import Dialect, Event, Problem, Reasoning, Text, Told
-from rollyard.gateway.telling import Manner
-from rollyard.gateway.wishes import Granted
+from rollyard.gateway.base import Dialect, Event, Problem, Reasoning, Reply, Text
+from rollyard.gateway.parameters import GrantedParameters
+from rollyard.gateway.replies import ReplyOptions
 from rollyard.tokens.base import Parsed
-from rollyard.tokens.splice import Turn
+from rollyard.tokens.splice import PreparedTurn
 
 
 class Exchange:
@@ -29,8 +29,8 @@ class Exchange:
         self,
         key: bytes,
         dialect: Dialect,
-        turn: Turn,
-        granted: Granted,
+        turn: PreparedTurn,
+        granted: GrantedParameters,
         *,
         reply_id: str,
         is_stream: bool,
@@ -41,12 +41,12 @@ class Exchange:
         self.granted = granted
         self.is_stream = is_stream
         self.received = received  # called once, when the first listener has all of it
-        self.turn: Turn | None = turn  # let go when it has been recorded: it holds the whole prompt
+        self.turn: PreparedTurn | None = turn  # let go when it has been recorded: it holds the whole prompt
         self.prompt_tokens = len(turn.prompt)
         self.id = reply_id
         self.created = int(time.time())
         self.events: list[Event] = []
-        self.told: Told | None = None
+        self.told: Reply | None = None
         self.problem: Problem | None = None
         self.parsed: Parsed | None = None  # the same as `told`, as the client will send it back
         self.sampled: Generation | None = None  # complete or not; recorded nowhere yet
@@ -58,8 +58,8 @@ class Exchange:
         self.listeners: set[Listener] = set()
 
     @property
-    def manner(self) -> Manner:
-        return Manner(self.dialect.takes_raw_arguments, self.granted.tells_calls, self.granted.stop)
+    def manner(self) -> ReplyOptions:
+        return ReplyOptions(self.dialect.takes_raw_arguments, self.granted.tells_calls, self.granted.stop)
 
     @property
     def is_running(self) -> bool:
@@ -100,8 +100,8 @@ class Exchange:
         return [*lead, *told.calls]
 
 
-Relay = Callable[[Sequence[Event], Told | None], bool]
-"""Passes events on at once, and with a `Told` the end. False: it has them, and somebody must come for them."""
+Relay = Callable[[Sequence[Event], Reply | None], bool]
+"""Passes events on at once, and with a `Reply` the end. False: it has them, and somebody must come for them."""
 
 
 class Listener:
@@ -133,7 +133,7 @@ class Listener:
             self.relay, self._is_held_up = None, True
         self.news.set()
 
-    async def told(self) -> Told:
+    async def told(self) -> Reply:
         """The whole turn, when it is there; or the Problem."""
         exchange = self.exchange
         while exchange.told is None:

@@ -1,6 +1,6 @@
 """From a request's bytes to the tokens that it is sent with: read, bounded, matched with its history, rendered.
 
-What is light is done at once; anything else in a thread (`aside.py`). A thread helps only where its steps are short: a
+What is light is done at once; anything else in a thread (`work_threads.py`). A thread helps only where its steps are short: a
 call of C holds the interpreter until it returns. What is bounded, and why:
 
 - JSON values: a parser makes objects of all of them in one call;
@@ -23,15 +23,15 @@ from hashlib import blake2b
 from rollyard.core import Json, Message
 from rollyard.core.failure import InvalidRequest, TaskInvalid
 from rollyard.engines.base import Generation
-from rollyard.gateway.aside import Aside, text_size
-from rollyard.gateway.base import Ask, Dialect, Problem, TokenLogprob
-from rollyard.gateway.bounds import Bounds
+from rollyard.gateway.base import ChatRequest, Dialect, Problem, TokenLogprob
+from rollyard.gateway.body_size import BodySize, has_more_values, weight_of
+from rollyard.gateway.bounds import RolloutBounds
 from rollyard.gateway.counts import check_counts
 from rollyard.gateway.parser import TooMuchStructure, TooMuchText, parse
-from rollyard.gateway.weight import Weight, has_more_values, weight_of
+from rollyard.gateway.work_threads import WorkThreads, text_size
 from rollyard.tokens import Renderer
 from rollyard.tokens.base import ToolSchema
-from rollyard.tokens.splice import Book, Turn
+from rollyard.tokens.splice import ConversationBook, PreparedTurn
 
 MOST_VALUES = 20_000
 """At most 6 ms of parsing. 2,000 messages with a call each have 20,000."""
@@ -56,11 +56,11 @@ _THINK_CLOSE = "</think>"
 class Intake:
     """One session's: see the module."""
 
-    def __init__(self, book: Book, renderer: Renderer, bounds: Bounds) -> None:
+    def __init__(self, book: ConversationBook, renderer: Renderer, bounds: RolloutBounds) -> None:
         self._book = book
         self._renderer = renderer
         self._bounds = bounds
-        self._aside = Aside()
+        self._aside = WorkThreads()
 
     def check_size(self, size: int) -> None:
         """Raises Problem if a body of so many bytes is too long for the context. Checked while it arrives: a sandbox
@@ -69,7 +69,7 @@ class Intake:
         if room is not None and size > SLACK_BYTES + room * MOST_BYTES_PER_TOKEN:
             raise self._does_not_fit(_DoesNotFit.by_bytes(size, room))
 
-    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
+    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize]:
         """Returns the request, its key among requests that may be retries, and its weight. Raises Problem."""
         weight = weight_of(raw)
         room = self._bounds.room
@@ -85,7 +85,7 @@ class Intake:
             raise self._does_not_fit(_DoesNotFit(least, room, str(error))) from None
         return ask, key, weight
 
-    async def begin(self, ask: Ask, weight: Weight) -> Turn:
+    async def begin(self, ask: ChatRequest, weight: BodySize) -> PreparedTurn:
         """The turn that it begins. Raises Problem."""
         try:
             if not weight.is_light:
@@ -122,7 +122,7 @@ class Intake:
         is_first = not self._book.turns
         return self._bounds.too_long(error.least, error.room, is_first=is_first, detail=str(error))
 
-    def _begun(self, ask: Ask) -> Turn:
+    def _begun(self, ask: ChatRequest) -> PreparedTurn:
         place = self._book.find(ask.messages, ask.tools)
         if place.leaf is not None:
             self._check_text(place.new, ())
@@ -172,7 +172,7 @@ class _DoesNotFit(Exception):
         return cls(max(room + 1, size // MOST_BYTES_PER_TOKEN), room, detail)
 
 
-def read(dialect: Dialect, raw: bytes | bytearray) -> Ask:
+def read(dialect: Dialect, raw: bytes | bytearray) -> ChatRequest:
     if has_more_values(raw, MOST_VALUES):
         raise Problem("too_large", f"the body has more than {MOST_VALUES} JSON values", code="too_many_values")
     try:

@@ -16,7 +16,7 @@ import secrets
 import orjson
 
 from rollyard.core import Json
-from rollyard.gateway.weight import STEP_BYTES, behind_string
+from rollyard.gateway.body_size import STEP_BYTES, behind_string
 
 WHOLE_BYTES = 1 << 20
 """Up to that, a body is parsed at once: at most 3 ms beside its values."""

@@ -9,10 +9,10 @@ from rollyard.core.failure import EngineRefused
 from rollyard.engines.base import Generation, OnTokens, Session
 from rollyard.gateway.exchange import Exchange
 from rollyard.tokens import Renderer
-from rollyard.tokens.splice import Turn
+from rollyard.tokens.splice import PreparedTurn
 
 
-class Sampler:
+class CompletionSampler:
     """One rollout's: see the module."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Sampler:
     async def sample(
         self,
         exchange: Exchange,
-        turn: Turn,
+        turn: PreparedTurn,
         number: int,
         *,
         max_tokens: int,

@@ -7,7 +7,7 @@ as they end the native loop's.
 Retries. A request is a retry if its body is, byte for byte, that of one whose reply nobody received whole, or if the
 SDK says so (its retry count is above 0). In flight, it listens to that completion; finished, it is told the same one;
 cut off by the client's going away, the completion goes on from the tokens that were sampled. Any other identical
-request is a new sample. Which request a retry means is for `remembered.py` to say.
+request is a new sample. Which request a retry means is for `retry_cache.py` to say.
 
 Invariants. Nothing sampled is dropped: what was received is in the trace that it extends, what nobody received in a
 trace of its own that is not trained on (`abandoned`). Which it is, is known when the last byte has gone out: until then
@@ -30,21 +30,21 @@ from rollyard.core.failure import (
     RollyardError,
 )
 from rollyard.engines.base import Generation, Session
-from rollyard.engines.watching import CallWatch
-from rollyard.gateway.base import Ask, Dialect, Problem, TokenLogprob
-from rollyard.gateway.bounds import Bounds
+from rollyard.engines.routing.call_metrics import CallMetrics
+from rollyard.gateway.base import ChatRequest, Dialect, Problem, TokenLogprob
+from rollyard.gateway.body_size import LIGHT, BodySize
+from rollyard.gateway.bounds import RolloutBounds
 from rollyard.gateway.exchange import Exchange, Listener
 from rollyard.gateway.intake import Intake
 from rollyard.gateway.options import options_of
-from rollyard.gateway.remembered import Remembered
-from rollyard.gateway.sampler import Sampler
-from rollyard.gateway.telling import Telling, tell_whole, told_of
-from rollyard.gateway.weight import LIGHT, Weight
-from rollyard.gateway.wishes import Wishes
+from rollyard.gateway.parameters import ParameterRules
+from rollyard.gateway.replies import ReplyBuilder, tell_whole, told_of
+from rollyard.gateway.retry_cache import RetryCache
+from rollyard.gateway.sampler import CompletionSampler
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.tokens import Parsed, Renderer
-from rollyard.tokens.splice import Book, Turn
+from rollyard.tokens.splice import ConversationBook, PreparedTurn
 
 log = logging.getLogger("rollyard.gateway")
 
@@ -75,26 +75,26 @@ class GatewaySession:
         self._rollout_id = rollout_id
         self._clock = clock
         self._beat = beat
-        self._watch = CallWatch(session, span, metrics)
-        self._sampler = Sampler(session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock)
+        self._watch = CallMetrics(session, span, metrics)
+        self._sampler = CompletionSampler(session, renderer, task=task, run=run, rollout_id=rollout_id, clock=clock)
         options = options_of(task)
-        self._book = Book(
+        self._book = ConversationBook(
             renderer,
             sampling=task.sampling,
             policy=run.policy,
             model=session.engine.info.model,
             reasoning=options.reasoning,
         )
-        self._wishes = Wishes(
+        self._wishes = ParameterRules(
             task.sampling,
             is_strict=options.is_strict,
             has_structured_output=options.has_structured_output,
             call_grammar=lambda names, is_one: renderer.call_grammar(names, is_one=is_one),
         )
-        self._asked = Remembered()
+        self._asked = RetryCache()
         self._running: dict[Exchange, int] = {}  # → the tokens that it may still sample
         self._unheard: list[Exchange] = []  # sampled, and not received by anybody yet
-        self._bounds = Bounds(task.limits, session)
+        self._bounds = RolloutBounds(task.limits, session)
         self._intake = Intake(self._book, renderer, self._bounds)
         self._freed = asyncio.Event()  # one that ran has ended
         self._messages: Sequence[Message] = ()
@@ -171,16 +171,16 @@ class GatewaySession:
         """Raises Problem if a body of so many bytes is too long for the context."""
         self._intake.check_size(size)
 
-    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[Ask, bytes, Weight]:
+    async def read(self, dialect: Dialect, raw: bytes | bytearray) -> tuple[ChatRequest, bytes, BodySize]:
         """What a request says, its key, and its weight: see `Intake.read`."""
         return await self._intake.read(dialect, raw)
 
-    async def count(self, ask: Ask, weight: Weight = LIGHT) -> int:
+    async def count(self, ask: ChatRequest, weight: BodySize = LIGHT) -> int:
         """How many tokens it would be sent with."""
         return len((await self._intake.begin(ask, weight)).prompt)
 
     async def open(
-        self, dialect: Dialect, ask: Ask, key: bytes, *, weight: Weight = LIGHT, retries: int = 0
+        self, dialect: Dialect, ask: ChatRequest, key: bytes, *, weight: BodySize = LIGHT, retries: int = 0
     ) -> Listener:
         """Begins a completion, or joins the one that this request is a retry of. Raises Problem."""
         self._check_open()
@@ -211,7 +211,7 @@ class GatewaySession:
             raise
 
     async def _start(
-        self, dialect: Dialect, ask: Ask, key: bytes, weight: Weight, resumed: Exchange | None
+        self, dialect: Dialect, ask: ChatRequest, key: bytes, weight: BodySize, resumed: Exchange | None
     ) -> Listener:
         turn, resume = None, None
         if resumed is not None:  # from the prompt that its part was sampled from: by now the book may have another
@@ -239,7 +239,7 @@ class GatewaySession:
         if error is not None:
             raise Problem("limit", error.detail, code=error.code)
 
-    async def _budget(self, ask: Ask, turn: Turn, resume: Generation | None) -> int:
+    async def _budget(self, ask: ChatRequest, turn: PreparedTurn, resume: Generation | None) -> int:
         """How many tokens it may sample, those that it resumes with included; or the limit that forbids any."""
         if resume is None:
             self._bounds.turn(self._turns_begun)
@@ -263,9 +263,9 @@ class GatewaySession:
     async def _run_one(self, exchange: Exchange, number: int, max_tokens: int, resume: Generation | None) -> None:
         turn = exchange.turn
         assert turn is not None
-        telling: Telling | None = None
+        telling: ReplyBuilder | None = None
         if exchange.is_stream:
-            telling = Telling(self._renderer, turn, exchange.manner)
+            telling = ReplyBuilder(self._renderer, turn, exchange.manner)
         begun = time.monotonic()
         try:
             with self._watch.call(number, len(turn.prompt)) as seen:
@@ -294,7 +294,7 @@ class GatewaySession:
             self._beat()
             exchange.wake()
 
-    def _streaming(self, exchange: Exchange, telling: Telling) -> Callable[[Sequence[int]], None]:
+    def _streaming(self, exchange: Exchange, telling: ReplyBuilder) -> Callable[[Sequence[int]], None]:
         def came(ids: Sequence[int]) -> None:
             self._beat()
             exchange.add(telling.feed(ids))
@@ -305,7 +305,7 @@ class GatewaySession:
         self,
         exchange: Exchange,
         generation: Generation,
-        telling: Telling | None,
+        telling: ReplyBuilder | None,
         logprobs: tuple[TokenLogprob, ...] | None,
     ) -> None:
         """For whoever listens. It is recorded when one of them has received all of it, or in the end."""

@@ -1,12 +1,12 @@
 """HTTP/1.1 for clients that may mean harm: one ASGI server for the service's port and for the sandboxes' doorways.
 
-The parser is httptools; everything around it is bounded by `Bounds` before an app is called: connections, headers,
+The parser is httptools; everything around it is bounded by `ListenerBounds` before an app is called: connections, headers,
 bodies, and the time that each part of a request may take. No lifespan, no WebSockets, no HTTP/2.
 """
 
 from rollyard.http._exchange import SEND_NOW, AsgiApp
-from rollyard.http.bounds import Bounds
+from rollyard.http.bounds import ListenerBounds
 from rollyard.http.refusals import Reason, Refusals, problem_body
 from rollyard.http.server import HttpServer
 
-__all__ = ["SEND_NOW", "AsgiApp", "Bounds", "HttpServer", "Reason", "Refusals", "problem_body"]
+__all__ = ["SEND_NOW", "AsgiApp", "HttpServer", "ListenerBounds", "Reason", "Refusals", "problem_body"]

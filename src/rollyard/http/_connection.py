@@ -16,10 +16,10 @@ from typing import Any, Literal, cast
 
 import httptools
 
-from rollyard.core.deadline import Patience
+from rollyard.core.deadline import ResettableTimeout
 from rollyard.core.eager import start_now
 from rollyard.core.failure import MalformedRequest, RequestTimedOut
-from rollyard.http._desk import Desk
+from rollyard.http._connection_group import ConnectionGroup
 from rollyard.http._exchange import Exchange, phrase
 from rollyard.http._head import Refusal, body_too_large, headers_too_large, scope_of, size_of, too_many_headers
 from rollyard.http.refusals import Reason, problem_body
@@ -40,7 +40,7 @@ Phase = Literal["idle", "headers", "body", "answer", "refused"]
 class Connection(asyncio.Protocol):
     """See the module. The parser calls the `on_…` methods."""
 
-    def __init__(self, desk: Desk, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, desk: ConnectionGroup, loop: asyncio.AbstractEventLoop) -> None:
         self._desk = desk
         self._loop = loop
         self._parser: Any = None
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
         self._scheme = "http"
         self._exchange: Exchange | None = None
         self._phase: Phase = "idle"
-        self._patience = Patience(loop, self._too_slow)
+        self._patience = ResettableTimeout(loop, self._too_slow)
         self._bound_s: float | None = None  # of this phase
         self._began_at = 0.0  # the wait for the body
         self._is_parsing = False  # meanwhile the phase's timer is not set: most requests come in one piece

@@ -37,7 +37,7 @@ _BAD_NAME = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")
 _BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-class Line(Protocol):
+class ExchangeConnection(Protocol):
     """The connection that an exchange happens on."""
 
     @property
@@ -61,7 +61,7 @@ class Exchange:
 
     def __init__(
         self,
-        line: Line,
+        line: ExchangeConnection,
         transport: asyncio.Transport,
         scope: MutableMapping[str, Any],
         *,

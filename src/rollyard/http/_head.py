@@ -10,7 +10,7 @@ from typing import Any
 import httptools
 
 from rollyard.core.failure import BodyTooLarge, HeadersTooLarge, MalformedRequest, RequestError
-from rollyard.http.bounds import Bounds
+from rollyard.http.bounds import ListenerBounds
 from rollyard.http.refusals import Reason
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -25,7 +25,7 @@ class Refusal(Exception):
         self.status = status or error.status
 
 
-def scope_of(method: bytes, target: bytes, headers: Headers, bounds: Bounds) -> dict[str, Any]:
+def scope_of(method: bytes, target: bytes, headers: Headers, bounds: ListenerBounds) -> dict[str, Any]:
     """The part of the scope that the request itself decides. Raises `Refusal`."""
     if method == b"CONNECT":
         raise Refusal(Reason.TUNNEL, RequestError("there are no tunnels here"), status=405)
@@ -63,14 +63,14 @@ def size_of(target: bytes, headers: Headers) -> int:
     return len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
-def too_many_headers(bounds: Bounds) -> Refusal:
+def too_many_headers(bounds: ListenerBounds) -> Refusal:
     return Refusal(Reason.TOO_MANY_HEADERS, HeadersTooLarge(f"the request has more than {bounds.headers} headers"))
 
 
-def headers_too_large(bounds: Bounds) -> Refusal:
+def headers_too_large(bounds: ListenerBounds) -> Refusal:
     detail = f"the request's headers are larger than {bounds.header_bytes} bytes"
     return Refusal(Reason.HEADERS_TOO_LARGE, HeadersTooLarge(detail))
 
 
-def body_too_large(bounds: Bounds) -> Refusal:
+def body_too_large(bounds: ListenerBounds) -> Refusal:
     return Refusal(Reason.BODY_TOO_LARGE, BodyTooLarge(f"the body is larger than {bounds.body_bytes} bytes"))

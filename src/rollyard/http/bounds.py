@@ -7,7 +7,7 @@ from math import inf
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ListenerBounds:
     """Sizes and times of one listener. A request that was pipelined behind another one is never queued: see
     `_connection.py`."""
 

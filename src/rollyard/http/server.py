@@ -1,6 +1,6 @@
 """An ASGI app on one listening socket.
 
-Invariants. Nothing is done for a client that `Bounds` does not count. `close` ends everything at once; `drain` first
+Invariants. Nothing is done for a client that `ListenerBounds` does not count. `close` ends everything at once; `drain` first
 lets requests that have begun be answered. After either no task and no connection of the server is left; `drain` waits
 for that, too.
 """
@@ -14,9 +14,9 @@ import socket
 import ssl
 
 from rollyard.http._connection import Connection
-from rollyard.http._desk import Desk
+from rollyard.http._connection_group import ConnectionGroup
 from rollyard.http._exchange import AsgiApp
-from rollyard.http.bounds import Bounds
+from rollyard.http.bounds import ListenerBounds
 from rollyard.http.refusals import Refusals
 
 log = logging.getLogger("rollyard.http")
@@ -35,14 +35,14 @@ class HttpServer:
     def __init__(
         self,
         app: AsgiApp,
-        bounds: Bounds,
+        bounds: ListenerBounds,
         *,
         refusals: Refusals | None = None,
         is_cancelling: bool = False,
         is_eager: bool = False,
         owner: str = "",
     ) -> None:
-        self._desk = Desk(
+        self._desk = ConnectionGroup(
             app, bounds, refusals or Refusals(), owner=owner, is_cancelling=is_cancelling, is_eager=is_eager
         )
         self._server: asyncio.Server | None = None

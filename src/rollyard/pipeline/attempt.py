@@ -37,15 +37,15 @@ from rollyard.core.failure import (
     SandboxLost,
     SandboxStuck,
 )
-from rollyard.engines.seats import Seat
+from rollyard.engines.routing.policy_slots import PolicySlot
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
-from rollyard.pipeline.base import Shutdown, Verdict, YardDoor
-from rollyard.pipeline.evaluating import CheckKilled, evaluate
-from rollyard.pipeline.pool import Rank
-from rollyard.pipeline.progress import Progress
-from rollyard.pipeline.settling import Settling
-from rollyard.pipeline.starting import ENDS, ended_by_policy
+from rollyard.pipeline.base import AttemptHost, Shutdown, Verdict
+from rollyard.pipeline.evaluation import CheckKilled, evaluate
+from rollyard.pipeline.progress import AttemptProgress
+from rollyard.pipeline.sandbox_start import ENDS, ended_by_policy
+from rollyard.pipeline.settlement import Settlement
+from rollyard.pipeline.worker_pool import Rank
 from rollyard.sandbox.base import Sandbox
 from rollyard.store.base import Stale
 from rollyard.tokens import verify
@@ -62,15 +62,15 @@ OVERRUNS = (DeadlineExpired, EvalDeadline, *ENDS.values())
 class Attempt:
     """See the module. `main` is the task's body; `stop` ends it from outside, with a reason."""
 
-    def __init__(self, yard: YardDoor, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
+    def __init__(self, yard: AttemptHost, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
         self.yard = yard
         self.last_beat = yard.clock()
         self.clock = Deadline()  # of the stage it is in
         self.quarantined = 0  # sandboxes of it that could not be proven gone
         self.is_seated = rollout.state is State.EVAL  # has its seat, or needs none: others may come after it
-        self._progress = Progress(rollout, run, Summary(node=yard.settings.node), queued_s=queued_s)
-        self._kit: stages.Kit | None = None
-        self._seat: Seat | None = None  # at its policy's engines, while it is in RUN or about to be
+        self._progress = AttemptProgress(rollout, run, Summary(node=yard.settings.node), queued_s=queued_s)
+        self._kit: stages.SandboxSession | None = None
+        self._seat: PolicySlot | None = None  # at its policy's engines, while it is in RUN or about to be
         self._eval_sandbox: Sandbox | None = None
         self._stop: RollyardError | Shutdown | Stale | None = None
         self._task: asyncio.Task[None] | None = None
@@ -150,7 +150,7 @@ class Attempt:
         self.yard.metrics.egress_used(
             self._progress.ledger.verdicts, self._progress.ledger.sent_bytes, self._progress.ledger.received_bytes
         )
-        await Settling(self.yard, self._progress).settle(verdict)
+        await Settlement(self.yard, self._progress).settle(verdict)
 
     def _stopped(self, reason: RollyardError | Shutdown | Stale) -> Failure | Shutdown | Stale:
         return reason.failure(self.state) if isinstance(reason, RollyardError) else reason
@@ -217,7 +217,7 @@ class Attempt:
             self.clock = Deadline(self.rollout.task.limits.run_s, yard.clock)
             self.beat()
             with stage_span(progress.span, "run", agent=yard.shop.agent_of(self.rollout.task).name) as span:
-                watch = stages.Watch(self.beat, span, yard.metrics)
+                watch = stages.RunObserver(self.beat, span, yard.metrics)
                 ran = await stages.run(
                     yard.shop, self.rollout, self.run, self._kit, progress.running, self.clock, watch
                 )
@@ -256,7 +256,7 @@ class Attempt:
         if self._seat is not None:
             self._seat.close()
 
-    async def _save(self, kit: stages.Kit, ran: stages.Ran) -> stages.Ran:
+    async def _save(self, kit: stages.SandboxSession, ran: stages.RunResult) -> stages.RunResult:
         """run → eval: artifacts out of the sandbox, then one durable row that says all EVAL needs."""
         progress, rollout = self._progress, self.rollout
         gone = ended_by_policy(kit.sandbox)
@@ -388,7 +388,7 @@ class Attempt:
         if self._kit is not None:
             self._kit.forget()
 
-    async def _close(self, kit: stages.Kit) -> None:
+    async def _close(self, kit: stages.SandboxSession) -> None:
         try:
             await kit.close()
         except SandboxStuck as stuck:

@@ -7,9 +7,9 @@ from typing import Protocol
 from rollyard.core import Deadline, Ending, Failure, Rollout, RollyardError, Run, State, WorkClock
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import Tracer
-from rollyard.pipeline.pool import Pool
+from rollyard.pipeline.resources import StageResources
 from rollyard.pipeline.settings import PipelineSettings
-from rollyard.pipeline.workshop import Workshop
+from rollyard.pipeline.worker_pool import WorkerPool
 from rollyard.store.base import Stale, Store
 
 
@@ -21,7 +21,7 @@ Verdict = Ending | Failure | Shutdown | Stale
 """How an attempt came out of its stages."""
 
 
-class Live(Protocol):
+class LiveRollout(Protocol):
     """A rollout that has left the queue and not ended: an attempt in this process, or a lease of a node."""
 
     clock: Deadline  # of the stage it is in, where it is
@@ -42,15 +42,15 @@ class Live(Protocol):
         ...
 
 
-class YardDoor(Protocol):
+class AttemptHost(Protocol):
     """What an attempt needs of the one who started it."""
 
     store: Store
-    shop: Workshop
+    shop: StageResources
     settings: PipelineSettings
-    init_pool: Pool
-    run_pool: Pool
-    eval_pool: Pool
+    init_pool: WorkerPool
+    run_pool: WorkerPool
+    eval_pool: WorkerPool
     ready: int
     unseated: int
     metrics: Metrics

@@ -27,25 +27,25 @@ from rollyard.core import (
 from rollyard.core.failure import RunDeadline
 from rollyard.core.overlong import TRUNCATIONS
 from rollyard.observe.spans import NO_SPAN, Span
-from rollyard.pipeline.stages import Ran, Running
-from rollyard.sandbox.egress import Ledger
+from rollyard.pipeline.stages import RunResult, RunState
+from rollyard.sandbox.egress import EgressLedger
 
 
 @dataclass(slots=True)
-class Progress:
+class AttemptProgress:
     """See the module. `rollout` follows every move."""
 
     rollout: Rollout
     run: Run
     summary: Summary
-    running: Running = field(default_factory=Running)
+    running: RunState = field(default_factory=RunState)
     trajectory: Trajectory | None = None
     span: Span = NO_SPAN
     before: Timings | None = None  # those of the process that brought it as far as EVAL
     marks: dict[str, float] = field(default_factory=dict[str, float])  # when it entered a state
     queued_s: float = 0.0
     prepare_s: float = 0.0
-    ledger: Ledger = field(default_factory=Ledger)  # of what its sandboxes reached
+    ledger: EgressLedger = field(default_factory=EgressLedger)  # of what its sandboxes reached
     is_reevaluable: bool = True  # what EVAL needs outlives this process
 
     @property
@@ -56,7 +56,7 @@ class Progress:
         """For the record: what a reader of it should know."""
         self.summary = replace(self.summary, notes=(*self.summary.notes, text))
 
-    def ran(self, ran: Ran) -> None:
+    def ran(self, ran: RunResult) -> None:
         """Takes what RUN left."""
         trajectory = self.trajectory = ran.trajectory
         oldest, newest = _versions(trajectory)

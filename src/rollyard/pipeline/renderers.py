@@ -19,12 +19,12 @@ from rollyard.tokens import Renderer, Tokenizers, load_renderer
 PROBE = "def f(x):\n\treturn x*3.14159  # naïve 漢字 🚀\r\n  'don''t'  1234567890 <|im_start|>"
 
 
-Fetch = Callable[[Engine], Awaitable["Files | None"]]
+Fetch = Callable[[Engine], Awaitable["TokenizerFiles | None"]]
 """Where the tokenizer of an engine is to be read. None: where the engine's description says."""
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class TokenizerFiles:
     """A tokenizer's files: what they are called, and the folder that they are in."""
 
     name: str
@@ -51,7 +51,7 @@ class Renderers:
         async with self._lock:
             if key not in self._loaded:
                 found = await self._fetch(engine) if self._fetch is not None else None
-                files = found or Files(folder, folder)
+                files = found or TokenizerFiles(folder, folder)
                 if not files.folder:
                     raise EngineRefused(
                         f"engine {spec.id} does not say where its tokenizer is: name it when adding the engine"
@@ -76,5 +76,5 @@ class Renderers:
             )
         return True
 
-    def _load(self, files: Files, renderer: str, model: str) -> Renderer:
+    def _load(self, files: TokenizerFiles, renderer: str, model: str) -> Renderer:
         return load_renderer(self._tokenizers.load(files.folder, files.name), model, renderer)

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from rollyard.core import Deadline, Json, Rollout, Score, State, Trajectory
 from rollyard.core.failure import Gone, InvalidRequest, SandboxStuck
-from rollyard.pipeline.base import YardDoor
-from rollyard.pipeline.evaluating import CheckKilled, evaluate
+from rollyard.pipeline.base import AttemptHost
+from rollyard.pipeline.evaluation import CheckKilled, evaluate
 from rollyard.sandbox.base import Sandbox
 
 
-class BudgetDoor(YardDoor, Protocol):
+class RescoringHost(AttemptHost, Protocol):
     """What a re-scoring needs of the yard."""
 
     quarantined: int
@@ -34,7 +34,7 @@ class BudgetDoor(YardDoor, Protocol):
 class Rescoring:
     """See the module."""
 
-    def __init__(self, yard: BudgetDoor) -> None:
+    def __init__(self, yard: RescoringHost) -> None:
         self._yard = yard
         self._sandboxes: set[Sandbox] = set()
         self.active = 0  # each has a place in the budget

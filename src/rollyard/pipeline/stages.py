@@ -1,6 +1,6 @@
 """INIT and RUN as plain functions: what happens in a slot, not when it gets one. EVAL is in evaluating.py.
 
-INIT makes a `Kit` (sandbox, tools, first messages). RUN lets the agent work with it and makes a trajectory; `collect`
+INIT makes a `SandboxSession` (sandbox, tools, first messages). RUN lets the agent work with it and makes a trajectory; `collect`
 takes what it left out of its sandbox. Each is bounded by the clock it is given; none writes to the store.
 
 Invariants. INIT that fails leaves nothing running. RUN returns whatever was sampled, however it ended.
@@ -19,7 +19,7 @@ import msgspec
 
 from rollyard.agents.base import AgentContext, Conversation, needs_gateway, needs_model, outfit_of
 from rollyard.agents.conversation import converse
-from rollyard.agents.known import Silence
+from rollyard.agents.oracle import SilentConversation
 from rollyard.core import (
     CODES,
     Artifact,
@@ -46,18 +46,18 @@ from rollyard.core.failure import (
 from rollyard.engines.base import Session
 from rollyard.envs.base import COLLECT_S, EnvContext, Plan, Solution, Start
 from rollyard.gateway.app import GatewayApp
-from rollyard.gateway.opening import open_gateway
 from rollyard.gateway.session import GatewaySession
+from rollyard.gateway.session_opening import open_gateway
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NO_SPAN, Span
 from rollyard.pipeline.boundary import boundary
-from rollyard.pipeline.door import Door
-from rollyard.pipeline.layering import INIT_GRACE_S, late, left_out, prepared, setting_up
-from rollyard.pipeline.starting import check_whole, ended_by_policy, start, to_its_end
-from rollyard.pipeline.workshop import Workshop
+from rollyard.pipeline.doorway_app import DoorwayApp
+from rollyard.pipeline.resources import StageResources
+from rollyard.pipeline.sandbox_start import check_whole, ended_by_policy, start, to_its_end
+from rollyard.pipeline.set_up_layers import INIT_GRACE_S, late, left_out, prepared, setting_up
 from rollyard.sandbox.base import WORKDIR, Bind, Sandbox, SandboxSpec
-from rollyard.sandbox.egress import Ledger
-from rollyard.sandbox.layers import Layers, Lease, Scratch
+from rollyard.sandbox.egress import EgressLedger
+from rollyard.sandbox.layers import LayerCache, LayerLease, ScratchLayer
 from rollyard.sandbox.python import INSIDE, PortablePython
 from rollyard.tools.base import Tool, ToolContext, ToolKind, ToolSource
 from rollyard.tools.mcp_proxy import McpProxy
@@ -73,7 +73,7 @@ MOST_DEPTH = 64
 
 
 @dataclass(slots=True)
-class Kit:
+class SandboxSession:
     """What INIT made and RUN uses. `close` ends all of it and proves the sandbox gone; after `freeze` the files that
     RUN left are still there for EVAL, until `forget`."""
 
@@ -81,10 +81,10 @@ class Kit:
     start: Start = field(default_factory=lambda: Start(()))
     sandbox: Sandbox | None = None
     tools: dict[str, Tool] = field(default_factory=dict[str, Tool])
-    lease: Lease | None = None  # of the prepared layer below the sandbox
-    left: Scratch | None = None  # what RUN wrote
+    lease: LayerLease | None = None  # of the prepared layer below the sandbox
+    left: ScratchLayer | None = None  # what RUN wrote
     python: PortablePython | None = None  # ours, bound into the sandbox where a tool needs it
-    door: Door | None = None  # what is served at the sandbox's doorway
+    door: DoorwayApp | None = None  # what is served at the sandbox's doorway
     holding: ExitStack = field(default_factory=ExitStack)  # of its image, which nobody prunes meanwhile
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ class Kit:
             if self.left is None:
                 self.forget()
 
-    async def freeze(self, layers: Layers | None) -> None:
+    async def freeze(self, layers: LayerCache | None) -> None:
         """Ends the sandbox, as `close`, and keeps its files for an EVAL `same`."""
         if self.sandbox is None or layers is None:
             raise EnvironmentBroken("EVAL `same` needs a sandbox, of a runtime that has layers")
@@ -136,19 +136,19 @@ class Kit:
 
 
 async def init(
-    shop: Workshop,
+    shop: StageResources,
     rollout: Rollout,
     clock: Deadline,
     *,
     lease_s: float,
     metrics: Metrics | None = None,
-    ledger: Ledger | None = None,
-) -> Kit:
+    ledger: EgressLedger | None = None,
+) -> SandboxSession:
     """Sandbox, prepared files, started services, opened tools. `ledger` gets what its sandboxes reach."""
     task = rollout.task
     environment = shop.environment_of(task)
     with boundary(EnvironmentBroken, f"{task.environment}.plan"):
-        kit = Kit(environment.plan(task))
+        kit = SandboxSession(environment.plan(task))
     kinds = shop.tools_of(task)
     outfit = outfit_of(shop.agent_of(task), task)
     spec: SandboxSpec | None = None
@@ -157,7 +157,7 @@ async def init(
         if kit.plan.needs_sandbox or outfit.needs_doorway or any(kind.needs_sandbox for kind in kinds):
             kit.holding.enter_context(shop.holding_image(task))
             spec = shop.spec_of(task, kit.plan, rollout.id)
-            spec = replace(spec, egress=shop.egress_of(task, ledger or Ledger()))
+            spec = replace(spec, egress=shop.egress_of(task, ledger or EgressLedger()))
             kit.python = await shop.python_of(task, kinds)
             if kit.python is not None and shop.runtime_of(task).is_isolated:
                 spec = replace(spec, binds=(*spec.binds, Bind(kit.python.folder, INSIDE)))
@@ -191,7 +191,7 @@ async def init(
     return kit
 
 
-async def _serve_inside(kit: Kit, shop: Workshop, task: Task, rollout_id: str) -> None:
+async def _serve_inside(kit: SandboxSession, shop: StageResources, task: Task, rollout_id: str) -> None:
     """The MCP servers that programs inside may use, and the place of the gateway, at the sandbox's doorway."""
     if kit.sandbox is None or not kit.sandbox.spec.has_doorway:
         return
@@ -199,11 +199,11 @@ async def _serve_inside(kit: Kit, shop: Workshop, task: Task, rollout_id: str) -
         name = shop.runtime_of(task).name
         raise TaskInvalid(f"the runtime {name} has no doorway, so nothing can be served inside: choose another")
     servers = shop.served_inside(task)
-    kit.door = Door(McpProxy(servers, owner=rollout_id) if servers else None)
+    kit.door = DoorwayApp(McpProxy(servers, owner=rollout_id) if servers else None)
     await kit.sandbox.doorway.serve(kit.door)
 
 
-async def _serve_tools(kit: Kit, shop: Workshop, task: Task) -> None:
+async def _serve_tools(kit: SandboxSession, shop: StageResources, task: Task) -> None:
     """The environment's own tools, for a program that can only be given them by MCP."""
     if kit.door is None:
         raise TaskInvalid(f"{task.environment} brings tools, and {shop.agent_of(task).name} has no doorway")
@@ -213,7 +213,7 @@ async def _serve_tools(kit: Kit, shop: Workshop, task: Task) -> None:
     await kit.door.tools.open()
 
 
-async def _open_tools(kit: Kit, kinds: Sequence[ToolKind | ToolSource], task: Task) -> None:
+async def _open_tools(kit: SandboxSession, kinds: Sequence[ToolKind | ToolSource], task: Task) -> None:
     context = ToolContext(kit.sandbox, task.limits.output_bytes, kit.python)
     for kind in kinds:
         with boundary(SandboxStartFailed, f"opening the tool {_name_of(kind)}"):
@@ -230,7 +230,7 @@ def _name_of(kind: ToolKind | ToolSource) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RunResult:
     """How RUN ended, and what it left. `failure` None: the agent ended by itself."""
 
     trajectory: Trajectory
@@ -241,7 +241,7 @@ class Ran:
 
 
 @dataclass(slots=True)
-class Running:
+class RunState:
     """What RUN has so far; readable from outside when RUN is cut off in the middle."""
 
     conversation: Conversation | GatewaySession | None = None
@@ -255,7 +255,7 @@ class Running:
     def turns(self) -> int:
         return self.conversation.turns if self.conversation else 0
 
-    def trajectory(self, rollout: Rollout, kit: Kit, ended_by: str) -> Trajectory:
+    def trajectory(self, rollout: Rollout, kit: SandboxSession, ended_by: str) -> Trajectory:
         conversation = self.conversation
         return Trajectory(
             rollout_id=rollout.id,
@@ -270,7 +270,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class RunObserver:
     """Who is told what happens in RUN: the stall watch, the tracer, the metrics."""
 
     beat: Callable[[], None] = lambda: None
@@ -279,8 +279,8 @@ class Watch:
 
 
 async def run(
-    shop: Workshop, rollout: Rollout, run: Run, kit: Kit, running: Running, clock: Deadline, watch: Watch
-) -> Ran:
+    shop: StageResources, rollout: Rollout, run: Run, kit: SandboxSession, running: RunState, clock: Deadline, watch: RunObserver
+) -> RunResult:
     """The agent's work. Policy and infra failures are returned, with what was sampled; only cancels raise."""
     task = rollout.task
     agent = shop.agent_of(task)
@@ -291,7 +291,7 @@ async def run(
     try:
         async with AsyncExitStack() as stack:
             session: Session | None = None
-            model: Conversation | GatewaySession = Silence()
+            model: Conversation | GatewaySession = SilentConversation()
             if needs_model(agent):
                 avoid = {lost.engine for lost in rollout.lost if lost.code in ENGINE_CODES}
                 session = await stack.enter_async_context(
@@ -340,16 +340,16 @@ async def run(
             failure = failure.without_model_call()
     trajectory = _storable(running.trajectory(rollout, kit, ended_by or (failure.code if failure else "")))
     prompt_tokens = sum(len(trace) for trace in trajectory.traces) - trajectory.sampled_tokens
-    return Ran(trajectory, failure, engine, prompt_tokens, ended_by_policy(kit.sandbox) is not None)
+    return RunResult(trajectory, failure, engine, prompt_tokens, ended_by_policy(kit.sandbox) is not None)
 
 
-async def _solved(shop: Workshop, rollout: Rollout, kit: Kit) -> Solution:
+async def _solved(shop: StageResources, rollout: Rollout, kit: SandboxSession) -> Solution:
     environment = shop.environment_of(rollout.task)
     with boundary(EnvironmentBroken, f"{rollout.task.environment}.solve"):
         return await environment.solve(EnvContext(rollout.task, rollout.id, kit.sandbox), kit.tools)
 
 
-async def collect(shop: Workshop, rollout: Rollout, kit: Kit) -> list[Artifact]:
+async def collect(shop: StageResources, rollout: Rollout, kit: SandboxSession) -> list[Artifact]:
     """What RUN left, out of its sandbox: made by the environment where it is not there as it is, then saved."""
     if kit.sandbox is None:
         return []
@@ -368,7 +368,7 @@ async def collect(shop: Workshop, rollout: Rollout, kit: Kit) -> list[Artifact]:
 
 
 async def _model(
-    shop: Workshop, rollout: Rollout, run: Run, session: Session, clock: Deadline, watch: Watch
+    shop: StageResources, rollout: Rollout, run: Run, session: Session, clock: Deadline, watch: RunObserver
 ) -> Conversation | GatewaySession:
     """What the agent speaks to, or speaks through. EngineRefused where that takes tokens and the engine has none."""
     task = rollout.task
@@ -396,7 +396,7 @@ async def _model(
     )
 
 
-async def _end_gateway(gateway: GatewaySession, kit: Kit, running: Running) -> None:
+async def _end_gateway(gateway: GatewaySession, kit: SandboxSession, running: RunState) -> None:
     """However RUN ends: nothing more is asked, and what was sampled is all recorded before traces are taken."""
     if kit.door is not None:
         kit.door.shut()

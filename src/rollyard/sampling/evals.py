@@ -22,12 +22,12 @@ from weakref import WeakValueDictionary
 from rollyard.core import Group, Json, Mode, Run, Task
 from rollyard.core.draw import SourceSpec
 from rollyard.core.failure import InvalidRequest, NotFound
-from rollyard.pipeline import Yard
-from rollyard.sampling.bell import Bell
-from rollyard.sampling.eval_keeper import RUNNING, EvalKeeper
+from rollyard.pipeline import Pipeline
+from rollyard.sampling.eval_runner import RUNNING, EvalRunner
 from rollyard.sampling.evaluation import label_of
 from rollyard.sampling.groups import Groups
-from rollyard.sampling.opening import check_members
+from rollyard.sampling.notifier import Notifier
+from rollyard.sampling.open_group import check_members
 from rollyard.sampling.sources import RawTask, copy_source
 from rollyard.store.base import EvalRecord, eval_items
 
@@ -63,21 +63,21 @@ class Evals:
 
     def __init__(
         self,
-        yard: Yard,
+        yard: Pipeline,
         groups: Groups,
         *,
         make_task: Callable[[RawTask, Run], Task],
         folders: Sequence[Path],
         own: Callable[[Coroutine[Any, Any, None], str], object],
     ) -> None:
-        self.bell = Bell()  # some evaluation has ended
+        self.bell = Notifier()  # some evaluation has ended
         self._yard = yard
         self._store = yard.store
         self._groups = groups
         self._make_task = make_task
         self._folders = folders
         self._own = own
-        self._keepers: dict[str, EvalKeeper] = {}
+        self._keepers: dict[str, EvalRunner] = {}
         self._makings: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         groups.on_over.append(self._group_over)
 
@@ -191,13 +191,13 @@ class Evals:
             if keeper.record.policy == policy:
                 keeper.wake()
 
-    def _keep(self, record: EvalRecord, run: Run) -> EvalKeeper:
-        keeper = EvalKeeper(self._yard, self._groups, self.bell, record, run, lambda raw: self._make_task(raw, run))
+    def _keep(self, record: EvalRecord, run: Run) -> EvalRunner:
+        keeper = EvalRunner(self._yard, self._groups, self.bell, record, run, lambda raw: self._make_task(raw, run))
         self._keepers[record.id] = keeper
         self._own(self._kept(keeper), f"evaluation {record.id}")
         return keeper
 
-    async def _kept(self, keeper: EvalKeeper) -> None:
+    async def _kept(self, keeper: EvalRunner) -> None:
         await keeper.main()
         del self._keepers[keeper.record.id]
 

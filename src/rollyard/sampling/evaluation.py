@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from rollyard.core import Json, Rollout, id_of
 from rollyard.core.passk import is_correct
 from rollyard.sampling.estimates import Estimate, pass_curve, reward_over_tasks
-from rollyard.sampling.membership import Fate, end_of
+from rollyard.sampling.membership import MemberFate, end_of
 
 VERSION_CHANGED = "version_changed"
 NOT_BEGUN = "not_begun"
@@ -41,7 +41,7 @@ class Sample:
     rollout: str
     reward: float | None = None
     code: str = ""  # what became of it instead
-    fate: Fate = Fate.STOOD
+    fate: MemberFate = MemberFate.STOOD
     oldest_version: int = -1
     newest_version: int = -1
     turns: int = 0
@@ -73,7 +73,7 @@ def sample_of(rollout: Rollout, otherwise: str) -> Sample:
     """A rollout that has ended, or, called `otherwise`, one that has not."""
     ending = rollout.ending
     if ending is None:
-        return Sample(rollout.index, id_of(rollout.id), code=otherwise, fate=Fate.CANCELLED)
+        return Sample(rollout.index, id_of(rollout.id), code=otherwise, fate=MemberFate.CANCELLED)
     end, summary = end_of(rollout), ending.summary
     return Sample(
         index=rollout.index,
@@ -93,14 +93,14 @@ def placed(samples: Iterable[Sample], size: int, version: int, otherwise: str = 
     """A task's `size` places, from all its rollouts: see the module. One that infrastructure took away leaves its
     place to a spare; where there is none left, it is missing."""
     found = sorted(samples, key=lambda sample: sample.index)
-    hopeless = next((sample for sample in found if sample.fate is Fate.HOPELESS), None)
+    hopeless = next((sample for sample in found if sample.fate is MemberFate.HOPELESS), None)
     if hopeless is not None:
         return tuple(
             replace(sample, reward=None, code=hopeless.code)
             for sample in _filled([one for one in found if one.index < size], size, hopeless.code)
         )
-    stood = [sample for sample in found if sample.fate is not Fate.LOST][:size]
-    lost = [sample for sample in found if sample.fate is Fate.LOST]
+    stood = [sample for sample in found if sample.fate is not MemberFate.LOST][:size]
+    lost = [sample for sample in found if sample.fate is MemberFate.LOST]
     short = min(size - len(stood), len(lost))
     chosen = sorted([*stood, *lost[len(lost) - short :]], key=lambda sample: sample.index)
     return tuple(_pinned(sample, version) for sample in _filled(chosen, size, otherwise))

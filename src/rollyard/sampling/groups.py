@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import partial
 
 from rollyard.core import Group, GroupState, Json, Rollout, RollyardError, Task
-from rollyard.pipeline import Yard
-from rollyard.sampling.bell import Bell
-from rollyard.sampling.opening import OpenGroup, catch_up, check_members
-from rollyard.store.base import Step, StoreUnusable
+from rollyard.pipeline import Pipeline
+from rollyard.sampling.notifier import Notifier
+from rollyard.sampling.open_group import OpenGroup, catch_up, check_members
+from rollyard.store.base import Decision, StoreUnusable
 
 log = logging.getLogger("rollyard.sampling")
 
@@ -26,8 +26,8 @@ log = logging.getLogger("rollyard.sampling")
 class Groups:
     """See the module."""
 
-    def __init__(self, yard: Yard) -> None:
-        self.bell = Bell()  # some group has ended
+    def __init__(self, yard: Pipeline) -> None:
+        self.bell = Notifier()  # some group has ended
         self.on_over: list[Callable[[str], None]] = []  # told its id
         self._yard = yard
         self._store = yard.store
@@ -92,7 +92,7 @@ class Groups:
         if opened is None:
             return await self._store.get_group(group_id)
         group = opened.over(GroupState.CANCELLED, reason="cancelled")
-        await self._store.step(Step(groups=(group,)))
+        await self._store.step(Decision(groups=(group,)))
         self._yard.cancel_later(opened.at_work(), "its group was cancelled")  # a restart finds what is left of them
         self._tell(group_id)
         return group
@@ -133,7 +133,7 @@ class Groups:
             before = opened.group
             begun = opened.begin(now.start)
             try:
-                stored = await self._store.step(Step(tuple(begun), (opened.group,)))
+                stored = await self._store.step(Decision(tuple(begun), (opened.group,)))
             except RollyardError:
                 opened.group = before  # they are not ours: somebody else's rollouts may have these names
                 raise
@@ -149,7 +149,7 @@ class Groups:
 
     async def _end(self, opened: OpenGroup, group: Group) -> None:
         self._open.pop(opened.id, None)  # first: a cancel that comes meanwhile is too late
-        await self._store.step(Step(groups=(group,)))
+        await self._store.step(Decision(groups=(group,)))
         self._yard.cancel_later(opened.at_work(), f"its group has failed: {group.reason}")
         self._tell(opened.id)
 

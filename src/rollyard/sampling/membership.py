@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollyard.core import Blame, Group, Rollout
-from rollyard.core.group import Stats, mean_of, pass_rate_of, spread_of
+from rollyard.core.group import GroupStats, mean_of, pass_rate_of, spread_of
 from rollyard.core.overlong import COMPONENT
 
 
-class Fate(StrEnum):
+class MemberFate(StrEnum):
     """How a rollout came out, as far as its group cares."""
 
     STOOD = "stood"  # it has its place, with a reward or without
@@ -29,11 +29,11 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class MemberEnd:
     """A rollout that has ended."""
 
     index: int
-    fate: Fate
+    fate: MemberFate
     reward: float | None = None
     penalty: float = 0.0  # in the reward, for being overlong; 0 or less
     is_trainable: bool = False
@@ -49,7 +49,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class GroupStanding:
     """What follows from the ends so far. `is_over`: nothing more can change; `members` are then those of a whole
     group, or of one that may be delivered short."""
 
@@ -59,19 +59,19 @@ class Standing:
     failure: str | None = None  # why it is over without being a group
 
 
-_FATES = {Blame.INFRA: Fate.LOST, Blame.TASK: Fate.HOPELESS, Blame.CLIENT: Fate.CANCELLED}
+_FATES = {Blame.INFRA: MemberFate.LOST, Blame.TASK: MemberFate.HOPELESS, Blame.CLIENT: MemberFate.CANCELLED}
 
 
-def fate_of(is_scored: bool, blame: Blame | None) -> Fate:
-    return Fate.STOOD if is_scored or blame is None else _FATES.get(blame, Fate.STOOD)
+def fate_of(is_scored: bool, blame: Blame | None) -> MemberFate:
+    return MemberFate.STOOD if is_scored or blame is None else _FATES.get(blame, MemberFate.STOOD)
 
 
-def end_of(rollout: Rollout) -> End:
+def end_of(rollout: Rollout) -> MemberEnd:
     """The end of an ended rollout."""
     ending = rollout.ending
     assert ending is not None
     failure, summary = ending.failure, ending.summary
-    return End(
+    return MemberEnd(
         index=rollout.index,
         fate=fate_of(ending.score is not None, failure.blame if failure else None),
         reward=None if ending.score is None else ending.score.reward,
@@ -84,42 +84,42 @@ def end_of(rollout: Rollout) -> End:
     )
 
 
-def standing(group: Group, ends: Mapping[int, End]) -> Standing:
+def standing(group: Group, ends: Mapping[int, MemberEnd]) -> GroupStanding:
     """See the module. `group.started` rollouts exist; those that are not in `ends` are at work."""
-    hopeless = next((end for end in ends.values() if end.fate is Fate.HOPELESS), None)
+    hopeless = next((end for end in ends.values() if end.fate is MemberFate.HOPELESS), None)
     if hopeless is not None:
-        return Standing(is_over=True, failure=hopeless.code)
-    lost = {index for index, end in ends.items() if end.fate is Fate.LOST}
+        return GroupStanding(is_over=True, failure=hopeless.code)
+    lost = {index for index, end in ends.items() if end.fate is MemberFate.LOST}
     places = [index for index in range(group.size + group.spares) if index not in lost][: group.size]
     missing = [index for index in places if index >= group.started]
     if missing:
-        return Standing(start=range(group.started, missing[-1] + 1))
+        return GroupStanding(start=range(group.started, missing[-1] + 1))
     if any(index not in ends for index in places):
-        return Standing()
-    members = tuple(index for index in places if ends[index].fate is Fate.STOOD)
+        return GroupStanding()
+    members = tuple(index for index in places if ends[index].fate is MemberFate.STOOD)
     if len(members) >= (group.size if group.min_members is None else group.min_members):
-        return Standing(is_over=True, members=members)
+        return GroupStanding(is_over=True, members=members)
     cancelled = len(places) - len(members)
-    return Standing(is_over=True, failure="cancelled" if cancelled else "short_of_members")
+    return GroupStanding(is_over=True, failure="cancelled" if cancelled else "short_of_members")
 
 
-def counted(ends: Mapping[int, End], members: Sequence[int]) -> list[float]:
+def counted(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> list[float]:
     """The rewards that are in loss and baseline: one per member that is trained on."""
     return [end.reward for end in _trained(ends, members) if end.reward is not None]
 
 
-def judged(ends: Mapping[int, End], members: Sequence[int]) -> list[float]:
+def judged(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> list[float]:
     """The environment's own rewards of the same members: what a filter decides by."""
     return [end.own_reward for end in _trained(ends, members) if end.own_reward is not None]
 
 
-def _trained(ends: Mapping[int, End], members: Sequence[int]) -> list[End]:
+def _trained(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> list[MemberEnd]:
     return [ends[index] for index in members if index in ends and ends[index].is_trainable]
 
 
-def stats_of(ends: Mapping[int, End], members: Sequence[int]) -> Stats:
+def stats_of(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> GroupStats:
     rewards = counted(ends, members)
-    return Stats(
+    return GroupStats(
         members=len(members),
         scored=sum(ends[index].reward is not None for index in members if index in ends),
         trainable=len(rewards),
@@ -129,11 +129,11 @@ def stats_of(ends: Mapping[int, End], members: Sequence[int]) -> Stats:
         lowest=min(rewards, default=None),
         highest=max(rewards, default=None),
         sampled_tokens=sum(end.sampled_tokens for end in ends.values()),
-        infra_failures=sum(end.fate is Fate.LOST for end in ends.values()),
+        infra_failures=sum(end.fate is MemberFate.LOST for end in ends.values()),
     )
 
 
-def versions_of(ends: Mapping[int, End], members: Sequence[int]) -> tuple[int, int]:
+def versions_of(ends: Mapping[int, MemberEnd], members: Sequence[int]) -> tuple[int, int]:
     """The oldest and the newest weights that sampled for its members; −1: nobody sampled."""
     found = [ends[index] for index in members if index in ends and ends[index].oldest_version >= 0]
     if not found:

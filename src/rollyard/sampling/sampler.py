@@ -20,14 +20,14 @@ from weakref import WeakValueDictionary
 
 from rollyard.core import Draw, DrawConfig, Group, GroupState, Json, Rollout, RollyardError, Run, Task
 from rollyard.core.failure import InvalidRequest, NotFound
-from rollyard.pipeline import Yard
-from rollyard.sampling.draws import DrawKeeper
+from rollyard.pipeline import Pipeline
+from rollyard.sampling.draw_runner import DrawRunner
 from rollyard.sampling.evals import Evals
+from rollyard.sampling.filters import GroupFilter, MissingFilter, keep_of
 from rollyard.sampling.groups import Groups
-from rollyard.sampling.keep import Keep, Missing, keep_of
-from rollyard.sampling.opening import check_members
+from rollyard.sampling.open_group import check_members
 from rollyard.sampling.sources import RawTask, copy_source
-from rollyard.store.base import Step, StoreUnusable, Swept
+from rollyard.store.base import Decision, StoreUnusable, SweepResult
 
 log = logging.getLogger("rollyard.sampling")
 
@@ -35,7 +35,7 @@ log = logging.getLogger("rollyard.sampling")
 class Sampler:
     """See the module. `make_task` turns what a client or a file says into a checked task of a run."""
 
-    def __init__(self, yard: Yard, *, make_task: Callable[[RawTask, Run], Task], folders: Sequence[Path] = ()) -> None:
+    def __init__(self, yard: Pipeline, *, make_task: Callable[[RawTask, Run], Task], folders: Sequence[Path] = ()) -> None:
         self.groups = Groups(yard)
         self.evals = Evals(yard, self.groups, make_task=make_task, folders=folders, own=self._own)
         self._yard = yard
@@ -43,7 +43,7 @@ class Sampler:
         self._router = yard.shop.router
         self._make_task = make_task
         self._folders = folders
-        self._draws: dict[str, DrawKeeper] = {}
+        self._draws: dict[str, DrawRunner] = {}
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -81,7 +81,7 @@ class Sampler:
 
     async def create(
         self, draw_id: str, run: Run, config: DrawConfig, tasks: Sequence[RawTask], body: Mapping[str, Json]
-    ) -> DrawKeeper:
+    ) -> DrawRunner:
         """A draw, made now or earlier with the same body. Its tasks are read, checked and copied first."""
         keep_of(config.keep)
         most, why = self._yard.settings.max_queued, "max_queued"
@@ -120,7 +120,7 @@ class Sampler:
             draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
             return await self._load(await self._store.put_draw(draw, body), [])
 
-    async def keeper(self, draw_id: str) -> DrawKeeper:
+    async def keeper(self, draw_id: str) -> DrawRunner:
         """A draw, ended or not. NotFound."""
         if draw_id not in self._draws:
             draw = await self._store.get_draw(draw_id)
@@ -128,7 +128,7 @@ class Sampler:
                 return await self._load(draw, [])
         return self._draws[draw_id]
 
-    async def rewind(self, draw_id: str, batch: int, version: int, policy_version: int | None = None) -> DrawKeeper:
+    async def rewind(self, draw_id: str, batch: int, version: int, policy_version: int | None = None) -> DrawRunner:
         keeper = await self.keeper(draw_id)
         keep_of(keeper.draw.config.keep)
         await keeper.rewind(batch, version, policy_version)
@@ -166,18 +166,18 @@ class Sampler:
             self._draws.pop(draw.id, None)
             ended = [replace(group, state=GroupState.CANCELLED, reason="unusable") for group in groups]
             draw = replace(draw, is_active=False, reason="unusable", detail=detail)
-            await self._store.step(Step(groups=tuple(ended), draw=draw))
+            await self._store.step(Decision(groups=tuple(ended), draw=draw))
 
-    async def _load(self, draw: Draw, groups: Sequence[Group]) -> DrawKeeper:
+    async def _load(self, draw: Draw, groups: Sequence[Group]) -> DrawRunner:
         run = self._yard.run_of(draw.run)
         if run is None:
             raise NotFound(f"there is no run {draw.run!r}")
-        keep: Keep
+        keep: GroupFilter
         try:
             keep = keep_of(draw.config.keep)
         except InvalidRequest as error:
-            keep = Missing(error)
-        keeper = DrawKeeper(
+            keep = MissingFilter(error)
+        keeper = DrawRunner(
             self._yard,
             draw,
             run,
@@ -189,13 +189,13 @@ class Sampler:
         self._draws[draw.id] = keeper
         await keeper.load(groups)
         if draw.is_active:
-            if isinstance(keep, Missing):
+            if isinstance(keep, MissingFilter):
                 log.error("a draw cannot go on", extra={"draw": draw.id, "detail": keep.error.detail})
                 await keeper.close("unusable", keep.error.detail)
             self._keep_going(keeper)
         return keeper
 
-    def _keep_going(self, keeper: DrawKeeper) -> None:
+    def _keep_going(self, keeper: DrawRunner) -> None:
         if not keeper.is_kept:
             keeper.is_kept = True
             self._own(keeper.main(), f"draw {keeper.draw.id}")
@@ -226,7 +226,7 @@ class Sampler:
         if keeper is not None:
             keeper.ended(rollout)
 
-    def _swept(self, swept: Swept) -> None:
+    def _swept(self, swept: SweepResult) -> None:
         for draw_id in swept.draws:
             keeper = self._draws.get(draw_id)
             if keeper is not None and not keeper.draw.is_active:

@@ -1,6 +1,5 @@
 """Isolated places to run commands in, and what makes them."""
 
-from rollyard.sandbox.apptainer import ApptainerRuntime
 from rollyard.sandbox.base import (
     CONTROL_DIR,
     WORKDIR,
@@ -13,9 +12,10 @@ from rollyard.sandbox.base import (
     SandboxLimits,
     SandboxSpec,
 )
-from rollyard.sandbox.bubblewrap import BubblewrapRuntime
-from rollyard.sandbox.local import LocalRuntime
-from rollyard.sandbox.oci import OciRuntime
+from rollyard.sandbox.runtimes.apptainer import ApptainerRuntime
+from rollyard.sandbox.runtimes.bubblewrap import BubblewrapRuntime
+from rollyard.sandbox.runtimes.local import LocalRuntime
+from rollyard.sandbox.runtimes.oci import OciRuntime
 
 __all__ = [
     "CONTROL_DIR",

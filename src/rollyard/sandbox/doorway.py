@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
-from rollyard.http import AsgiApp, Bounds, HttpServer, Refusals
+from rollyard.http import AsgiApp, HttpServer, ListenerBounds, Refusals
 
 __all__ = ["BACKLOG", "DOORWAY_PORT", "AsgiApp", "Doorway", "DoorwayLimits"]
 
@@ -38,8 +38,8 @@ class DoorwayLimits:
     body_s: float = 60.0  # for the body to come, not counting while the app does not read; beyond: 408
 
     @property
-    def bounds(self) -> Bounds:
-        return Bounds(
+    def bounds(self) -> ListenerBounds:
+        return ListenerBounds(
             connections=self.connections,
             header_bytes=self.header_bytes,
             header_s=self.header_s,

@@ -59,20 +59,20 @@ Remove = Callable[[Sequence[Path]], Awaitable[bool]]
 
 
 @dataclass(slots=True)
-class _Kept:
+class _CachedLayer:
     size_bytes: int
     files: int
     used_at: float
     leases: int = 0
 
 
-class Lease:
+class LayerLease:
     """The right to a layer until `release`; `path` goes into `SandboxSpec.layers`."""
 
-    def __init__(self, key: str, path: Path, kept: _Kept, *, made_s: float | None) -> None:
+    def __init__(self, key: str, path: Path, kept: _CachedLayer, *, made_s: float | None) -> None:
         self.key, self.path = key, path
         self.made_s = made_s  # what making it took; None: it was found
-        self._kept: _Kept | None = kept
+        self._kept: _CachedLayer | None = kept
         kept.leases += 1
 
     @property
@@ -86,19 +86,19 @@ class Lease:
             kept.leases -= 1
 
 
-class Scratch:
+class ScratchLayer:
     """A layer of one rollout only: `path` is for `freeze`; `discard` deletes it. A crash's is swept at the opening."""
 
-    def __init__(self, layers: Layers, folder: Path) -> None:
+    def __init__(self, layers: LayerCache, folder: Path) -> None:
         self._layers, self._folder = layers, folder
         self.path = folder / FILES
 
     def discard(self) -> None:
-        """Deleted soon after; `Layers.close` waits for it. Idempotent."""
+        """Deleted soon after; `LayerCache.close` waits for it. Idempotent."""
         self._layers.drop(self._folder)
 
 
-class Layers:
+class LayerCache:
     """The layers of one runtime, below its `layer_root`. `async with` reads what is there, and waits for deletions."""
 
     def __init__(self, root: Path, max_bytes: int, *, remove: Remove | None = None) -> None:
@@ -107,7 +107,7 @@ class Layers:
         self.max_files = max(1000, max_bytes // BYTES_OF_FILE)
         self.found = self.made = self.failed = self.pruned = 0  # since the opening
         self._remove = remove or remove_folders
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _CachedLayer] = {}
         self._making: dict[str, asyncio.Future[None]] = {}
         self._failures: OrderedDict[tuple[str, str], tuple[float, RollyardError]] = OrderedDict()
         self._removals: set[asyncio.Task[None]] = set()
@@ -142,7 +142,7 @@ class Layers:
 
     # --- using ---
 
-    async def get(self, key: str, make: Make, *, terms: str = "") -> Lease:
+    async def get(self, key: str, make: Make, *, terms: str = "") -> LayerLease:
         """The layer of this key, made by `make(path)` if there is none. To be released.
 
         `terms` are what decides whether `make` fails but not what it writes (its deadline, its limits): a failure is
@@ -158,7 +158,7 @@ class Layers:
             if kept is not None and path.is_dir():
                 self.found += 1
                 self._use(key, kept)
-                return Lease(key, path, kept, made_s=None)
+                return LayerLease(key, path, kept, made_s=None)
             error = self._remembered(key, terms)
             if error is not None:
                 raise copy.copy(error)  # each caller's own: an exception keeps the traceback of who raised it
@@ -167,7 +167,7 @@ class Layers:
                 return await self._make(key, make, terms)
             await asyncio.wait([making])
 
-    async def _make(self, key: str, make: Make, terms: str) -> Lease:
+    async def _make(self, key: str, make: Make, terms: str) -> LayerLease:
         done = self._making[key] = asyncio.get_running_loop().create_future()
         folder = self.root / f".making-{key}-{new_id('l')}"
         began, begun = time.time(), time.monotonic()
@@ -186,7 +186,7 @@ class Layers:
             if (self.root / key).exists():  # half of one: what was there was dropped, or its label never written
                 self.drop(self.root / key)
             folder.rename(self.root / key)
-            kept = self._kept[key] = _Kept(size_bytes, files, time.time())
+            kept = self._kept[key] = _CachedLayer(size_bytes, files, time.time())
         except BaseException as error:
             if isinstance(error, RollyardError) and error.blame is Blame.TASK:
                 self._remember(key, terms, error)
@@ -197,25 +197,25 @@ class Layers:
             del self._making[key]
             done.set_result(None)
         self.made += 1
-        lease = Lease(key, self.root / key / FILES, kept, made_s=time.monotonic() - begun)
+        lease = LayerLease(key, self.root / key / FILES, kept, made_s=time.monotonic() - begun)
         log.info("layer made", extra={"key": key, "size_bytes": size_bytes, "made_s": round(lease.made_s or 0.0, 3)})
         self._prune()
         return lease
 
-    def _use(self, key: str, kept: _Kept) -> None:
+    def _use(self, key: str, kept: _CachedLayer) -> None:
         kept.used_at = time.time()
         try:
             os.utime(self.root / key / LABEL)
         except OSError as error:  # it only decides the order of pruning after a restart
             log.warning("a layer's label cannot be touched", extra={"key": key, "error": str(error)})
 
-    def scratch(self) -> Scratch:
+    def scratch(self) -> ScratchLayer:
         """Room for what one rollout left."""
         if not self._is_open:
             raise SandboxStartFailed("the layers are closed")
         folder = self.root / f".run-{new_id('l')}"
         folder.mkdir(parents=True)
-        return Scratch(self, folder)
+        return ScratchLayer(self, folder)
 
     # --- set-ups that failed ---
 
@@ -271,10 +271,10 @@ class Layers:
 
     # --- what is there at the opening ---
 
-    def _read(self) -> tuple[dict[str, _Kept], list[Path]]:
+    def _read(self) -> tuple[dict[str, _CachedLayer], list[Path]]:
         """The layers that can be believed, and everything else that lies in the root."""
         self.root.mkdir(parents=True, exist_ok=True)
-        kept: dict[str, _Kept] = {}
+        kept: dict[str, _CachedLayer] = {}
         strays: list[Path] = []
         for folder in self.root.iterdir():
             try:
@@ -284,7 +284,7 @@ class Layers:
                 if label["key"] != folder.name or label["boot_id"] != self._boot_id or not (folder / FILES).is_dir():
                     raise ValueError("of another boot, or not whole")
                 files = int(label.get("files", 0))  # 0: made by an older version
-                kept[folder.name] = _Kept(int(label["size_bytes"]), files, (folder / LABEL).stat().st_mtime)
+                kept[folder.name] = _CachedLayer(int(label["size_bytes"]), files, (folder / LABEL).stat().st_mtime)
             except (OSError, ValueError, KeyError, TypeError):
                 strays.append(folder)
         return kept, strays

@@ -97,7 +97,7 @@ def portable_python(cache: Path) -> PortablePython:
     return _python_in(folder, INSIDE)
 
 
-class PythonShelf:
+class PythonBuilds:
     """Ours for whoever asks: built at the first need, once however many ask, off the event loop."""
 
     def __init__(self, cache: Path) -> None:

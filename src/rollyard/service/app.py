@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from rollyard import __version__
 from rollyard.service import openapi, problems, prorl
+from rollyard.service.app_state import AppState
 from rollyard.service.auth import OPEN_PATHS, Gate
 from rollyard.service.bounds import BodyLimit, ClientGone
-from rollyard.service.door import GatewayDoor
-from rollyard.service.house import House
+from rollyard.service.prometheus import CallCounter
 from rollyard.service.routes import (
     draws,
     engines,
@@ -31,7 +31,7 @@ from rollyard.service.routes import (
     status,
     tokens,
 )
-from rollyard.service.scrape import Counted
+from rollyard.service.session_gateway import SessionGateway
 
 PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, tokens, fleet, status, events, health)
 """The wings of the API, in the order of its description."""
@@ -39,7 +39,7 @@ PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, toke
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."
 
 
-def create_app(house: House) -> FastAPI:
+def create_app(house: AppState) -> FastAPI:
     app = FastAPI(
         title="Rollyard",
         version=__version__,
@@ -56,7 +56,7 @@ def create_app(house: House) -> FastAPI:
     app.add_exception_handler(ClientGone, _nobody_listens)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     app.add_middleware(BodyLimit, limit_bytes=house.settings.max_body_bytes)
-    door = GatewayDoor(house.keys, house.sessions, limit_bytes=house.settings.max_body_bytes)
+    door = SessionGateway(house.keys, house.sessions, limit_bytes=house.settings.max_body_bytes)
     app.add_middleware(
         Gate,
         tokens=house.tokens,
@@ -66,7 +66,7 @@ def create_app(house: House) -> FastAPI:
         url_paths=prorl.PATHS,
     )
     app.add_middleware(problems.CatchAll)
-    app.add_middleware(Counted, metrics=house.yard.metrics)
+    app.add_middleware(CallCounter, metrics=house.yard.metrics)
     return app
 
 

@@ -1,6 +1,6 @@
 """The gate: bearer tokens always, and no browsers.
 
-The gateway's paths have keys of their own, one per session, and know none of these tokens (`door.py`, `keys.py`). What
+The gateway's paths have keys of their own, one per session, and know none of these tokens (`session_gateway.py`, `keys.py`). What
 a caller may reach behind the gate is decided in `access.py`.
 
 Invariant: a Host that is not ours (DNS rebinding) and any Origin (a browser's page) are refused before the token is
@@ -23,15 +23,15 @@ from rollyard.core.failure import Forbidden, ForeignHost
 from rollyard.service.access import OPERATOR, Caller
 from rollyard.service.bounds import NODE_PATHS
 from rollyard.service.problems import problem
-from rollyard.service.rates import Rates
+from rollyard.service.rate_limits import RateLimits
 from rollyard.service.tokens import Tokens
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 """Answered without a token: they tell what every reader of our documentation knows."""
 
 
-class Door(Protocol):
-    """A way in with keys of its own, beside the tokens; see `door.py`."""
+class KeyedApp(Protocol):
+    """A way in with keys of its own, beside the tokens; see `session_gateway.py`."""
 
     def has(self, path: str) -> bool: ...
 
@@ -50,7 +50,7 @@ class Gate:
         *,
         tokens: Tokens,
         hosts: Sequence[str] = (),
-        door: Door | None = None,
+        door: KeyedApp | None = None,
         open_paths: frozenset[str] = OPEN_PATHS,
         url_paths: frozenset[str] = frozenset(),
     ) -> None:
@@ -60,7 +60,7 @@ class Gate:
         self._url_paths = url_paths
         self._tokens = tokens
         self._door = door
-        self._rates = Rates()
+        self._rates = RateLimits()
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

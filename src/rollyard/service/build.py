@@ -18,32 +18,32 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
 from rollyard.agents.session import SessionAgent
 from rollyard.core import RollyardError
 from rollyard.core.failure import EngineFailure, TokenizerMismatch
 from rollyard.engines.base import Engine, EngineSpec, Kind, Role
-from rollyard.engines.router import Router, RouterSettings
+from rollyard.engines.routing.router import Router, RouterSettings
 from rollyard.envs.registry import Environments
-from rollyard.fleet.head import HeadYard
+from rollyard.fleet.head import HeadPipeline
 from rollyard.fleet.nodes import FleetSettings
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, Tracer, open_tracer
-from rollyard.pipeline import ArtifactFolder, PipelineSettings, Renderers, Workshop, Yard
+from rollyard.pipeline import ArtifactFolder, Pipeline, PipelineSettings, Renderers, StageResources
 from rollyard.sampling.sampler import Sampler
 from rollyard.sandbox import Runtime
 from rollyard.sandbox.egress import SystemResolver
 from rollyard.sandbox.images import ImageStore
-from rollyard.sandbox.layers import Layers
-from rollyard.sandbox.python import PythonShelf
+from rollyard.sandbox.layers import LayerCache
+from rollyard.sandbox.python import PythonBuilds
+from rollyard.service.app_state import AppState
 from rollyard.service.bounds import end_all
 from rollyard.service.engine_address import check_reachable
-from rollyard.service.house import House
 from rollyard.service.keys import load_keys
 from rollyard.service.models import EngineBody, check_body
+from rollyard.service.prometheus import snapshot
 from rollyard.service.runtimes import make_runtime
-from rollyard.service.scrape import snapshot
 from rollyard.service.settings import EngineSettings, Settings, SettingsError
 from rollyard.service.tasks import checked_task
 from rollyard.service.tokens import Tokens, load_tokens
@@ -68,13 +68,13 @@ PROBE_S = 30.0  # for a runtime to try itself at start; a slow host is reported,
 @asynccontextmanager
 async def open_house(
     settings: Settings, *, environments: Environments | None = None, agents: Agents | None = None
-) -> AsyncGenerator[House, None]:
+) -> AsyncGenerator[AppState, None]:
     """A whole service but for its socket. The registries may be given, for environments that are not installed."""
     raise_descriptor_limit()
     open_data_dir(settings.data_dir)
     tokens = load_tokens(settings)
     keys = load_keys(settings.data_dir)
-    agents = agents or Agents(shelf=AgentShelf(settings.data_dir / AGENTS))
+    agents = agents or Agents(shelf=AgentInstalls(settings.data_dir / AGENTS))
     async with AsyncExitStack() as stack:
         environments = await stack.enter_async_context(environments or all_environments(settings))
         metrics = Metrics()
@@ -110,7 +110,7 @@ async def open_house(
         sampler = await stack.enter_async_context(
             Sampler(yard, make_task=lambda raw, run: checked_task(shop, raw, run), folders=settings.task_folder_paths)
         )
-        house = House(
+        house = AppState(
             settings=settings,
             tokens=tokens,
             store=store,
@@ -132,7 +132,7 @@ async def open_house(
 
 
 @asynccontextmanager
-async def _stored_quotas(store: Store, yard: Yard, tokens: Tokens) -> AsyncGenerator[None, None]:
+async def _stored_quotas(store: Store, yard: Pipeline, tokens: Tokens) -> AsyncGenerator[None, None]:
     """Keeps the yard's list of owners that have stored more than they may."""
 
     async def look() -> None:
@@ -161,7 +161,7 @@ async def _stored_quotas(store: Store, yard: Yard, tokens: Tokens) -> AsyncGener
 @asynccontextmanager
 async def open_shop(
     settings: Settings, router: Router, environments: Environments, agents: Agents, renderers: Renderers
-) -> AsyncGenerator[tuple[Workshop, dict[str, Mapping[str, str]]], None]:
+) -> AsyncGenerator[tuple[StageResources, dict[str, Mapping[str, str]]], None]:
     """What stages work with on this machine, a head's or a node's, and what each runtime's probe found."""
     async with AsyncExitStack() as stack:
         runtimes: dict[str, Runtime] = {}
@@ -169,14 +169,14 @@ async def open_shop(
             runtimes[name] = await stack.enter_async_context(make_runtime(name, settings))
         layers = {
             name: await stack.enter_async_context(
-                Layers(runtime.layer_root, settings.layer_bytes, remove=runtime.remove)
+                LayerCache(runtime.layer_root, settings.layer_bytes, remove=runtime.remove)
             )
             for name, runtime in runtimes.items()
         }
         probes = {name: await _probe(name, runtime) for name, runtime in runtimes.items()}
         resolver = SystemResolver()
         stack.callback(resolver.close)
-        shop = Workshop(
+        shop = StageResources(
             runtimes=runtimes,
             default_runtime=settings.runtime,
             router=router,
@@ -187,7 +187,7 @@ async def open_shop(
             image_folders=settings.image_folders,
             images=ImageStore(settings.data_dir / IMAGES),
             layers=layers,
-            pythons=PythonShelf(settings.data_dir / "python"),
+            pythons=PythonBuilds(settings.data_dir / "python"),
             mcp_servers=mcp_servers(settings),
             ceilings=settings.ceilings,
             egress=settings.egress,
@@ -196,13 +196,13 @@ async def open_shop(
         yield shop, probes
 
 
-def make_yard(store: Store, shop: Workshop, settings: Settings, *, metrics: Metrics, tracer: Tracer) -> Yard:
+def make_yard(store: Store, shop: StageResources, settings: Settings, *, metrics: Metrics, tracer: Tracer) -> Pipeline:
     """One that runs rollouts here, or leases them to nodes."""
     sizes = pipeline_settings(settings)
     if settings.fleet is None:
-        return Yard(store, shop, sizes, metrics=metrics, tracer=tracer)
+        return Pipeline(store, shop, sizes, metrics=metrics, tracer=tracer)
     fleet = FleetSettings(lease_s=settings.node_lease_s, hold_s=settings.node_hold_s)
-    return HeadYard(store, shop, sizes, fleet, metrics=metrics, tracer=tracer)
+    return HeadPipeline(store, shop, sizes, fleet, metrics=metrics, tracer=tracer)
 
 
 def raise_descriptor_limit() -> None:

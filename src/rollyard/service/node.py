@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollyard.agents.install import AgentShelf
+from rollyard.agents.installation import AgentInstalls
 from rollyard.agents.registry import Agents
-from rollyard.engines.following import FollowingRouter
-from rollyard.engines.router import RouterSettings
+from rollyard.engines.routing.follower_router import FollowerRouter
+from rollyard.engines.routing.router import RouterSettings
 from rollyard.envs.registry import Environments
-from rollyard.fleet.ledger import Ledger
-from rollyard.fleet.link import Head, HeadAway, Link
+from rollyard.fleet.head_connection import Head, HeadConnection, HeadUnreachable
+from rollyard.fleet.ledger import NodeLedger
 from rollyard.fleet.node import FIRST_RETRY_S, LAST_RETRY_S, Node, as_store
-from rollyard.fleet.tokenizer_files import HeadTokenizers
-from rollyard.fleet.yard import NodeYard
+from rollyard.fleet.node_pipeline import NodePipeline
+from rollyard.fleet.tokenizer_files import TokenizerFetcher
 from rollyard.observe.metrics import Metrics
 from rollyard.observe.spans import NoTracer, open_tracer
 from rollyard.pipeline import ArtifactFolder, Renderers
@@ -78,7 +78,7 @@ async def run_node(
     raise_descriptor_limit()
     head = options.head or (lambda: (options.head_url, options.token))
     may_be_clear = options.plain_http
-    async with Link(head, may_be_clear=may_be_clear) as link:
+    async with HeadConnection(head, may_be_clear=may_be_clear) as link:
         taken_over = await _ask_settings(link, stop)
     if taken_over is None:
         return
@@ -87,15 +87,15 @@ async def run_node(
     _scrub()
     async with AsyncExitStack() as stack:
         environments = await stack.enter_async_context(environments or all_environments(settings))
-        agents = agents or Agents(shelf=AgentShelf(settings.data_dir / AGENTS))
+        agents = agents or Agents(shelf=AgentInstalls(settings.data_dir / AGENTS))
         tracer = open_tracer(settings.otlp_endpoint) if settings.otlp_endpoint else NoTracer()
         stack.push_async_callback(tracer.close)
-        link = await stack.enter_async_context(Link(head, may_be_clear=may_be_clear))
-        tokenizers = HeadTokenizers(link, settings.data_dir / "tokenizers")
+        link = await stack.enter_async_context(HeadConnection(head, may_be_clear=may_be_clear))
+        tokenizers = TokenizerFetcher(link, settings.data_dir / "tokenizers")
         tokenizers.sweep()
         renderers = Renderers(tokenizers)
         router = await stack.enter_async_context(
-            FollowingRouter(
+            FollowerRouter(
                 RouterSettings(engine_wait_s=settings.engine_wait_s, watch_s=settings.health_s),
                 vet=lambda engine: vet(engine, renderers),
             )
@@ -103,22 +103,22 @@ async def run_node(
         shop, _ = await stack.enter_async_context(open_shop(settings, router, environments, agents, renderers))
         artifacts = ArtifactFolder(settings.data_dir / "artifacts")
         await artifacts.clear()  # of a life that was killed: what it had, the head has given to others
-        ledger = Ledger(artifacts, on_news=lambda: node.news())
+        ledger = NodeLedger(artifacts, on_news=lambda: node.news())
         sizes = replace(pipeline_settings(settings), node=options.name)
-        yard = NodeYard(as_store(ledger), shop, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
+        yard = NodePipeline(as_store(ledger), shop, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
         node = Node(options.name, link, yard, ledger, router)
         node.on_joined = on_joined
         await stack.enter_async_context(yard)
         await node.main(stop, hurry)
 
 
-async def _ask_settings(link: Link, stop: asyncio.Event) -> dict[str, Any] | None:
+async def _ask_settings(link: HeadConnection, stop: asyncio.Event) -> dict[str, Any] | None:
     """Until the head answers; None if we are stopped first."""
     retry_s = FIRST_RETRY_S
     while not stop.is_set():
         try:
             return await link.settings()
-        except HeadAway as error:
+        except HeadUnreachable as error:
             log.info("the head is away", extra={"why": str(error)})
         try:
             await asyncio.wait_for(stop.wait(), retry_s)

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from rollyard.service import door, draw_models, eval_models, models, policy_models, token_models
+from rollyard.service import draw_models, eval_models, models, policy_models, session_gateway, token_models
 
 BODIES: tuple[type[BaseModel], ...] = (
     models.RunBody,
@@ -87,7 +87,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for call in calls.values():
             call["responses"].pop("422", None)
             call["responses"]["default"] = {"description": "What went wrong", "content": problem}
-    door.describe(schema["paths"])
+    session_gateway.describe(schema["paths"])
     app.openapi_schema = schema
     return schema
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rollyard.core import Json
-from rollyard.engines.policy_state import LEASE_S, PolicyStatus
+from rollyard.engines.weights.state import LEASE_S, PolicyStatus
 from rollyard.service.models import Body, Name, Seconds
 from rollyard.service.records import without_password
 

@@ -14,8 +14,8 @@ import orjson
 from starlette.responses import Response
 
 from rollyard.core import Json, Rollout, Run, Trace, Trajectory, id_of
-from rollyard.engines.pool import EngineStatus
-from rollyard.sandbox.layers import Layers
+from rollyard.engines.routing.pool import EngineStatus
+from rollyard.sandbox.layers import LayerCache
 
 JsonObject = dict[str, Any]  # on its way to the encoder: dataclasses and token columns may be in it
 
@@ -157,7 +157,7 @@ def run_object(run: Run) -> JsonObject:
     }
 
 
-def layers_object(layers: Layers | None) -> dict[str, Json] | None:
+def layers_object(layers: LayerCache | None) -> dict[str, Json] | None:
     """Set-ups that are kept, and how often one was made, found, or failed, since the start."""
     if layers is None:
         return None

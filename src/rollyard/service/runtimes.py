@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime
-from rollyard.sandbox.limits import Limiter
-from rollyard.sandbox.python import PythonShelf
+from rollyard.sandbox.limits.limiter import Limiter
+from rollyard.sandbox.python import PythonBuilds
 from rollyard.service.settings import Settings, SettingsError
 
 AnyRuntime = BubblewrapRuntime | ApptainerRuntime | OciRuntime | LocalRuntime
@@ -25,7 +25,7 @@ def make_runtime(name: str, settings: Settings, root: Path | None = None) -> Any
             return ApptainerRuntime(root=root, uids=uids_of(name, settings), limiter=Limiter(limits))
         case "oci":
             image = settings.oci_image or None
-            pythons = PythonShelf(settings.data_dir / "python")
+            pythons = PythonBuilds(settings.data_dir / "python")
             return OciRuntime(root=root, command=settings.oci_command, image=image, defaults=limits, pythons=pythons)
         case "local":
             return LocalRuntime(root=root)

@@ -33,11 +33,11 @@ from rollyard.agents.registry import Agents
 from rollyard.core.address import with_pin
 from rollyard.envs.registry import Environments
 from rollyard.fleet.ray_host import RayHost, RayUnavailable
-from rollyard.http import Bounds, HttpServer, Refusals
+from rollyard.http import HttpServer, ListenerBounds, Refusals
 from rollyard.observe import TracingUnavailable, logs
 from rollyard.service.app import create_app
+from rollyard.service.app_state import AppState
 from rollyard.service.build import open_data_dir, open_house
-from rollyard.service.house import House
 from rollyard.service.settings import Settings, SettingsError
 from rollyard.service.tls import Tls, open_tls
 from rollyard.service.tokens import node_token
@@ -60,7 +60,7 @@ class Served:
     """A service that answers."""
 
     url: str
-    house: House
+    house: AppState
     http: HttpServer
 
 
@@ -89,11 +89,11 @@ async def serve(
                 await server.drain(LINGER_S)
 
 
-def bounds_of(settings: Settings) -> Bounds:
+def bounds_of(settings: Settings) -> ListenerBounds:
     """What strangers may take of the port. Half of the process's open files stay for sandboxes and engines."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = settings.max_connections
-    return Bounds(
+    return ListenerBounds(
         connections=connections if files == resource.RLIM_INFINITY else max(1, min(connections, files // 2)),
         connections_per_address=settings.max_connections_per_address,
         turned_away=TURNED_AWAY,

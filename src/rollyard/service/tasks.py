@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollyard.core import Json, RollyardError, Run, Task
-from rollyard.pipeline import Workshop
+from rollyard.pipeline import StageResources
 from rollyard.service.models import to_task
 from rollyard.service.problems import field_path
 
 
-def checked_task(shop: Workshop, raw: Mapping[str, Json], run: Run, path: Sequence[str | int] = ("task",)) -> Task:
+def checked_task(shop: StageResources, raw: Mapping[str, Json], run: Run, path: Sequence[str | int] = ("task",)) -> Task:
     """The error of one that can never run here carries its path."""
     task = to_task(raw, run.defaults, path)
     try:

@@ -34,7 +34,7 @@ _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownToken:
     digest: bytes
     caller: Caller
     expires_at: float | None = None
@@ -45,7 +45,7 @@ class Tokens:
 
     def __init__(self, admin: Iterable[str], trainer: Iterable[str] = (), node: Iterable[str] = ()) -> None:
         self._given = [
-            _Known(digest, Caller(access, digest.hex()[:16]))
+            _KnownToken(digest, Caller(access, digest.hex()[:16]))
             for access, tokens in ((Access.NODE, node), (Access.TRAINER, trainer), (Access.ADMIN, admin))
             for digest in map(_digest, tokens)
         ]
@@ -88,7 +88,7 @@ class Tokens:
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthorized("this call needs a bearer token")
         given = _digest(token.strip())
-        found: _Known | None = None
+        found: _KnownToken | None = None
         for one in self._known:  # no early exit: constant time
             if hmac.compare_digest(one.digest, given):
                 found = one
@@ -99,9 +99,9 @@ class Tokens:
         return found.caller
 
 
-def _known(record: TokenRecord) -> _Known:
+def _known(record: TokenRecord) -> _KnownToken:
     caller = Caller(record.access, record.id, record.runs, record.policies, record.quota)
-    return _Known(bytes.fromhex(record.digest), caller, record.expires_at)
+    return _KnownToken(bytes.fromhex(record.digest), caller, record.expires_at)
 
 
 def new_token(record: TokenRecord) -> tuple[TokenRecord, str]:

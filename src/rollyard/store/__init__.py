@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 
 from rollyard.store.base import (
     EncodedTrajectory,
-    Leased,
+    LeasedRow,
     Page,
     QueuedRow,
-    Recovered,
+    Recovery,
     Retention,
     Stale,
     Store,
     StoreLocked,
     StoreUnusable,
     Submission,
-    Swept,
+    SweepResult,
 )
 from rollyard.store.codec import CorruptRecord, decode_trajectory, encode_trajectory
 from rollyard.store.opening import open_store
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "CorruptRecord",
     "EncodedTrajectory",
-    "Leased",
+    "LeasedRow",
     "Page",
     "QueuedRow",
-    "Recovered",
+    "Recovery",
     "Retention",
     "SqliteStore",
     "Stale",
@@ -38,7 +38,7 @@ __all__ = [
     "StoreLocked",
     "StoreUnusable",
     "Submission",
-    "Swept",
+    "SweepResult",
     "decode_trajectory",
     "encode_trajectory",
     "open_store",

@@ -1,4 +1,4 @@
-"""What the pipeline writes: leases, moves, what RUN left, ends. One function or `Joint` per operation.
+"""What the pipeline writes: leases, moves, what RUN left, ends. One function or `BatchedWrite` per operation.
 
 Every operation that moves a rollout is a compare-and-set on the position that the caller believes in (`Stale`
 otherwise); the writer is alone in its transaction, so what was found stays so until the commit.
@@ -13,7 +13,7 @@ from typing import Self
 
 from rollyard.core import LostAttempt, Position, State
 from rollyard.store._dialect import Connection, Row
-from rollyard.store._queue import Joint, Steps
+from rollyard.store._queue import BatchedWrite, Steps
 from rollyard.store._rows import APPENDED, COLUMNS, FROM, fetch, finish_many, locate, misplaced
 from rollyard.store._writes import sliced
 from rollyard.store.base import EncodedTrajectory, Stale
@@ -35,7 +35,7 @@ def lease(connection: Connection, wanted: Sequence[tuple[str, int, str]]) -> Ste
 
 
 @dataclass(frozen=True, slots=True)
-class Move(Joint[None]):
+class MoveWrite(BatchedWrite[None]):
     rollout_id: str
     at: Position
     to: Position
@@ -57,7 +57,7 @@ class Move(Joint[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Requeue(Joint[None]):
+class RequeueWrite(BatchedWrite[None]):
     rollout_id: str
     at: Position
     lost: LostAttempt
@@ -87,7 +87,7 @@ class Requeue(Joint[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class End(Joint[Row]):
+class EndWrite(BatchedWrite[Row]):
     rollout_id: str
     at: Position
     ending: str

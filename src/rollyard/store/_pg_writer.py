@@ -3,7 +3,7 @@
 A batch is first tried without savepoints: an operation that fails before it has written anything (a stale move, an
 unknown id: nearly all that fail) leaves nothing to undo. Only if one fails that had written, or that the server itself
 refused, the transaction is rolled back and the batch is done again, each operation in a savepoint of its own. Nothing
-was acknowledged by then, so nobody can tell. Neighbours of one kind are done together (`Joint`).
+was acknowledged by then, so nobody can tell. Neighbours of one kind are done together (`BatchedWrite`).
 
 Invariants, beside those of `_queue`. A connection that is lost, a server that shuts down, a lock that is waited for
 longer than the connection's lock_timeout, an answer that does not come: each breaks the store. A lost connection may
@@ -22,7 +22,7 @@ import asyncpg
 
 from rollyard.store._dialect import Connection
 from rollyard.store._pg_connection import SERVER_ERRORS, PgConnection, in_greenlet
-from rollyard.store._queue import Joint, Operation, Queued, Steps, Told, WriteQueue
+from rollyard.store._queue import BatchedWrite, Operation, Queued, Steps, Told, WriteQueue
 
 CLOSE_S = 5.0
 """How long a server may take to say goodbye."""
@@ -99,7 +99,7 @@ class PgWriter(WriteQueue):
         connection.commit()
         return told
 
-    def _together(self, joint: list[Joint[Any]]) -> list[Any]:
+    def _together(self, joint: list[BatchedWrite[Any]]) -> list[Any]:
         """Their results and errors."""
         try:
             return type(joint[0]).together(self._connection, joint)
@@ -152,11 +152,11 @@ async def hang_up(connection: asyncpg.Connection) -> None:
         connection.terminate()
 
 
-def _neighbours(batch: list[Queued], at: int) -> list[Joint[Any]]:
+def _neighbours(batch: list[Queued], at: int) -> list[BatchedWrite[Any]]:
     """From there on, operations of one kind that are about different rollouts."""
-    joint, ids = list[Joint[Any]](), set[str]()
+    joint, ids = list[BatchedWrite[Any]](), set[str]()
     for operation, _ in batch[at:]:
-        if not isinstance(operation, Joint) or (joint and type(operation) is not type(joint[0])):
+        if not isinstance(operation, BatchedWrite) or (joint and type(operation) is not type(joint[0])):
             break
         mine = operation.ids
         if not ids.isdisjoint(mine) or len(ids) > JOINT:

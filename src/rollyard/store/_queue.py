@@ -49,7 +49,7 @@ Told = tuple[asyncio.Future[Any], Any, Exception | None]
 """A future, and what it is to get: a result, or an error."""
 
 
-class Joint(ABC, Generic[T]):
+class BatchedWrite(ABC, Generic[T]):
     """An operation that can be done together with its neighbours of the same kind: where a statement is a way to a
     server and back, a hundred of them then cost as much as one. It is an `Operation` by itself, too."""
 

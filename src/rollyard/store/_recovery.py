@@ -2,10 +2,10 @@
 
 cancel asked for                    → ended, cancelled
 INIT, READY, RUN                    → queued, attempt + 1; or ended, lost_to_restarts, when attempts are used up
-EVAL, can be judged from what RUN left → stays, out at no node, and is named in `Recovered.evals`; lost_to_restarts when
+EVAL, can be judged from what RUN left → stays, out at no node, and is named in `Recovery.evals`; lost_to_restarts when
                                       that has happened max_attempts times: a check that kills the service must end
 EVAL otherwise                      → as INIT, READY, RUN
-out at a node, and leases are kept  → stays as it is, and is named in `Recovered.leased`; a cancel still ends it
+out at a node, and leases are kept  → stays as it is, and is named in `Recovery.leased`; a cancel still ends it
 queued                              → untouched: only counted, so that ten thousand of them cost nothing
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from rollyard.core import Ending, Json, LostAttempt, Outcome, Position, State, Task
 from rollyard.core.failure import LostToRestarts
 from rollyard.store._dialect import Connection
-from rollyard.store._moves import Requeue
+from rollyard.store._moves import RequeueWrite
 from rollyard.store._rows import cancelled, finish
-from rollyard.store.base import Leased, Recovered
+from rollyard.store.base import LeasedRow, Recovery
 from rollyard.store.codec import from_json, to_json
 
 _LIVE = """SELECT r.seq, r.id, r.state, r.attempt, r.node, r.excused, r.evals_lost,
@@ -34,7 +34,7 @@ def recover(
     can_reevaluate: Callable[[str], bool],
     *,
     keeps_leases: bool = False,
-) -> tuple[int, Recovered]:
+) -> tuple[int, Recovery]:
     """Raises the epoch and moves the rows; the new epoch and what was found. In the caller's transaction."""
     (epoch,) = connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch' RETURNING value").fetchone()
     asked = connection.execute(
@@ -44,11 +44,11 @@ def recover(
     for seq, state, detail in asked:
         finish(connection, seq, cancelled(detail, state))
     (queued,) = connection.execute("SELECT COUNT(*) FROM rollouts WHERE state = 'queued'").fetchone()
-    failed, evals, leased, lost = 0, list[str](), list[Leased](), list[Requeue]()
+    failed, evals, leased, lost = 0, list[str](), list[LeasedRow](), list[RequeueWrite]()
     for row in connection.execute(_LIVE).fetchall():
         seq, rollout_id, state, attempt, node, excused, evals_lost, task, info, tokens = row
         if keeps_leases and node is not None:
-            leased.append(Leased(rollout_id, attempt, node, State(state)))
+            leased.append(LeasedRow(rollout_id, attempt, node, State(state)))
             continue
         is_evaluable = state == State.EVAL and _is_reevaluable(info, task, can_reevaluate)
         if is_evaluable and evals_lost < max_attempts:
@@ -57,14 +57,14 @@ def recover(
             evals.append(rollout_id)
         elif not is_evaluable and attempt - excused < max_attempts:
             how = LostAttempt(attempt, "server_restarted", f"the service ended in {state}", state, tokens or 0)
-            lost.append(Requeue(rollout_id, Position(State(state), attempt), how))
+            lost.append(RequeueWrite(rollout_id, Position(State(state), attempt), how))
         else:
             times = evals_lost + 1 if is_evaluable else attempt - excused
             error = LostToRestarts(f"the service ended {times} times while this rollout was at work, last in {state}")
             finish(connection, seq, to_json(Ending(Outcome.FAILED, failure=error.failure(state))))
             failed += 1
-    Requeue.together(connection, lost)
-    return epoch, Recovered(queued, len(lost), tuple(evals), failed, len(asked), tuple(leased))
+    RequeueWrite.together(connection, lost)
+    return epoch, Recovery(queued, len(lost), tuple(evals), failed, len(asked), tuple(leased))
 
 
 def _is_reevaluable(info: str | None, task: str, can_reevaluate: Callable[[str], bool]) -> bool:

@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 from rollyard.core import Rollout, State
 from rollyard.core.failure import IdConflict, NotFound
 from rollyard.store._dialect import Connection, Row
-from rollyard.store._queue import Joint, Steps
+from rollyard.store._queue import BatchedWrite, Steps
 from rollyard.store._rows import cancelled, fetch, find, finish, finish_many
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def delete_engine(connection: Connection, engine_id: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit(Joint[list[Row | Rollout]]):
+class Submit(BatchedWrite[list[Row | Rollout]]):
     rows: Sequence[NewRow]
 
     @property

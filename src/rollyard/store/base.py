@@ -79,7 +79,7 @@ class QueuedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Leased:
+class LeasedRow:
     """A rollout that is out at a node."""
 
     id: str
@@ -97,7 +97,7 @@ class EncodedTrajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovery:
     """What an opening found, moved already."""
 
     queued: int = 0  # were queued, still are
@@ -105,7 +105,7 @@ class Recovered:
     evals: tuple[str, ...] = ()  # had ended RUN and can be evaluated from what was saved
     failed: int = 0  # attempts used up: ended as lost_to_restarts
     cancelled: int = 0  # a cancel had been asked for
-    leased: tuple[Leased, ...] = ()  # are out at nodes, and stay so: only for an opener that keeps leases
+    leased: tuple[LeasedRow, ...] = ()  # are out at nodes, and stay so: only for an opener that keeps leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepResult:
     """What a sweep deleted, for those who remember it or keep files of it."""
 
     rollouts: tuple[str, ...] = ()  # their artifacts may be deleted: named until the next sweep
@@ -133,7 +133,7 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Decision:
     """One decision of a draw, or of a group: all of it is committed, or nothing."""
 
     submissions: tuple[Submission, ...] = ()
@@ -185,7 +185,7 @@ class Store(Protocol):
     def epoch(self) -> int: ...
 
     @property
-    def recovered(self) -> Recovered: ...
+    def recovered(self) -> Recovery: ...
 
     @property
     def broken(self) -> str | None:
@@ -336,8 +336,8 @@ class Store(Protocol):
         already, with the same body, is returned as it stands."""
         ...
 
-    async def step(self, step: Step) -> Sequence[Rollout]:
-        """See `Step`. Durable before it returns; the rollouts as stored."""
+    async def step(self, step: Decision) -> Sequence[Rollout]:
+        """See `Decision`. Durable before it returns; the rollouts as stored."""
         ...
 
     async def get_group(self, group_id: str) -> Group: ...
@@ -443,7 +443,7 @@ class Store(Protocol):
         Not those of groups that are open, wait for a batch of their draw, or whose batch was not acknowledged."""
         ...
 
-    async def sweep(self, retention: Retention) -> Swept:
+    async def sweep(self, retention: Retention) -> SweepResult:
         """Deletes what is due, and runs of which nothing is left.
 
         A rollout is named until the sweep after the one that named it, so a crash in between leaves no file behind."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rollyard.store._door import SqlStore
 from rollyard.store._pg_address import Address
+from rollyard.store._sql_store import SqlStore
 from rollyard.store.base import StoreUnusable
 from rollyard.store.sqlite import SqliteStore
 

@@ -35,14 +35,14 @@ import asyncpg
 
 from rollyard.store._clock import StoreClock
 from rollyard.store._dialect import Connection
-from rollyard.store._door import SqlStore, guard
 from rollyard.store._pg_address import Address
 from rollyard.store._pg_connection import SERVER_ERRORS, PgConnection, in_greenlet
 from rollyard.store._pg_server import PgLock, blocked, check_server, connect, migrate
 from rollyard.store._pg_writer import PgWriter, hang_up, is_servers
 from rollyard.store._recovery import recover
 from rollyard.store._retention import counted_s
-from rollyard.store.base import Recovered, StoreUnusable
+from rollyard.store._sql_store import SqlStore, guard
+from rollyard.store.base import Recovery, StoreUnusable
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class PostgresStore(SqlStore):
         readers: PgReaders,
         clock: StoreClock,
         epoch: int,
-        recovered: Recovered,
+        recovered: Recovery,
     ) -> None:
         super().__init__(writer, clock, epoch, recovered)
         self._shown = address.shown
@@ -205,9 +205,9 @@ class PgReaders:
 def _prepare(
     connection: PgConnection,
     address: Address,
-    recovering: Callable[[], tuple[int, Recovered]],
+    recovering: Callable[[], tuple[int, Recovery]],
     read_clock: Callable[[], float],
-) -> tuple[int, Recovered]:
+) -> tuple[int, Recovery]:
     connection.control(  # another setting may ask for more than our own disk: it stays
         "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
     )

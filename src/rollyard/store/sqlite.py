@@ -22,13 +22,13 @@ from typing import Self, TypeVar
 
 from rollyard.store._clock import StoreClock
 from rollyard.store._dialect import Connection, SqliteConnection
-from rollyard.store._door import SqlStore, guard
 from rollyard.store._place import Lock, refuse_network
 from rollyard.store._readers import Readers
 from rollyard.store._recovery import recover
 from rollyard.store._retention import counted_s
+from rollyard.store._sql_store import SqlStore, guard
 from rollyard.store._writer import FAILS_ALONE, Writer
-from rollyard.store.base import Recovered, StoreUnusable
+from rollyard.store.base import Recovery, StoreUnusable
 from rollyard.store.schema import migrate
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class SqliteStore(SqlStore):
     """See the module. Made by `open`; `async with` closes it."""
 
     def __init__(
-        self, lock: Lock, writer: Writer, readers: Readers, clock: StoreClock, epoch: int, recovered: Recovered
+        self, lock: Lock, writer: Writer, readers: Readers, clock: StoreClock, epoch: int, recovered: Recovery
     ) -> None:
         super().__init__(writer, clock, epoch, recovered)
         self._lock = lock
@@ -95,7 +95,7 @@ def _open_files(
     can_reevaluate: Callable[[str], bool],
     keeps_leases: bool,
     read_clock: Callable[[], float],
-) -> tuple[Lock, SqliteConnection, Readers, int, Recovered]:
+) -> tuple[Lock, SqliteConnection, Readers, int, Recovery]:
     """All that blocks. On any error nothing stays open."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,16 +38,16 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class EngineCheck:
     name: str
     run: Callable[[Engine, Context], Awaitable[None]]
 
 
-CHECKS: list[Check] = []
+CHECKS: list[EngineCheck] = []
 
 
 def _check(function: Callable[[Engine, Context], Awaitable[None]]) -> Callable[[Engine, Context], Awaitable[None]]:
-    CHECKS.append(Check(function.__name__, function))
+    CHECKS.append(EngineCheck(function.__name__, function))
     return function
 
 

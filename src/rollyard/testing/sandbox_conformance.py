@@ -41,7 +41,7 @@ SECONDS = 20.0
 LOOKS = 300
 
 
-class Part(IntEnum):
+class RuntimePart(IntEnum):
     """The part of a runtime that decides a check. A runtime that shares a part with another one that conforms needs
     only the checks that are decided by the parts after it."""
 
@@ -51,29 +51,29 @@ class Part(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class SandboxCheck:
     """One promise of a runtime. `run` raises if it is not kept."""
 
     name: str
     run: Callable[[Runtime], Awaitable[None]]
-    decided_by: Part
+    decided_by: RuntimePart
     needs_isolation: bool = False
 
 
-CHECKS: list[Check] = []
+CHECKS: list[SandboxCheck] = []
 
 Function = Callable[[Runtime], Awaitable[None]]
 
 
-def check(decided_by: Part, *, needs_isolation: bool = False) -> Callable[[Function], Function]:
+def check(decided_by: RuntimePart, *, needs_isolation: bool = False) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
-        CHECKS.append(Check(function.__name__, function, decided_by, needs_isolation))
+        CHECKS.append(SandboxCheck(function.__name__, function, decided_by, needs_isolation))
         return function
 
     return register
 
 
-def isolated(decided_by: Part) -> Callable[[Function], Function]:
+def isolated(decided_by: RuntimePart) -> Callable[[Function], Function]:
     return check(decided_by, needs_isolation=True)
 
 
@@ -122,7 +122,7 @@ async def eventually(happened: Callable[[], bool], what: str, left: Callable[[],
 # --- exec ---------------------------------------------------------------------------------------------
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def status_and_streams_come_back(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         result = await sandbox.exec("echo out; echo err >&2; exit 7", timeout_s=SECONDS)
@@ -132,7 +132,7 @@ async def status_and_streams_come_back(runtime: Runtime) -> None:
         assert (await sandbox.exec(["no-such-program"], timeout_s=SECONDS)).status == 127
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def output_need_not_be_text(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         result = await sandbox.exec(r"printf '\377\376\000x'", timeout_s=SECONDS)
@@ -142,7 +142,7 @@ async def output_need_not_be_text(runtime: Runtime) -> None:
         assert await sandbox.read(name, limit_bytes=100) == b"odd name"
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def the_working_directory_may_be_relative(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         await sandbox.exec("mkdir -p a/b", timeout_s=SECONDS)
@@ -152,7 +152,7 @@ async def the_working_directory_may_be_relative(runtime: Runtime) -> None:
         assert missing.status == 126 and b"nowhere" in missing.stderr
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def the_environment_is_clean(runtime: Runtime) -> None:
     os.environ["ROLLYARD_CONFORMANCE"] = "leaked"
     try:
@@ -166,7 +166,7 @@ async def the_environment_is_clean(runtime: Runtime) -> None:
         del os.environ["ROLLYARD_CONFORMANCE"]
 
 
-@check(Part.PROGRAM)
+@check(RuntimePart.PROGRAM)
 async def a_timeout_kills_all_that_the_command_started(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         mark = marked()
@@ -177,7 +177,7 @@ async def a_timeout_kills_all_that_the_command_started(runtime: Runtime) -> None
         assert await output(sandbox, "echo still here") == "still here\n"
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def a_cancelled_exec_kills_its_command(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         mark = marked()
@@ -189,7 +189,7 @@ async def a_cancelled_exec_kills_its_command(runtime: Runtime) -> None:
         await eventually(lambda: not alive(mark), "the command is gone")
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def a_process_left_behind_does_not_hold_exec(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         mark = marked()
@@ -198,14 +198,14 @@ async def a_process_left_behind_does_not_hold_exec(runtime: Runtime) -> None:
         await eventually(lambda: bool(alive(mark)), "it goes on")
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def output_is_capped_and_the_rest_counted(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         result = await sandbox.exec("head -c 3000000 /dev/zero", timeout_s=SECONDS, output_bytes=1000)
         assert result.status == 0 and len(result.stdout) == 1000 and result.dropped_bytes == 2_999_000
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def stdin_is_given_and_ends(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         assert (await sandbox.exec("cat", timeout_s=SECONDS, stdin=b"a\0b")).stdout == b"a\0b"
@@ -216,7 +216,7 @@ async def stdin_is_given_and_ends(runtime: Runtime) -> None:
         assert (await sandbox.exec("true", timeout_s=SECONDS, stdin=big)).status == 0  # nobody reads it
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def long_commands_and_environments_arrive(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         text = "x" * 100_000
@@ -224,14 +224,14 @@ async def long_commands_and_environments_arrive(runtime: Runtime) -> None:
         assert int(result.stdout) == len(text)
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def many_commands_run_at_once(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         results = await asyncio.gather(*[sandbox.exec(["echo", str(n)], timeout_s=SECONDS) for n in range(30)])
         assert [int(result.stdout) for result in results] == list(range(30))
 
 
-@check(Part.PROGRAM)
+@check(RuntimePart.PROGRAM)
 async def no_descriptor_of_the_host_is_inherited(runtime: Runtime) -> None:
     with tempfile.TemporaryFile() as secret:
         os.set_inheritable(secret.fileno(), True)
@@ -243,7 +243,7 @@ async def no_descriptor_of_the_host_is_inherited(runtime: Runtime) -> None:
 # --- spawn --------------------------------------------------------------------------------------------
 
 
-@check(Part.PROGRAM)
+@check(RuntimePart.PROGRAM)
 async def spawn_gives_exactly_the_named_descriptors(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         (reader, writer), (side, side_in), null = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
@@ -260,7 +260,7 @@ async def spawn_gives_exactly_the_named_descriptors(runtime: Runtime) -> None:
                 os.close(fd)
 
 
-@check(Part.PROGRAM)
+@check(RuntimePart.PROGRAM)
 async def spawn_gives_a_terminal_of_its_own(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         master, slave = os.openpty()
@@ -282,7 +282,7 @@ async def spawn_gives_a_terminal_of_its_own(runtime: Runtime) -> None:
 # --- files --------------------------------------------------------------------------------------------
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def fifty_mebibytes_come_back_as_they_went(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         data = os.urandom(1 << 20) * 50
@@ -291,7 +291,7 @@ async def fifty_mebibytes_come_back_as_they_went(runtime: Runtime) -> None:
         assert await output(sandbox, "stat -c '%s %a' deep/down/big.bin") == f"{len(data)} 600\n"
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def missing_and_odd_files_are_errors(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         await sandbox.exec(
@@ -324,7 +324,7 @@ async def missing_and_odd_files_are_errors(runtime: Runtime) -> None:
         assert await output(sandbox, "cat f") == "a file now"
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def folders_go_in_and_come_out(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         with tempfile.TemporaryDirectory() as name:
@@ -353,7 +353,7 @@ async def folders_go_in_and_come_out(runtime: Runtime) -> None:
             assert sorted(entry.name for entry in Path(name).iterdir()) == ["source", "target"]
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def what_its_owner_made_of_a_folder_never_keeps_it_in(runtime: Runtime) -> None:
     """Deep, forbidden, odd: it comes out as it is, or is refused. An OSError would pass for trouble of the host."""
     async with started(runtime) as sandbox:
@@ -377,7 +377,7 @@ async def what_its_owner_made_of_a_folder_never_keeps_it_in(runtime: Runtime) ->
                 assert await output(other, "stat -c %a secret") == "0\n"
 
 
-@check(Part.PROGRAM)
+@check(RuntimePart.PROGRAM)
 async def a_folder_deeper_than_any_path_is_refused(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         deep = "import os\nfor _ in range(50):\n os.mkdir('d' * 200); os.chdir('d' * 200)"
@@ -391,7 +391,7 @@ async def a_folder_deeper_than_any_path_is_refused(runtime: Runtime) -> None:
             assert not list(Path(name).iterdir())
 
 
-@isolated(Part.PROGRAM)
+@isolated(RuntimePart.PROGRAM)
 async def each_has_namespaces_of_its_own(runtime: Runtime) -> None:
     kinds = ("user", "mnt", "pid", "ipc", "uts", "net")
     command = "; ".join(f"readlink /proc/self/ns/{kind}" for kind in kinds)
@@ -402,7 +402,7 @@ async def each_has_namespaces_of_its_own(runtime: Runtime) -> None:
             assert len(set(found)) == 3, (kind, found)
 
 
-@isolated(Part.ROOT)
+@isolated(RuntimePart.ROOT)
 async def no_setting_of_the_kernel_can_be_changed(runtime: Runtime) -> None:
     """They are the machine's: a service run as root would otherwise let a sandbox set core_pattern, and with it run
     anything as root. Only asked, never tried: where this fails, trying would do it."""
@@ -412,7 +412,7 @@ async def no_setting_of_the_kernel_can_be_changed(runtime: Runtime) -> None:
         assert not result.stdout, result.stdout[:500]
 
 
-@isolated(Part.ROOT)
+@isolated(RuntimePart.ROOT)
 async def links_never_lead_out(runtime: Runtime) -> None:
     with tempfile.TemporaryDirectory() as name:
         secret = Path(name, "secret")
@@ -434,7 +434,7 @@ async def links_never_lead_out(runtime: Runtime) -> None:
 # --- its life -----------------------------------------------------------------------------------------
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def kill_proves_that_all_is_gone(runtime: Runtime) -> None:
     mark = marked()
     sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
@@ -454,7 +454,7 @@ async def kill_proves_that_all_is_gone(runtime: Runtime) -> None:
     raise AssertionError("a killed sandbox runs nothing")
 
 
-@check(Part.PROGRAM)
+@check(RuntimePart.PROGRAM)
 async def a_command_in_progress_learns_of_the_kill(runtime: Runtime) -> None:
     sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
     mark = marked()
@@ -465,7 +465,7 @@ async def a_command_in_progress_learns_of_the_kill(runtime: Runtime) -> None:
     assert isinstance(task.exception(), SandboxLost)
 
 
-@check(Part.LAUNCHER)
+@check(RuntimePart.LAUNCHER)
 async def a_lease_that_is_not_renewed_ends_it(runtime: Runtime) -> None:
     kept = await runtime.start(SandboxSpec(), lease_s=0.2)
     kept.renew(60.0)
@@ -477,7 +477,7 @@ async def a_lease_that_is_not_renewed_ends_it(runtime: Runtime) -> None:
     await left.kill()
 
 
-@isolated(Part.PROGRAM)
+@isolated(RuntimePart.PROGRAM)
 async def who_kills_all_inside_harms_only_itself(runtime: Runtime) -> None:
     """Where the sandbox's first process can be reached it ends, and is known to have been ended from inside."""
     async with started(runtime) as sandbox:
@@ -496,7 +496,7 @@ async def who_kills_all_inside_harms_only_itself(runtime: Runtime) -> None:
     raise AssertionError("an ended sandbox runs nothing")
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def a_cancelled_start_leaves_nothing(runtime: Runtime) -> None:
     before = _descendants()
     for delay_s in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02):
@@ -541,7 +541,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def server_gone_sandbox_gone_and_the_next_one_sweeps(runtime: Runtime) -> None:
     kind, mark = type(runtime), marked()
     with tempfile.TemporaryDirectory() as root:
@@ -566,7 +566,7 @@ async def server_gone_sandbox_gone_and_the_next_one_sweeps(runtime: Runtime) -> 
 # --- layers and the doorway ---------------------------------------------------------------------------
 
 
-@check(Part.ROOT)
+@check(RuntimePart.ROOT)
 async def what_was_frozen_is_below_each_fork_and_stays_as_it_was(runtime: Runtime) -> None:
     layer = runtime.layer_root / marked()
     sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
@@ -587,7 +587,7 @@ async def what_was_frozen_is_below_each_fork_and_stays_as_it_was(runtime: Runtim
     assert not layer.exists()
 
 
-@check(Part.PROGRAM)
+@check(RuntimePart.PROGRAM)
 async def a_layer_lies_below_the_runtimes_own_folder(runtime: Runtime) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         sandbox = await runtime.start(SandboxSpec(), lease_s=60.0)
@@ -605,7 +605,7 @@ print(urllib.request.urlopen(sys.argv[1] + "/who", timeout=10).read().decode())
 """
 
 
-@check(Part.PROGRAM)
+@check(RuntimePart.PROGRAM)
 async def each_doorway_has_its_own_answer(runtime: Runtime) -> None:
     async def serve(sandbox: Sandbox, name: str) -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -630,7 +630,7 @@ async def each_doorway_has_its_own_answer(runtime: Runtime) -> None:
 # --- isolation ----------------------------------------------------------------------------------------
 
 
-@isolated(Part.ROOT)
+@isolated(RuntimePart.ROOT)
 async def the_control_folder_cannot_be_written_inside(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         (sandbox.control_dir / "command").write_text("echo")
@@ -644,7 +644,7 @@ async def the_control_folder_cannot_be_written_inside(runtime: Runtime) -> None:
         assert (sandbox.control_dir / "command").read_text() == "echo"
 
 
-@isolated(Part.PROGRAM)
+@isolated(RuntimePart.PROGRAM)
 async def there_is_no_network_but_loopback(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         assert (await output(sandbox, "tail -n +3 /proc/net/dev | cut -d: -f1")).split() == ["lo"]
@@ -654,7 +654,7 @@ async def there_is_no_network_but_loopback(runtime: Runtime) -> None:
         assert (await sandbox.exec(["python3", "-c", script], timeout_s=SECONDS)).status == 0
 
 
-@isolated(Part.ROOT)
+@isolated(RuntimePart.ROOT)
 async def host_and_other_sandboxes_are_unseen(runtime: Runtime) -> None:
     with tempfile.NamedTemporaryFile(prefix="host-secret-") as secret:
         async with started(runtime) as sandbox, started(runtime) as other:
@@ -672,7 +672,7 @@ async def host_and_other_sandboxes_are_unseen(runtime: Runtime) -> None:
 _HOST_PLACES = ("/root", "/home/runner", "/etc/shadow", "/etc/ssh", "/run/dbus", "/sys", "/var/lib", "/etc/ssl/private")
 
 
-@isolated(Part.ROOT)
+@isolated(RuntimePart.ROOT)
 async def privileges_cannot_be_had(runtime: Runtime) -> None:
     async with started(runtime) as sandbox:
         status = dict(line.split(":\t") for line in (await output(sandbox, "cat /proc/self/status")).splitlines())

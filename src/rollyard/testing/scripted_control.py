@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from rollyard.testing.scripted_work import Work
+from rollyard.testing.scripted_work import ScriptedGenerations
 
 Step = Literal["pause", "version", "clear", "resume"]
 ControlFault = int | Literal["hang", "held"]
@@ -33,7 +33,7 @@ Answer = tuple[int, Mapping[str, Any]]
 class Controls:
     """See the module. `is_there` off: it has no such routes at all, like a vLLM that was not started with them."""
 
-    def __init__(self, work: Work, abort: Callable[[Sequence[str]], None]) -> None:
+    def __init__(self, work: ScriptedGenerations, abort: Callable[[Sequence[str]], None]) -> None:
         self.is_there = True
         self.log: deque[str] = deque(maxlen=1000)
         self.version = "default"

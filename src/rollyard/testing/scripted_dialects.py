@@ -18,19 +18,19 @@ from rollyard.testing.scripted_sampling import Sampled
 Body = dict[str, Any]
 
 
-class Voice(Protocol):
+class ReplyFormat(Protocol):
     def whole(self, done: Sampled) -> Body: ...
 
 
 @runtime_checkable
-class StreamVoice(Voice, Protocol):
+class StreamFormat(ReplyFormat, Protocol):
     def events(self, done: Sampled, start: int, end: int, *, is_last: bool) -> list[Body]:
         """Tells the tokens [start, end)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateVoice:
+class GenerateFormat:
     """vLLM's /inference/v1/generate; the old shape is that of versions up to 0.28."""
 
     known_as: str
@@ -65,7 +65,7 @@ class GenerateVoice:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionVoice:
+class CompletionFormat:
     """vLLM's /v1/completions."""
 
     known_as: str
@@ -93,7 +93,7 @@ class CompletionVoice:
 
 
 @dataclass(frozen=True, slots=True)
-class SglangVoice:
+class SglangFormat:
     """SGLang's /generate: one weight version, that of now."""
 
     known_as: str
@@ -126,7 +126,7 @@ class SglangVoice:
 
 
 @dataclass(frozen=True, slots=True)
-class ProrlVoice:
+class ProrlFormat:
     """The reference system's /generate: ids and logprobs, whole only."""
 
     def whole(self, done: Sampled) -> Body:
@@ -134,7 +134,7 @@ class ProrlVoice:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatVoice:
+class ChatFormat:
     """Chat completions, whole only."""
 
     model: str

@@ -50,19 +50,19 @@ from rollyard.testing.script import (
 )
 from rollyard.testing.scripted_control import Controls
 from rollyard.testing.scripted_dialects import (
-    ChatVoice,
-    CompletionVoice,
-    GenerateVoice,
-    ProrlVoice,
-    SglangVoice,
-    StreamVoice,
-    Voice,
+    ChatFormat,
+    CompletionFormat,
+    GenerateFormat,
+    ProrlFormat,
+    ReplyFormat,
+    SglangFormat,
+    StreamFormat,
     chat_prompt,
     spoil,
 )
 from rollyard.testing.scripted_sampling import Finish, LogprobsMode, Sampled, common_prefix, cut_at_text, cut_reply
 from rollyard.testing.scripted_streams import MIDWAY, stream_out
-from rollyard.testing.scripted_work import Piece, Work
+from rollyard.testing.scripted_work import ScriptedGeneration, ScriptedGenerations
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -145,7 +145,7 @@ class ScriptedEngine:
         self.total = 0
         self._port = port
         self._faults: deque[Fault | int] = deque()
-        self._work = Work()
+        self._work = ScriptedGenerations()
         self.control = Controls(self._work, self._end)  # what it was told of its weights
         self._numbers: OrderedDict[str, int] = OrderedDict()
         self._prefixes: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
@@ -345,14 +345,14 @@ class ScriptedEngine:
         body = await _body(request)
         params = body["sampling_params"]
         known_as = f"generate-tokens-{_request_id(request, body)}"
-        voice = GenerateVoice(known_as, self.model, _has_usage(body), is_old=self.has_old_logprobs)
+        voice = GenerateFormat(known_as, self.model, _has_usage(body), is_old=self.has_old_logprobs)
         limit = params.get("max_tokens", 16)
         return await self._serve(request, body, body["token_ids"], params, limit, known_as, voice)
 
     async def _completion(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
         known_as = f"cmpl-{_request_id(request, body)}"
-        voice = CompletionVoice(known_as, self.model, _has_usage(body), tokenizer=self.tokenizer)
+        voice = CompletionFormat(known_as, self.model, _has_usage(body), tokenizer=self.tokenizer)
         return await self._serve(
             request, body, body["prompt"], body, body.get("max_tokens", 16), f"{known_as}-0", voice
         )
@@ -363,20 +363,20 @@ class ScriptedEngine:
         logprobs = body.get("top_logprobs_num", 0) if body.get("return_logprob") else None
         params = {**body["sampling_params"], "logprobs": logprobs}
         limit = params.get("max_new_tokens", 128)
-        voice = SglangVoice(known_as, lambda: self.version, self.tokenizer, is_incremental=self.is_incremental)
+        voice = SglangFormat(known_as, lambda: self.version, self.tokenizer, is_incremental=self.is_incremental)
         return await self._serve(request, body, body["input_ids"], params, limit, known_as, voice)
 
     async def _prorl(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
         params, limit = {**body, "logprobs": 0}, body.get("max_tokens", 16)
         return await self._serve(
-            request, body, body["prompt_ids"], params, limit, _request_id(request, body), ProrlVoice()
+            request, body, body["prompt_ids"], params, limit, _request_id(request, body), ProrlFormat()
         )
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await _body(request)
         prompt = self.tokenizer.encode(chat_prompt(body["messages"], START))
-        voice = ChatVoice(self.model, self.tokenizer)
+        voice = ChatFormat(self.model, self.tokenizer)
         return await self._serve(request, body, prompt, body, body.get("max_tokens", 4096), "", voice)
 
     # --- the sampling that they share
@@ -389,7 +389,7 @@ class ScriptedEngine:
         params: Mapping[str, Any],
         max_tokens: int,
         known_as: str,
-        voice: Voice,
+        voice: ReplyFormat,
     ) -> web.StreamResponse:
         self._check(body, prompt)
         session_id = request.headers.get("X-Session-ID", "")
@@ -422,7 +422,7 @@ class ScriptedEngine:
             cached = self._cached(session_id, salt, prompt, ids[:count])
             return replace(plan, ids=ids[:count], finish=how, cached=cached)
 
-        if is_stream and isinstance(voice, StreamVoice):  # a chat is whole, whatever it was asked
+        if is_stream and isinstance(voice, StreamFormat):  # a chat is whole, whatever it was asked
             return await stream_out(request, self._work, known_as, piece, plan, end, voice)
         how = await self._work.do(known_as, piece)
         if how == "stopped":
@@ -470,12 +470,12 @@ class ScriptedEngine:
             ids = self._encoded[key] = self.tokenizer.encode(reply.text + (END if reply.ends else ""))
         return ids
 
-    def _piece(self, turn: Turn, reply: Reply, total: int, fault: Fault | None) -> Piece:
+    def _piece(self, turn: Turn, reply: Reply, total: int, fault: Fault | None) -> ScriptedGeneration:
         latency_s = self.latency_s if reply.latency_s is None else reply.latency_s
         stall_after = reply.stall_after
         if fault in MIDWAY:
             stall_after = max(1, total // 2 if stall_after is None else stall_after)
-        return Piece(
+        return ScriptedGeneration(
             total=total,
             latency_s=latency_s(turn) if callable(latency_s) else latency_s,
             tokens_per_s=self.tokens_per_s if reply.tokens_per_s is None else reply.tokens_per_s,

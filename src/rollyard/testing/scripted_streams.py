@@ -13,9 +13,9 @@ import orjson
 from aiohttp import web
 
 from rollyard.testing.script import Fault
-from rollyard.testing.scripted_dialects import Body, StreamVoice, spoil
+from rollyard.testing.scripted_dialects import Body, StreamFormat, spoil
 from rollyard.testing.scripted_sampling import Finish, Sampled
-from rollyard.testing.scripted_work import Piece, Work
+from rollyard.testing.scripted_work import ScriptedGeneration, ScriptedGenerations
 
 MIDWAY: frozenset[Fault | None] = frozenset({"cut_midway", "error_midway"})
 DONE = b"data: [DONE]\n\n"
@@ -24,12 +24,12 @@ _FAILED = {"error": {"message": "the engine failed", "type": "InternalServerErro
 
 async def stream_out(
     request: web.BaseRequest,
-    work: Work,
+    work: ScriptedGenerations,
     known_as: str,
-    piece: Piece,
+    piece: ScriptedGeneration,
     plan: Sampled,
     end: Callable[[int, Finish], Sampled],
-    voice: StreamVoice,
+    voice: StreamFormat,
 ) -> web.StreamResponse:
     """Streams `plan` as its `piece` is worked off; `end` says what came of it."""
     fault = plan.fault

@@ -14,7 +14,7 @@ TICK_S = 0.02
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class ScriptedGeneration:
     """One generation. `stall_after` tokens it goes no further by itself."""
 
     total: int
@@ -77,18 +77,18 @@ class Piece:
             self.timer = None
 
 
-class Work:
+class ScriptedGenerations:
     """All that is being generated. A piece that takes no time never enters."""
 
     def __init__(self) -> None:
-        self.running: dict[str, Piece] = {}
+        self.running: dict[str, ScriptedGeneration] = {}
         self.idle = asyncio.Event()
         self.idle.set()
         self.busy = asyncio.Event()
         self.open = asyncio.Event()
         self.open.set()
 
-    async def do(self, name: str, piece: Piece, tell: Callable[[], Awaitable[int]] | None = None) -> How:
+    async def do(self, name: str, piece: ScriptedGeneration, tell: Callable[[], Awaitable[int]] | None = None) -> How:
         """Returns when the piece would have been sampled, or is ended. Meanwhile `tell` is called whenever there is
         more, and says how many tokens it has told."""
         if piece.takes_s <= 0 and not piece.is_stalling and self.open.is_set():

@@ -37,7 +37,7 @@ from rollyard.core.engine import Kind
 from rollyard.core.failure import IdConflict, InvalidRequest, NotFound
 from rollyard.core.task import Sampling
 from rollyard.core.trace import Span
-from rollyard.store.base import Retention, Stale, Store, StoreLocked, StoreUnusable, Submission, Swept
+from rollyard.store.base import Retention, Stale, Store, StoreLocked, StoreUnusable, Submission, SweepResult
 
 
 class Open(Protocol):
@@ -611,7 +611,7 @@ async def what_is_acknowledged_loses_its_trajectory(open_store: Open) -> None:
         assert await store.trajectory("r119") is None and await store.get("r119") == ended[119]
         assert await store.trajectory("r120") is not None and await store.trajectory("theirs") is not None
         assert set((await store.sweep(Retention(3600))).rollouts) == {f"r{i:03}" for i in range(120)}
-        assert await store.sweep(Retention(3600)) == Swept()
+        assert await store.sweep(Retention(3600)) == SweepResult()
         await raises(NotFound, store.acknowledge("nobody's", cursor))
 
 
@@ -622,11 +622,11 @@ async def a_sweep_deletes_what_is_old(open_store: Open) -> None:
         await store.submit([submission("queued")])
         await store.request_cancel("never came", "")
         before = (await store.list(state=State.ENDED, limit=1000)).next_cursor
-        assert await store.sweep(Retention(3600)) == Swept()
+        assert await store.sweep(Retention(3600)) == SweepResult()
         assert len((await store.sweep(Retention(0))).rollouts) == 130
     async with opened(open_store) as store:
         assert len((await store.sweep(Retention(0))).rollouts) == 130  # not proven to have been deleted: named again
-        assert await store.sweep(Retention(0)) == Swept()
+        assert await store.sweep(Retention(0)) == SweepResult()
         assert (await store.counts())["ended"] == 0 and (await store.get("queued")).position == QUEUED
         (came,) = await store.submit([submission("never came")])
         assert not _is_cancelled(came)  # its tombstone was old

@@ -6,9 +6,9 @@ import time
 from dataclasses import replace
 
 from rollyard.core import Batch, Draw, DrawConfig, Group, GroupState, Rollout, Run, State, Task
-from rollyard.core.draw import Item, Progress, SourceKind, SourceSpec
+from rollyard.core.draw import DrawItem, DrawProgress, SourceKind, SourceSpec
 from rollyard.core.failure import IdConflict, NotFound, SourceClosed
-from rollyard.store.base import EvalRecord, Retention, Step, Store, Submission, eval_items
+from rollyard.store.base import Decision, EvalRecord, Retention, Store, Submission, eval_items
 from rollyard.testing.store_conformance import (
     QUEUED,
     Check,
@@ -69,12 +69,12 @@ async def a_group_is_stored_with_its_rollouts_once(open_store: Open) -> None:
 async def a_step_is_all_or_nothing(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_draw(draw(), {})
-        progress = Progress(order=1, epoch=2, position=3, returned=[Item(1, 2, 1, 1)], recent="101")
+        progress = DrawProgress(order=1, epoch=2, position=3, returned=[DrawItem(1, 2, 1, 1)], recent="101")
         after = draw(progress=progress)
         batch = Batch("d", 1, 4, 0, 0)
-        await store.step(Step(members("d.0.0.0"), (group("d.0.0.0", "d"),), after, (batch,)))
+        await store.step(Decision(members("d.0.0.0"), (group("d.0.0.0", "d"),), after, (batch,)))
         stolen = Submission(Rollout("d.0.0.0-0", "run", Task("other")), {"another": "body"})
-        worse = Step((stolen,), (group("d.0.1.0", "d"),), draw(is_active=False), (replace(batch, number=2),))
+        worse = Decision((stolen,), (group("d.0.1.0", "d"),), draw(is_active=False), (replace(batch, number=2),))
         await raises(IdConflict, store.step(worse))
     async with opened(open_store) as store:
         assert (await store.get_draw("d")).progress == progress and (await store.get_draw("d")).is_active
@@ -82,7 +82,7 @@ async def a_step_is_all_or_nothing(open_store: Open) -> None:
         await raises(NotFound, store.get_batch("d", 2))
         assert await store.get_batch("d", 1) == batch
         assert (await store.get("d.0.0.0-1")).state is State.QUEUED
-        await raises(NotFound, store.step(Step(draw=draw("nobody's"))))
+        await raises(NotFound, store.step(Decision(draw=draw("nobody's"))))
 
 
 @_check
@@ -90,7 +90,7 @@ async def draws_are_idempotent_and_listed(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_draw(draw("d"), {"a": 1})
         ended = draw("d", is_active=False, reason="closed")
-        await store.step(Step(draw=ended))
+        await store.step(Decision(draw=ended))
         assert await store.put_draw(draw("d"), {"a": 1}) == ended
         await raises(IdConflict, store.put_draw(draw("d"), {"a": 2}))
         await store.put_draw(draw("e"), {})
@@ -104,11 +104,11 @@ async def delivered_groups_come_in_their_order_and_stay(open_store: Open) -> Non
         await store.put_draw(draw(), {})
         for place in (2, 1, 3):
             one = group(f"g{place}", "d", state=GroupState.DELIVERED, place=place, batch=1 + place // 3)
-            await store.step(Step(groups=(one,)))
+            await store.step(Decision(groups=(one,)))
         assert [one.id for one in await store.delivered_groups("d", 0, 10)] == ["g1", "g2", "g3"]
         assert [one.id for one in await store.delivered_groups("d", 1, 1)] == ["g2"]
         undone = group("g3", "d", state=GroupState.COMPLETE)
-        await store.step(Step(groups=(undone,), draw=draw(), undone_after=1, batches=(Batch("d", 1, 2, 0, 0),)))
+        await store.step(Decision(groups=(undone,), draw=draw(), undone_after=1, batches=(Batch("d", 1, 2, 0, 0),)))
         assert [one.id for one in await store.delivered_groups("d", 0, 10)] == ["g1", "g2"]
         assert [one.id for one in await store.unfinished_groups()] == ["g3"]
 
@@ -137,7 +137,7 @@ async def what_a_live_draw_has_not_been_told_to_let_go_stays(open_store: Open) -
         await store.put_draw(draw(), {})
         for place, name in enumerate(("acked", "unacked"), 1):
             one = group(name, "d", state=GroupState.DELIVERED, place=place, batch=place)
-            await store.step(Step(members(name), (one,)))
+            await store.step(Decision(members(name), (one,)))
             await _ended(store, name)
         stranger = Submission(Rollout("mine", "run", Task("shell"), group="acked", index=0), {"id": "mine"})
         await store.submit([stranger])
@@ -150,7 +150,7 @@ async def what_a_live_draw_has_not_been_told_to_let_go_stays(open_store: Open) -
         assert set(swept) == {"acked-0", "acked-1", "mine"}  # that one is only old
         assert (await store.get("unacked-1")).state is State.ENDED and (await store.get_group("unacked")).place == 2
         await raises(NotFound, store.get_group("acked"))
-        await store.step(Step(draw=draw(is_active=False)))
+        await store.step(Decision(draw=draw(is_active=False)))
         await store.sweep(Retention(3600))
         assert await store.trajectory("unacked-0") is not None, "its draw has only just ended"
         assert (await store.sweep(Retention(0))).draws == ("d",)
@@ -164,10 +164,10 @@ async def an_acknowledged_run_keeps_what_was_not_delivered(open_store: Open) -> 
         await store.put_groups([(group("lone"), {})], members("lone"))
         states = {"waits": GroupState.COMPLETE, "works": GroupState.OPEN, "filtered": GroupState.FILTERED}
         for name, state in states.items():
-            await store.step(Step(members(name), (group(name, "d", state=state),)))
+            await store.step(Decision(members(name), (group(name, "d", state=state),)))
             await _ended(store, name)
         delivered = group("delivered", "d", state=GroupState.DELIVERED, place=1, batch=1)
-        await store.step(Step(members("delivered"), (delivered,)))
+        await store.step(Decision(members("delivered"), (delivered,)))
         await _ended(store, "delivered")
         await store.end("lone-0", QUEUED, completed(), trajectory("lone-0"))
         cursor = (await store.list(state=State.ENDED)).next_cursor
@@ -178,7 +178,7 @@ async def an_acknowledged_run_keeps_what_was_not_delivered(open_store: Open) -> 
         assert await store.acknowledge_draw("d", 1) == 1
         assert await store.trajectory("delivered-0") is None
         await store.end("lone-1", QUEUED, completed(), trajectory("lone-1"))
-        await store.step(Step(groups=(group("lone", state=GroupState.COMPLETE),)))
+        await store.step(Decision(groups=(group("lone", state=GroupState.COMPLETE),)))
         cursor = (await store.list(state=State.ENDED, after=cursor)).next_cursor
         assert cursor is not None and await store.acknowledge("run", cursor) == 2, "both of it, now that it is whole"
         assert await store.acknowledge("run", cursor) == 0
@@ -198,9 +198,9 @@ async def a_sweep_deletes_draws_evaluations_and_runs_that_are_over(open_store: O
         await store.put_draw(draw(), {})
         await store.put_items("d", 0, [{"n": 0}])
         over = group("g", "d", state=GroupState.DELIVERED, place=1, batch=1)
-        progress = Progress(batch=3, acked=2)
+        progress = DrawProgress(batch=3, acked=2)
         batches = tuple(Batch("d", number, 1, 0, 0) for number in (1, 2, 3))
-        await store.step(Step(members("g"), (over,), draw(progress=progress), batches))
+        await store.step(Decision(members("g"), (over,), draw(progress=progress), batches))
         await _ended(store, "g")
         swept = await store.sweep(Retention(0))
         assert (swept.rollouts, swept.draws, swept.runs) == (("evals.0-0",), (), ("evals",))
@@ -209,7 +209,7 @@ async def a_sweep_deletes_draws_evaluations_and_runs_that_are_over(open_store: O
         assert (await store.get("running.0-0")).state is State.ENDED, "its evaluation is not over"
         await raises(NotFound, store.get_batch("d", 1))
         assert await store.get_batch("d", 2), "a rewind may go there"
-        await store.step(Step(draw=draw(is_active=False, progress=progress)))
+        await store.step(Decision(draw=draw(is_active=False, progress=progress)))
         swept = await store.sweep(Retention(0))
         assert (set(swept.rollouts) - {"evals.0-0"}, swept.draws, swept.runs) == ({"g-0", "g-1"}, ("d",), ("run",))
         assert await store.count_items("d") == 0
@@ -224,7 +224,7 @@ async def rollouts_whose_group_is_over_are_found(open_store: Open) -> None:
     async with opened(open_store) as store:
         await store.put_groups([(group("open"), {}), (group("over"), {})], (*members("open"), *members("over")))
         await store.end("over-0", QUEUED, completed())
-        await store.step(Step(groups=(group("over", state=GroupState.CANCELLED),)))
+        await store.step(Decision(groups=(group("over", state=GroupState.CANCELLED),)))
         assert await store.orphans() == ("over-1",)
 
 
@@ -249,7 +249,7 @@ async def a_deleted_run_takes_its_draws_along(open_store: Open) -> None:
         await store.put_draw(draw(), {})
         await store.put_items("d", 0, [{"n": 0}])
         await store.put_eval(EvalRecord("e", "run", "default", 0), {})
-        await store.step(Step(groups=(group("g", "d", state=GroupState.FILTERED),), batches=(Batch("d", 1, 1, 0, 0),)))
+        await store.step(Decision(groups=(group("g", "d", state=GroupState.FILTERED),), batches=(Batch("d", 1, 1, 0, 0),)))
         await store.put_draw(replace(draw("theirs"), run="other"), {})
         await store.delete_run("run")
         await raises(NotFound, store.get_draw("d"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rollyard.core import LostAttempt, Outcome, Position, State
-from rollyard.store.base import EncodedTrajectory, Leased, Stale, Store
+from rollyard.store.base import EncodedTrajectory, LeasedRow, Stale, Store
 from rollyard.store.codec import CorruptRecord, encode_trajectory
 from rollyard.testing.store_conformance import (
     EVAL,
@@ -129,7 +129,7 @@ async def leases_outlive_the_head_that_keeps_them(open_store: Open) -> None:
         await store.request_cancel("unwanted", "enough")
     for _ in range(2):  # it makes no difference how often
         async with opened(open_store, max_attempts=1, keeps_leases=True) as store:
-            assert store.recovered.leased == tuple(Leased(state, 1, f"n-{state}", state) for state in states)
+            assert store.recovered.leased == tuple(LeasedRow(state, 1, f"n-{state}", state) for state in states)
             assert store.recovered.evals == ()
             assert [(await store.get(state)).position for state in states] == [INIT, READY, RUN, EVAL]
             assert (await store.get("unwanted")).state is State.ENDED
@@ -167,7 +167,7 @@ async def what_a_node_saved_is_judged_here_by_an_opener_that_keeps_no_leases(ope
         await leased(store, "a", State.EVAL, is_reevaluable=True)
         await leased(store, "b", State.EVAL, is_reevaluable=False)
     async with opened(open_store, keeps_leases=True) as store:  # they are out, whatever was saved
-        assert store.recovered.leased == (Leased("a", 1, "n1", State.EVAL), Leased("b", 1, "n1", State.EVAL))
+        assert store.recovered.leased == (LeasedRow("a", 1, "n1", State.EVAL), LeasedRow("b", 1, "n1", State.EVAL))
         assert store.recovered.evals == () and (await store.get("a")).position == EVAL
         assert await store.saved_run("a") == (trajectory("a"), {"is_reevaluable": True})
     async with opened(open_store) as store:

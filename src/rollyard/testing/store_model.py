@@ -11,7 +11,7 @@ from random import Random
 
 from rollyard.core import LIVE, LostAttempt, Outcome, Position, Run, State
 from rollyard.core.failure import IdConflict
-from rollyard.store.base import Leased, Stale, Store
+from rollyard.store.base import LeasedRow, Stale, Store
 from rollyard.testing.store_conformance import Open, completed, raises, submission, trajectory
 
 MAX_ATTEMPTS = 3
@@ -45,7 +45,7 @@ class Row:
         self.has_saved, self.is_reevaluable, self.node = False, False, None
 
 
-class Walk:
+class ModelWalk:
     """One random walk. `await Walk(open_store, seed).go(steps)`."""
 
     def __init__(self, open_store: Open, seed: int) -> None:
@@ -177,12 +177,12 @@ class Walk:
         for rollout_id in cancelled:
             self.rows[rollout_id].end(Outcome.CANCELLED)
         self.ended += cancelled
-        evals, failed, leased = list[str](), 0, list[Leased]()
+        evals, failed, leased = list[str](), 0, list[LeasedRow]()
         for rollout_id, row in live:
             if row.position.state not in LIVE:
                 continue
             if keeps_leases and row.node is not None:
-                leased.append(Leased(rollout_id, row.position.attempt, row.node, row.position.state))
+                leased.append(LeasedRow(rollout_id, row.position.attempt, row.node, row.position.state))
                 continue
             is_evaluable = row.position.state is State.EVAL and row.is_reevaluable
             if is_evaluable and row.evals_lost < MAX_ATTEMPTS:

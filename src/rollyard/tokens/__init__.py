@@ -2,8 +2,8 @@
 
 from rollyard.tokens.base import Markers, Parsed, Renderer, ToolCall, ToolSchema
 from rollyard.tokens.chatml import ChatML
-from rollyard.tokens.choose import load_renderer
 from rollyard.tokens.reader import Delta, Reader
+from rollyard.tokens.renderer_choice import load_renderer
 from rollyard.tokens.tokenizer import Tokenizer, Tokenizers
 from rollyard.tokens.trace import TraceBuilder, prompt_digest
 from rollyard.tokens.verify import verify, verify_trace

@@ -23,8 +23,8 @@ from enum import Enum, auto
 
 from rollyard.tokens.base import Markers, Parsed, Renderer, ToolCall, ToolSchema
 from rollyard.tokens.calls import assistant_message
-from rollyard.tokens.channel import Channel, Characters
 from rollyard.tokens.text_cut import Kind, TextCut
+from rollyard.tokens.text_stream import CharacterStream, TextStream
 from rollyard.tokens.turns import ends_thinking
 
 PROMPT_CALLS = 8
@@ -73,7 +73,7 @@ class Reader:
         elif ends_thinking(prompt_ids, markers, renderer.stop_token_ids):
             self._state = _State.THINK
         self._cut = TextCut()
-        self._channel = (Characters if self._state is _State.TEXT else Channel)(renderer.decode)
+        self._channel = (CharacterStream if self._state is _State.TEXT else TextStream)(renderer.decode)
 
     def feed(self, ids: Sequence[int]) -> list[Delta | ToolCall]:
         """What can be told now that these ids were sampled."""
@@ -158,14 +158,14 @@ class Reader:
     def _begin_thinking(self, token: int) -> None:
         self._tell("text", self._channel.take())
         if token == self._markers.think_open and not self._so_far("text") and not self._channel.has_more:
-            self._channel = Channel(self._renderer.decode)
+            self._channel = TextStream(self._renderer.decode)
             self._state = _State.THINK
         else:  # not where a turn begins to think: only the renderer can say what this is
             self._wait(len(self._ids) - 1)
 
     def _end_thinking(self) -> None:
         self._tell("reasoning", self._channel.rest())
-        self._channel = Channel(self._renderer.decode)
+        self._channel = TextStream(self._renderer.decode)
         self._state, self._has_thought = _State.SAY, True
         parsed = self._parsed()
         if parsed.content or parsed.reasoning != self._so_far("reasoning"):

@@ -1,7 +1,7 @@
 """Which recorded conversation a request extends, and the exact tokens that it is sent with.
 
 A client that keeps its own history (an agent program behind the gateway) sends all of it with every request. Rendering
-that anew would give the model other tokens than it had sampled. So a `Book` remembers every completion of a rollout
+that anew would give the model other tokens than it had sampled. So a `ConversationBook` remembers every completion of a rollout
 under the messages that led to it, as the client will send them back. A request whose messages begin with such a history
 gets those very ids (prompt, then what was sampled) and, behind them, the tokens of what is new.
 
@@ -12,7 +12,7 @@ whether or not the client sends it back; with `as_sent` what the client removed 
 
 Invariants. Nothing that was sampled is dropped, and each sampled span has one owner: the trace that it was sampled for.
 Whoever cannot extend a trace exactly (it went on without them, its history was rewritten, the renderer cannot show the
-prefix) begins a new one, with the reason; stretches that both have are marked as copies. A `Turn` changes nothing
+prefix) begins a new one, with the reason; stretches that both have are marked as copies. A `PreparedTurn` changes nothing
 until its completion is kept: a request that fails leaves no mark.
 
 Cost. A request's history is digested once, in one pass; each known history is found by its digest. For 60 messages of
@@ -53,8 +53,8 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One request on its way: what is sent, and what it hangs on. See `Book.begin`."""
+class PreparedTurn:
+    """One request on its way: what is sent, and what it hangs on. See `ConversationBook.begin`."""
 
     prompt: list[int]
     packed: array[int] = field(repr=False)  # the same, as it is recorded; 30 ms for 200,000 tokens
@@ -71,8 +71,8 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a request belongs among the conversations: see `Book.find`."""
+class SplicePoint:
+    """Where a request belongs among the conversations: see `ConversationBook.find`."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSchema]
@@ -87,7 +87,7 @@ class Place:
         return self.messages[self.answered :] if self.leaf is not None else self.messages
 
 
-class Book:
+class ConversationBook:
     """The conversations of one rollout."""
 
     def __init__(
@@ -120,20 +120,20 @@ class Book:
 
     # --- a request ---
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Turn:
+    def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> PreparedTurn:
         """What this request is to be sent with. Nothing is recorded yet."""
         place = self.find(messages, tools)
         return self.extended(place) or self.rendered(place)
 
-    def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Place:
+    def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> SplicePoint:
         """Where it belongs. Costs little; what follows costs what there is to tokenize, and may run in a thread."""
         toolset = self._known.toolset(tools)
         history = self._known.of(messages, toolset)
         answered = _answered(messages)
         leaf = self._leaves.get((toolset.digest, history.chain[answered])) if answered < len(messages) else None
-        return Place(messages, tools, leaf, answered, history, toolset)
+        return SplicePoint(messages, tools, leaf, answered, history, toolset)
 
-    def extended(self, place: Place) -> Turn | None:
+    def extended(self, place: SplicePoint) -> PreparedTurn | None:
         """What it goes on from and the tokens of what is new; None if that cannot be shown to be exact."""
         leaf = place.leaf
         if leaf is None:
@@ -144,7 +144,7 @@ class Book:
             return None
         return _turn(prompt, place, leaf, None)
 
-    def rendered(self, place: Place) -> Turn:
+    def rendered(self, place: SplicePoint) -> PreparedTurn:
         """All of it, anew: the beginning of a trace of its own."""
         reason = NOT_EXTENDED if place.leaf is not None else self._reason(place.history, place.toolset, place.answered)
         prompt = self._renderer.render(place.messages, place.tools)
@@ -168,7 +168,7 @@ class Book:
 
     def keep(
         self,
-        turn: Turn,
+        turn: PreparedTurn,
         ids: Sequence[int],
         logprobs: Sequence[float] | None,
         *,
@@ -215,7 +215,7 @@ class Book:
             self._remember(turn, parsed.message, _Leaf(builder, sampled_at, len(builder)))
         return parsed
 
-    def _remember(self, turn: Turn, answer: Message, leaf: _Leaf) -> None:
+    def _remember(self, turn: PreparedTurn, answer: Message, leaf: _Leaf) -> None:
         toolset, asked = turn.toolset.digest, turn.history
         whole = self._known.then(asked, answer, turn.toolset)
         self._has_begun = True
@@ -226,7 +226,7 @@ class Book:
         self._bare_answers.add(whole.bare[-1])
         self._histories.update(whole.chain[1:])
 
-    def _builder(self, turn: Turn, is_abandoned: bool) -> TraceBuilder:
+    def _builder(self, turn: PreparedTurn, is_abandoned: bool) -> TraceBuilder:
         base = turn.base
         if base is not None and len(base.builder) == base.end and not is_abandoned:
             base.builder.context(turn.packed[base.end :])
@@ -244,7 +244,7 @@ class Book:
         self._builders.append(builder)
         return builder
 
-    def _mark_copies(self, builder: TraceBuilder, turn: Turn) -> None:
+    def _mark_copies(self, builder: TraceBuilder, turn: PreparedTurn) -> None:
         """Of the recorded trace that begins most like this one: the spans that are here too, token for token."""
         best, shared = None, 0
         for other in self._builders:
@@ -255,9 +255,9 @@ class Book:
             builder.copies([span for span in best.spans if span.end <= shared])
 
 
-def _turn(prompt: list[int], place: Place, leaf: _Leaf | None, reason: str | None) -> Turn:
+def _turn(prompt: list[int], place: SplicePoint, leaf: _Leaf | None, reason: str | None) -> PreparedTurn:
     packed = array("i", prompt)
-    return Turn(prompt, packed, place.messages, place.tools, leaf, reason, place.history, place.toolset)
+    return PreparedTurn(prompt, packed, place.messages, place.tools, leaf, reason, place.history, place.toolset)
 
 
 def _answered(messages: Sequence[Message]) -> int:

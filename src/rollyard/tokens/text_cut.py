@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from rollyard.tokens.channel import Trim
+from rollyard.tokens.text_stream import Trim
 
 Kind = Literal["text", "reasoning"]
 

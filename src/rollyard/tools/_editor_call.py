@@ -91,7 +91,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EditorCall:
     command: str
     path: str
     note: str  # what the model should know about how it was understood
@@ -102,7 +102,7 @@ class Call:
     view_range: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Json], workdir: str = WORKDIR) -> Call:
+    def of(cls, arguments: Mapping[str, Json], workdir: str = WORKDIR) -> EditorCall:
         given = {name: value for name, value in arguments.items() if value is not None}
         if unknown := given.keys() - cls.__dataclass_fields__.keys() | given.keys() & {"note"}:
             raise Refused(f"Unknown parameter: {', '.join(sorted(unknown))}.")

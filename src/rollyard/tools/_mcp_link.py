@@ -34,7 +34,7 @@ CONNECT_S = 10.0
 END_S = 5.0  # for a session to end; beyond it, it is left to its cancellation
 
 
-class Other(Protocol):
+class McpServer(Protocol):
     """The other side of a session."""
 
     is_writing: bool
@@ -45,7 +45,7 @@ class Other(Protocol):
     async def epitaph(self) -> str: ...
 
 
-class Far:
+class RemoteMcpServer:
     """A server outside. What the client library makes of an HTTP status loses it, so it is noted here."""
 
     is_writing = False
@@ -59,13 +59,13 @@ class Far:
         return "the connection to it ended"
 
 
-Connect = Callable[[], AbstractAsyncContextManager[tuple[Other, Any]]]
+Connect = Callable[[], AbstractAsyncContextManager[tuple[McpServer, Any]]]
 
 
 @asynccontextmanager
-async def reached(server: OutsideServer) -> AsyncGenerator[tuple[Other, Any], None]:
+async def reached(server: OutsideServer) -> AsyncGenerator[tuple[McpServer, Any], None]:
     """The streams to a server outside, over streamable HTTP."""
-    far = Far()
+    far = RemoteMcpServer()
     timeout = httpx2.Timeout(CONNECT_S, read=None)  # how long an answer may take is the call's to say
     hooks = {"response": [far.note]}
     async with (
@@ -75,11 +75,11 @@ async def reached(server: OutsideServer) -> AsyncGenerator[tuple[Other, Any], No
         yield far, streams
 
 
-class Unstarted(Exception):
+class ServerNotStarted(Exception):
     """The server does not start, or does not answer as one. The message says how."""
 
 
-class Died(Exception):
+class ServerDied(Exception):
     """The server ended while it was asked. The message says how."""
 
 
@@ -87,7 +87,7 @@ class TimedOut(Exception):
     """No answer came in time. The message says what became of the server."""
 
 
-class Link:
+class McpConnection:
     """See the module."""
 
     def __init__(self, connect: Connect, *, start_s: float = START_S) -> None:
@@ -97,14 +97,14 @@ class Link:
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._session: ClientSession | None = None
-        self._other: Other | None = None
+        self._other: McpServer | None = None
         self._is_closed = False
 
     async def request(self, ask: Callable[[ClientSession], Awaitable[T]], *, timeout_s: float) -> tuple[T, bool]:
         """What the server answered, and whether it had to be started anew for that. MCPError is its own refusal."""
         async with self._turn:
             if self._is_closed:
-                raise Unstarted("its rollout is over")
+                raise ServerNotStarted("its rollout is over")
             is_new = self._session is None or self._other is None or self._other.is_dead
             if is_new:
                 await self._end()
@@ -123,7 +123,7 @@ class Link:
                     raise
                 how = await self._other.epitaph() if self._other is not None else "it is gone"
                 await self._end()
-                raise Died(how) from None
+                raise ServerDied(how) from None
 
     async def close(self) -> None:
         self._is_closed = True
@@ -140,7 +140,7 @@ class Link:
                 await asyncio.shield(ready)
         except TimeoutError:
             how = await self._other.epitaph() if self._other is not None else ""
-            raise Unstarted(f"it did not answer within {timeout_s:g} s{f': {how}' if how else ''}") from None
+            raise ServerNotStarted(f"it did not answer within {timeout_s:g} s{f': {how}' if how else ''}") from None
         finally:
             if self._session is None:
                 ready.cancel()
@@ -155,7 +155,7 @@ class Link:
                         await session.initialize()
                     except MCPError as error:
                         how = await other.epitaph() if error.code == CONNECTION_CLOSED else error.message
-                        raise Unstarted(how) from error
+                        raise ServerNotStarted(how) from error
                     self._session = session
                     if not ready.done():
                         ready.set_result(None)
@@ -166,8 +166,8 @@ class Link:
         except BaseException as error:
             found = _first(error)
             if not ready.done():
-                known = isinstance(found, RollyardError | Unstarted)
-                ready.set_exception(found if known else Unstarted(f"{type(found).__name__}: {found}"))
+                known = isinstance(found, RollyardError | ServerNotStarted)
+                ready.set_exception(found if known else ServerNotStarted(f"{type(found).__name__}: {found}"))
             elif not stop.is_set():
                 log.warning("an MCP session broke", extra={"error": type(found).__name__})
 

@@ -49,7 +49,7 @@ CHUNK_BYTES = 64 << 10
 EXIT_S = 0.5  # for a program whose output has ended to be gone, so that its status can be told
 
 
-class Lines:
+class LineSplitter:
     """Cuts a stream into lines. One that is longer than the limit comes out as None, once, and is not kept."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -75,7 +75,7 @@ class Lines:
             yield None
 
 
-class Program:
+class McpProgram:
     """The server's process and our ends of its pipes. Made by `running`."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Program:
 
     async def listen(self, deliver: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
         """Its output to the session, until either ends."""
-        lines = Lines(MESSAGE_BYTES)
+        lines = LineSplitter(MESSAGE_BYTES)
         with deliver, contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             while True:
                 await self._is_asked.wait()
@@ -244,9 +244,9 @@ Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObj
 @asynccontextmanager
 async def running(
     sandbox: Sandbox, command: Sequence[str], env: Mapping[str, str]
-) -> AsyncGenerator[tuple[Program, Streams], None]:
+) -> AsyncGenerator[tuple[McpProgram, Streams], None]:
     """A started server and a session's streams to it. Leaving the block kills it."""
-    program = Program()
+    program = McpProgram()
     try:
         await program.start(sandbox, command, env)
         deliver, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)

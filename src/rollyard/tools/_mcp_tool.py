@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from rollyard.core import Json
 from rollyard.core.failure import SetupFailed, ToolUnreachable
 from rollyard.sandbox.base import Sandbox
-from rollyard.tools._mcp_link import Connect, Died, Link, TimedOut, Unstarted, reached
+from rollyard.tools._mcp_link import Connect, McpConnection, ServerDied, ServerNotStarted, TimedOut, reached
 from rollyard.tools._mcp_pipes import running
 from rollyard.tools._output import Output
 from rollyard.tools.base import ToolContext, ToolResult, ToolSpec
@@ -51,7 +51,7 @@ DESCRIPTION_BYTES = 8192
 
 async def open_tools(source: McpSource, context: ToolContext) -> list[McpTool]:
     """Each under the name that the model sees. Nothing is left if it fails."""
-    link = Link(_connect(source, context.sandbox), start_s=source.start_s)
+    link = McpConnection(_connect(source, context.sandbox), start_s=source.start_s)
     try:
         listed, _ = await link.request(_all_tools, timeout_s=source.start_s)
         names = _names(source.name, [tool.name for tool in listed])
@@ -60,7 +60,7 @@ async def open_tools(source: McpSource, context: ToolContext) -> list[McpTool]:
             McpTool(link, source.name, tool.name, _spec(name, tool), context.output_bytes, sandbox)
             for name, tool in zip(names, listed, strict=True)
         ]
-    except (Unstarted, Died, TimedOut, MCPError, ValidationError) as error:
+    except (ServerNotStarted, ServerDied, TimedOut, MCPError, ValidationError) as error:
         await link.close()
         why = f"the MCP server {source.name!r} gave no tools: {_cut(str(error), 2000)}"
         raise (SetupFailed if source.server is None else ToolUnreachable)(why) from error
@@ -82,7 +82,7 @@ class McpTool:
     """One tool of a server. Closing any of them ends the server for all."""
 
     def __init__(
-        self, link: Link, server: str, name: str, spec: ToolSpec, output_bytes: int, sandbox: Sandbox | None
+        self, link: McpConnection, server: str, name: str, spec: ToolSpec, output_bytes: int, sandbox: Sandbox | None
     ) -> None:
         self._link = link
         self._server = server
@@ -94,12 +94,12 @@ class McpTool:
     async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
         try:
             result, is_new = await self._link.request(self._asking(arguments), timeout_s=timeout_s)
-        except Died as died:
+        except ServerDied as died:
             await self._raise_if_sandbox_is_gone()
             return self._error(f"died: {died}. It is started again at the next call; its state is lost")
         except TimedOut as late:
             return self._error(f"{late}")
-        except Unstarted as failed:
+        except ServerNotStarted as failed:
             await self._raise_if_sandbox_is_gone()
             return self._error(f"does not start: {failed}")
         except MCPError as refused:
@@ -136,10 +136,10 @@ async def _all_tools(session: ClientSession) -> list[ListedTool]:
         tools += page.tools
         cursor = page.next_cursor
         if len(tools) > MOST_TOOLS:
-            raise Unstarted(f"it has more than {MOST_TOOLS} tools")
+            raise ServerNotStarted(f"it has more than {MOST_TOOLS} tools")
         if not cursor:
             return tools
-    raise Unstarted(f"its list of tools has more than {MOST_PAGES} pages")
+    raise ServerNotStarted(f"its list of tools has more than {MOST_PAGES} pages")
 
 
 def _names(server: str, tools: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rollyard.core import Json
 from rollyard.sandbox.base import Sandbox
-from rollyard.tools._editor_call import SPEC, Call, Refused
+from rollyard.tools._editor_call import SPEC, EditorCall, Refused
 from rollyard.tools._history import History, mark
 from rollyard.tools._output import cut
 from rollyard.tools._text import MOST_MATCHES, NotText, TextFile
@@ -71,7 +71,7 @@ class EditorTool:
     async def call(self, arguments: Mapping[str, Json], *, timeout_s: float) -> ToolResult:
         note, is_error = "", False
         try:
-            call = Call.of(arguments, self._sandbox.spec.workdir)
+            call = EditorCall.of(arguments, self._sandbox.spec.workdir)
             note = call.note
             async with asyncio.timeout(timeout_s), self._turn:
                 content = await getattr(self, f"_{call.command}")(call, timeout_s)
@@ -83,7 +83,7 @@ class EditorTool:
 
     # --- the commands ---
 
-    async def _view(self, call: Call, timeout_s: float) -> str:
+    async def _view(self, call: EditorCall, timeout_s: float) -> str:
         try:
             file = await self._read(call.path)
         except IsADirectoryError:
@@ -106,7 +106,7 @@ class EditorTool:
             listed += f"\n[… {result.dropped_bytes} bytes left out]\n"
         return f"Here's the files and directories up to 2 levels deep in {path}, excluding hidden items:\n{listed}"
 
-    async def _create(self, call: Call, timeout_s: float) -> str:
+    async def _create(self, call: EditorCall, timeout_s: float) -> str:
         text = call.needs("file_text", call.file_text)
         try:
             await self._sandbox.read(call.path, limit_bytes=FILE_BYTES)
@@ -129,7 +129,7 @@ class EditorTool:
             raise Refused(f"{call.path} cannot be created: {_said(error)}") from None
         return f"File created successfully at: {call.path}"
 
-    async def _str_replace(self, call: Call, timeout_s: float) -> str:
+    async def _str_replace(self, call: EditorCall, timeout_s: float) -> str:
         file = await self._file(call.path)
         old, new = file.given(call.needs("old_str", call.old_str)), file.given(call.new_str or "")
         if not old:
@@ -153,7 +153,7 @@ class EditorTool:
         line = file.line_of(places[0])
         return await self._edit(call.path, file, file.replaced(places[0], old, new), line, new, timeout_s)
 
-    async def _insert(self, call: Call, timeout_s: float) -> str:
+    async def _insert(self, call: EditorCall, timeout_s: float) -> str:
         file = await self._file(call.path)
         new = file.given(call.needs("new_str", call.new_str))
         after, last = call.needs("insert_line", call.insert_line), len(file.lines())
@@ -164,7 +164,7 @@ class EditorTool:
             )
         return await self._edit(call.path, file, file.inserted(after, new), after + 1, new, timeout_s)
 
-    async def _undo_edit(self, call: Call, timeout_s: float) -> str:
+    async def _undo_edit(self, call: EditorCall, timeout_s: float) -> str:
         file = await self._file(call.path)
         edit = self._history.last(call.path)
         if edit is None:

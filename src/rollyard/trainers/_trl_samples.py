@@ -33,7 +33,7 @@ def sample_type() -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class SampleBuilder:
     """How traces become `RolloutSample`s. `first` is Rollyard's number of the version that TRL calls 0."""
 
     kind: Kind
@@ -101,7 +101,7 @@ def metrics_of(group: Group, rollout: GroupRollout) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrlRow:
     """What GRPOTrainer takes of one rollout."""
 
     prompt_ids: list[int]
@@ -112,7 +112,7 @@ class Row:
     rollout: str
 
 
-def row_of(rollout: GroupRollout) -> Row:
+def row_of(rollout: GroupRollout) -> TrlRow:
     """A rollout as one row. An untrainable one is masked out whole and has no reward: TRL leaves it out of loss and
     baseline. ValueError where it forked into several sequences, RolloutsMissing where it has no token at all."""
     traces = learned(rollout) if rollout.trainable and rollout.reward is not None else []
@@ -130,4 +130,4 @@ def row_of(rollout: GroupRollout) -> Row:
     logprobs, mask, reward = [0.0] * size, [0] * size, None
     if traces and trace.logprobs is not None:
         logprobs, mask, reward = trace.logprobs[start:].tolist(), trace.mask[start:].tolist(), rollout.reward
-    return Row(trace.token_ids[:start].tolist(), trace.token_ids[start:].tolist(), logprobs, mask, reward, rollout.id)
+    return TrlRow(trace.token_ids[:start].tolist(), trace.token_ids[start:].tolist(), logprobs, mask, reward, rollout.id)

@@ -22,7 +22,7 @@ GREEDY: dict[str, Json] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PromptGroup:
     """A prompt of verl's, and the group that stands for it."""
 
     uid: str
@@ -41,9 +41,9 @@ class Ask:
         return self.step if self.is_validation else max(0, self.step - 1)
 
 
-def asks_of_prompts(rows: Sequence[dict[str, Any]], rollout: Any, settings: Settings) -> list[Ask]:
+def asks_of_prompts(rows: Sequence[dict[str, Any]], rollout: Any, settings: Settings) -> list[PromptGroup]:
     """V1: one row for each uid. n is the configuration's, unless the row says otherwise."""
-    asks: list[Ask] = []
+    asks: list[PromptGroup] = []
     for row in rows:
         fields = dict(row)
         is_validation = bool(fields.pop("validate", False))
@@ -55,7 +55,7 @@ def asks_of_prompts(rows: Sequence[dict[str, Any]], rollout: Any, settings: Sett
     return asks
 
 
-def asks_of_repeated(prompts: Any, settings: Settings) -> tuple[list[Ask], list[int]]:
+def asks_of_repeated(prompts: Any, settings: Settings) -> tuple[list[PromptGroup], list[int]]:
     """The older trainer: a DataProto in which each prompt stands n times. Also: of which ask each row is."""
     columns: Mapping[str, Sequence[Any]] = prompts.non_tensor_batch
     is_validation = bool(prompts.meta_info.get("validate", False))
@@ -65,7 +65,7 @@ def asks_of_repeated(prompts: Any, settings: Settings) -> tuple[list[Ask], list[
         uid = str(columns["uid"][i]) if "uid" in columns else new_id("uid")
         is_greedy = not is_validation and "__do_sample__" in columns and not columns["__do_sample__"][i]
         rows.setdefault((uid, is_greedy), []).append(i)
-    asks: list[Ask] = []
+    asks: list[PromptGroup] = []
     place = [0] * len(prompts)
     for (uid, is_greedy), indices in rows.items():
         for i in indices:
@@ -83,14 +83,14 @@ def _ask(
     settings: Settings,
     is_validation: bool,
     is_greedy: bool,
-) -> Ask:
+) -> PromptGroup:
     task = task_of(fields, settings)
     if is_greedy:
         task["sampling"] = {**task.get("sampling", {}), **GREEDY}
     run = settings.run + (".val" if is_validation else "")
     # verl makes new uids in every process; one that it hands over again is the group that is there.
     group = f"{run}-{uid}{'-greedy' if is_greedy else ''}"
-    return Ask(uid, group, run, size, task, fields, step, is_validation, is_greedy)
+    return PromptGroup(uid, group, run, size, task, fields, step, is_validation, is_greedy)
 
 
 def task_of(row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

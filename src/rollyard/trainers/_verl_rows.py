@@ -5,7 +5,7 @@ response all from there to the last one: what a tool said after that trains noth
 would be lost to those estimators that look at the mask.
 
 Invariants. A training row has a reward, logprobs, and at least one sampled token. What infrastructure failed is no row.
-A member that is not trainable is no row. Where verl insists on one (its DataProto), that row is a `Blank`: no response,
+A member that is not trainable is no row. Where verl insists on one (its DataProto), that row is a `BlankRow`: no response,
 no mask, and as its score the mean of the members that count, which leaves the group's baseline where it was.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class VerlRow:
     """One trace, cut where verl wants it cut. The last four arrays have the response's length."""
 
     rollout: GroupRollout
@@ -68,7 +68,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blank:
+class BlankRow:
     """A row that trains nothing and moves no baseline, where verl wants one. `prompt_ids` is never empty."""
 
     prompt_ids: NDArray[np.int64]
@@ -76,10 +76,10 @@ class Blank:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Harvest:
+class GroupRows:
     """What of a group goes to verl: for each member that counts its rows, by index; and what does not."""
 
-    members: tuple[tuple[Row, ...], ...]
+    members: tuple[tuple[VerlRow, ...], ...]
     size: int  # that was asked for
     lost: int  # members that infrastructure took, beyond the spares
     untrainable: int  # members that are there, and in neither loss nor baseline
@@ -91,28 +91,28 @@ class Harvest:
         return mean_of([each[0].reward for each in self.members])
 
     @property
-    def rows(self) -> list[tuple[int, Row]]:
+    def rows(self) -> list[tuple[int, VerlRow]]:
         return [(member, row) for member, rows in enumerate(self.members) for row in rows]
 
 
-def harvest(group: Group, size: int, *, is_training: bool, temperature: float | None = None) -> Harvest:
+def harvest(group: Group, size: int, *, is_training: bool, temperature: float | None = None) -> GroupRows:
     """In training, only what is trainable; else whatever has a score (nothing in a run of mode eval is trainable).
 
     `temperature`: what the trainer computes its logprobs with; a trace that was sampled with another is a ValueError.
     """
-    members: list[tuple[Row, ...]] = []
+    members: list[tuple[VerlRow, ...]] = []
     for rollout in group.rollouts:
         rows = _rows(rollout, is_training=is_training, temperature=temperature)
         if rows:
             members.append(rows)
     missing = max(0, size - len(group.rollouts))
-    return Harvest(tuple(members), size, missing, len(group.rollouts) - len(members), group.reason if missing else None)
+    return GroupRows(tuple(members), size, missing, len(group.rollouts) - len(members), group.reason if missing else None)
 
 
-def _rows(rollout: GroupRollout, *, is_training: bool, temperature: float | None) -> tuple[Row, ...]:
+def _rows(rollout: GroupRollout, *, is_training: bool, temperature: float | None) -> tuple[VerlRow, ...]:
     if rollout.reward is None or (is_training and not rollout.trainable):
         return ()
-    found: list[Row] = []
+    found: list[VerlRow] = []
     for trace in rollout.traces:
         if not trace.mask.any() or (is_training and (not trace.trainable or trace.logprobs is None)):
             continue
@@ -125,7 +125,7 @@ def _rows(rollout: GroupRollout, *, is_training: bool, temperature: float | None
     return tuple(found)
 
 
-def _row(rollout: GroupRollout, reward: float, trace: Trace) -> Row:
+def _row(rollout: GroupRollout, reward: float, trace: Trace) -> VerlRow:
     import numpy as np
 
     owned = np.flatnonzero(trace.mask)
@@ -136,10 +136,10 @@ def _row(rollout: GroupRollout, reward: float, trace: Trace) -> Row:
     logprobs = np.zeros(len(ids), np.float32) if trace.logprobs is None else np.asarray(trace.logprobs, np.float32)
     mask, versions = np.asarray(trace.mask, dtype=np.int64), np.asarray(trace.versions, dtype=np.int64)
     cut = slice(start, end)
-    return Row(rollout, reward, ids[:start], ids[cut], mask[cut], logprobs[cut], versions[cut])
+    return VerlRow(rollout, reward, ids[:start], ids[cut], mask[cut], logprobs[cut], versions[cut])
 
 
-def fill(found: Harvest, pad_id: int, otherwise: float = 0.0) -> tuple[list[Row | Blank], list[Row]]:
+def fill(found: GroupRows, pad_id: int, otherwise: float = 0.0) -> tuple[list[VerlRow | BlankRow], list[VerlRow]]:
     """One row for each member that was asked for, and the rows that found no place there.
 
     Of a rollout whose history forked, the trace that owns most tokens is the row. `otherwise` is the score of blank
@@ -147,8 +147,8 @@ def fill(found: Harvest, pad_id: int, otherwise: float = 0.0) -> tuple[list[Row 
     """
     import numpy as np
 
-    rows: list[Row | Blank] = []
-    left_out: list[Row] = []
+    rows: list[VerlRow | BlankRow] = []
+    left_out: list[VerlRow] = []
     for each in found.members[: found.size]:
         best = max(each, key=lambda row: row.sampled_tokens)
         rows.append(best)
@@ -156,11 +156,11 @@ def fill(found: Harvest, pad_id: int, otherwise: float = 0.0) -> tuple[list[Row 
     prompt = found.members[0][0].prompt_ids if found.members else np.full(1, pad_id, dtype=np.int64)
     mean = found.mean
     neutral = otherwise if mean is None else mean
-    return rows + [Blank(prompt, neutral)] * (found.size - len(rows)), left_out
+    return rows + [BlankRow(prompt, neutral)] * (found.size - len(rows)), left_out
 
 
 def padded(
-    rows: Sequence[Row | Blank], prompt_length: int, response_length: int, pad_id: int
+    rows: Sequence[VerlRow | BlankRow], prompt_length: int, response_length: int, pad_id: int
 ) -> dict[str, NDArray[Any]]:
     """Prompts padded on the left, responses on the right, to verl's two lengths, or to the longest row's.
 
@@ -170,7 +170,7 @@ def padded(
     import numpy as np
 
     width = max([prompt_length, *(len(row.prompt_ids) for row in rows)])
-    length = max([response_length, *(len(row.response_ids) for row in rows if isinstance(row, Row))])
+    length = max([response_length, *(len(row.response_ids) for row in rows if isinstance(row, VerlRow))])
     count = len(rows)
     prompts = np.full((count, width), pad_id, dtype=np.int64)
     responses = np.full((count, length), pad_id, dtype=np.int64)
@@ -181,7 +181,7 @@ def padded(
     for i, row in enumerate(rows):
         prompts[i, width - len(row.prompt_ids) :] = row.prompt_ids
         attention[i, width - len(row.prompt_ids) : width] = 1
-        if isinstance(row, Blank):
+        if isinstance(row, BlankRow):
             scores[i, 0] = row.reward
             continue
         size = len(row.response_ids)

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollyard.trainers._verl_prompts import Ask
-from rollyard.trainers._verl_rows import Blank, Row
+from rollyard.trainers._verl_prompts import PromptGroup
+from rollyard.trainers._verl_rows import BlankRow, VerlRow
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ def rows_of(prompts: Any) -> list[dict[str, Any]]:
     return [{name: value(column, i) for name, column in prompts.items()} for i in range(len(prompts))]
 
 
-async def put_status(ask: Ask, status: str) -> None:
+async def put_status(ask: PromptGroup, status: str) -> None:
     """running; at its end finished, or failure where a member is missing."""
     import transfer_queue as tq  # type: ignore[import-not-found]
 
@@ -38,7 +38,7 @@ async def put_status(ask: Ask, status: str) -> None:
     await asyncio.to_thread(tq.kv_put, key=ask.uid, partition_id=_partition(ask), tag={"status": status})
 
 
-async def put_rows(ask: Ask, rows: Sequence[tuple[int, Row]]) -> None:
+async def put_rows(ask: PromptGroup, rows: Sequence[tuple[int, VerlRow]]) -> None:
     """Each with the number of its rollout among those that count."""
     keys: list[str] = []
     values: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ async def put_rows(ask: Ask, rows: Sequence[tuple[int, Row]]) -> None:
     await asyncio.to_thread(_put, keys, values, tags, _partition(ask))
 
 
-def _partition(ask: Ask) -> str:
+def _partition(ask: PromptGroup) -> str:
     return "val" if ask.is_validation else "train"
 
 
@@ -73,7 +73,7 @@ def _put(keys: list[str], values: list[dict[str, Any]], tags: list[dict[str, Any
     tq.kv_batch_put(keys=keys, fields=list_of_dict_to_tensordict(values), tags=tags, partition_id=partition)
 
 
-def _fields(row: Row) -> dict[str, Any]:
+def _fields(row: VerlRow) -> dict[str, Any]:
     """As verl's own agent loops leave them: an AgentLoopOutput, and the whole sequence."""
     import torch  # type: ignore[import-not-found]
     from verl.experimental.agent_loop.agent_loop import (  # type: ignore[import-not-found]
@@ -106,7 +106,7 @@ def _fields(row: Row) -> dict[str, Any]:
 
 
 def data_proto(
-    prompts: Any, arrays: Mapping[str, NDArray[Any]], rows: Sequence[Row | Blank], figures: Mapping[str, float]
+    prompts: Any, arrays: Mapping[str, NDArray[Any]], rows: Sequence[VerlRow | BlankRow], figures: Mapping[str, float]
 ) -> Any:
     """As many rows as there were prompts, in their order, with what the prompts brought."""
     import numpy as np
@@ -120,7 +120,7 @@ def data_proto(
         return found
 
     batch = TensorDict({name: torch.from_numpy(array) for name, array in arrays.items()}, batch_size=len(rows))
-    real = [row if isinstance(row, Row) else None for row in rows]
+    real = [row if isinstance(row, VerlRow) else None for row in rows]
     others = {
         **prompts.non_tensor_batch,
         "__num_turns__": np.array([row.turns if row else 0 for row in real], dtype=np.int32),

@@ -36,9 +36,9 @@ from typing import Any, TypeVar
 from rollyard.client import AsyncClient, AsyncDraw, AsyncUpdate, Batch, ServiceUnreachable
 from rollyard.client.batching import Kind
 from rollyard.core import Json, RollyardError, Task
+from rollyard.trainers._trl_buffer import Buffer, RollyardWeights, WeightTransfer
 from rollyard.trainers._trl_func import RollyardRolloutFunc, rollyard_reward
-from rollyard.trainers._trl_hands import Buffer, RollyardWeights, WeightTransfer
-from rollyard.trainers._trl_samples import Decoder, RolloutsMissing, Sampler
+from rollyard.trainers._trl_samples import Decoder, RolloutsMissing, SampleBuilder
 
 __all__ = ["RolloutsMissing", "RollyardRolloutFunc", "RollyardRolloutWorker", "RollyardWeights", "rollyard_reward"]
 
@@ -101,7 +101,7 @@ class RollyardRolloutWorker:
         self._ahead = ahead
         self._request = {**draw, "tasks": tasks, "source": source, "group_size": group_size}
         self._resume = None if resume is None else json.loads(Path(resume, STATE_FILE).read_text())
-        self._sampler = lambda first: Sampler(advantage, temperature, first, tokenizer)
+        self._sampler = lambda first: SampleBuilder(advantage, temperature, first, tokenizer)
         self._first = 0  # Rollyard's number of the version that TRL calls 0
         self._version = 0  # TRL's number of the weights that are in the engines
         self._update: AsyncUpdate | None = None  # while weights are written

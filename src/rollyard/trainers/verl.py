@@ -8,7 +8,7 @@ Its older one takes a `DataProto` of exactly as many rows as it gave, in their o
 what is handed over.
 
 Invariants. What infrastructure failed is never a row with a reward of its own. Whoever is not trainable is in no loss
-and moves no baseline. Nothing is sampled while verl has the weights (`_verl_yard.py`). Versions are its `global_steps`.
+and moves no baseline. Nothing is sampled while verl has the weights (`_verl_service.py`). Versions are its `global_steps`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 from rollyard.client.groups import Group
 from rollyard.core.group import mean_of
-from rollyard.trainers._verl_prompts import Ask, asks_of_prompts, asks_of_repeated
-from rollyard.trainers._verl_rows import Harvest, Row, fill, harvest, padded
+from rollyard.trainers._verl_prompts import PromptGroup, asks_of_prompts, asks_of_repeated
+from rollyard.trainers._verl_rows import GroupRows, VerlRow, fill, harvest, padded
+from rollyard.trainers._verl_service import VerlService
 from rollyard.trainers._verl_settings import read_settings, refuse
-from rollyard.trainers._verl_yard import VerlYard
 
 __all__ = ["RollyardAgentLoopManager"]
 
@@ -45,7 +45,7 @@ class RollyardAgentLoopManager:
         refuse(config)
         self._settings = read_settings(config)
         self._rollout = config.actor_rollout_ref.rollout
-        self._yard = VerlYard(config, self._settings, llm_client)
+        self._yard = VerlService(config, self._settings, llm_client)
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: Exception | None = None  # what a group in the background was lost to, here
 
@@ -86,7 +86,7 @@ class RollyardAgentLoopManager:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _deliver(self, ask: Ask) -> None:
+    async def _deliver(self, ask: PromptGroup) -> None:
         """A group's rows, then its status, whatever happens: verl waits for that, for ever if need be.
 
         A group in which a member is missing is a failure to verl, which by its settings replaces it, or takes the rows
@@ -124,21 +124,21 @@ class RollyardAgentLoopManager:
         left_out = [row for _, more in filled for row in more]
         arrays = padded(rows, int(self._rollout.prompt_length), int(self._rollout.response_length), PAD_ID)
         figures = {
-            **_seconds([row for row in rows if isinstance(row, Row)]),
+            **_seconds([row for row in rows if isinstance(row, VerlRow)]),
             "agent_loop/rollyard/batch": time.monotonic() - began,
             # Counts, in the one place where this trainer looks for what a manager has to say.
-            "agent_loop/rollyard/blank_rows": float(sum(not isinstance(row, Row) for row in rows)),
+            "agent_loop/rollyard/blank_rows": float(sum(not isinstance(row, VerlRow) for row in rows)),
             "agent_loop/rollyard/lost_members": float(sum(each.lost for each in found)),
             "agent_loop/rollyard/traces_left_out": float(len(left_out)),
             "agent_loop/rollyard/tokens_left_out": float(sum(row.sampled_tokens for row in left_out)),
         }
         return data_proto(prompts, arrays, rows, figures)
 
-    async def _collect(self, ask: Ask) -> Harvest:
+    async def _collect(self, ask: PromptGroup) -> GroupRows:
         async with self._yard.ended(ask) as group:
             return self._harvest(ask, group)
 
-    def _harvest(self, ask: Ask, group: Group) -> Harvest:
+    def _harvest(self, ask: PromptGroup, group: Group) -> GroupRows:
         temperature = None if ask.is_validation or ask.is_greedy else float(self._rollout.temperature)
         found = harvest(group, ask.size, is_training=not ask.is_validation, temperature=temperature)
         if found.lost or found.untrainable:
@@ -147,7 +147,7 @@ class RollyardAgentLoopManager:
         return found
 
 
-def _means(asks: Sequence[Ask], found: Sequence[Harvest]) -> list[float]:
+def _means(asks: Sequence[PromptGroup], found: Sequence[GroupRows]) -> list[float]:
     """For each ask, the mean of the groups of its data source, by which verl sorts its figures of a validation; where
     all of that source are lost, of all groups."""
     means: dict[str | None, list[float]] = {}
@@ -159,7 +159,7 @@ def _means(asks: Sequence[Ask], found: Sequence[Harvest]) -> list[float]:
     return [mean_of(each) or 0.0 for each in chosen]
 
 
-def _seconds(rows: Sequence[Row]) -> dict[str, float]:
+def _seconds(rows: Sequence[VerlRow]) -> dict[str, float]:
     """Where the time went, under the names that verl logs."""
     found: dict[str, float] = {}
     for name in ("generate_sequences", "tool_calls", "compute_score"):

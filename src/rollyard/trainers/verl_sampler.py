@@ -20,7 +20,7 @@ from typing import Any
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from rollyard.client import Client
-from rollyard.trainers._verl_yard import HOLDER
+from rollyard.trainers._verl_service import HOLDER
 
 
 class RollyardReplayBuffer(ReplayBufferAsync):

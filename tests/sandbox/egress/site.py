@@ -20,13 +20,13 @@ from pathlib import Path
 
 from rollyard.core.egress import EgressCeiling, HostRule
 from rollyard.sandbox import CONTROL_DIR, ExecResult, Sandbox, SandboxSpec
-from rollyard.sandbox._runtime import LaunchedRuntime
-from rollyard.sandbox.egress import Bounds, Egress, Ledger, egress_env
+from rollyard.sandbox.egress import Egress, EgressLedger, ProxyBounds, egress_env
+from rollyard.sandbox.runtimes.launched import LaunchedRuntime
 from tests import worker
 
 ALLOWED, FORBIDDEN = "allowed.test", "forbidden.test"
 BIG_BYTES = 1 << 20
-QUICK = Bounds(connections=4, most_bytes=200_000, head_s=2.0, connect_s=5.0, idle_s=2.0, names=8)
+QUICK = ProxyBounds(connections=4, most_bytes=200_000, head_s=2.0, connect_s=5.0, idle_s=2.0, names=8)
 
 
 class Server:
@@ -119,7 +119,7 @@ class Site:
     names: Names
     certificate: Path
     sandbox: Sandbox
-    ledger: Ledger
+    ledger: EgressLedger
 
     async def python(self, script: str, timeout_s: float = 60.0) -> str:
         """Runs a script inside, with `preamble.py` before it; what it printed."""
@@ -154,10 +154,10 @@ PREAMBLE = (Path(__file__).parent / "preamble.py").read_text()
 async def open_site(
     runtime: LaunchedRuntime,
     *,
-    bounds: Bounds | None = None,
+    bounds: ProxyBounds | None = None,
     methods: tuple[str, ...] = ("GET", "HEAD", "POST"),
 ) -> AsyncGenerator[Site, None]:
-    names, ledger = Names(), Ledger()
+    names, ledger = Names(), EgressLedger()
     certificate, key = make_certificate()
     async with AsyncExitStack() as stack:
 
@@ -193,7 +193,7 @@ async def open_site(
                 resolve=names,
                 methods=methods,
                 private=private,
-                bounds=bounds or Bounds(connect_s=5.0),
+                bounds=bounds or ProxyBounds(connect_s=5.0),
                 env=env,
                 ledger=ledger,
             ),

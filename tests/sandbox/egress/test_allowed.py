@@ -9,8 +9,8 @@ import pytest
 from rollyard.core.egress import HostRule
 from rollyard.core.failure import SandboxStartFailed
 from rollyard.sandbox import SandboxSpec
-from rollyard.sandbox._runtime import LaunchedRuntime
-from rollyard.sandbox.egress import Bounds, Egress
+from rollyard.sandbox.egress import Egress, ProxyBounds
+from rollyard.sandbox.runtimes.launched import LaunchedRuntime
 from tests.sandbox.egress.site import ALLOWED, BIG_BYTES, Names, open_site
 
 BY_BUBBLEWRAP = pytest.mark.parametrize("runtime", ["bubblewrap"], indirect=True)
@@ -95,6 +95,6 @@ async def test_nothing_listens_in_a_sandbox_that_did_not_ask(runtime: LaunchedRu
 
 @pytest.mark.parametrize("runtime", ["local"], indirect=True)
 async def test_the_local_runtime_refuses_it(runtime: LaunchedRuntime):
-    egress = Egress(rules=(HostRule(ALLOWED),), resolve=Names(), bounds=Bounds())
+    egress = Egress(rules=(HostRule(ALLOWED),), resolve=Names(), bounds=ProxyBounds())
     with pytest.raises(SandboxStartFailed, match="cannot hold a command to a list of hosts"):
         await runtime.start(SandboxSpec(egress=egress), lease_s=60)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollyard.core.failure import SandboxLost
-from rollyard.sandbox._runtime import LaunchedRuntime
-from rollyard.sandbox.egress import Bounds
+from rollyard.sandbox.egress import ProxyBounds
+from rollyard.sandbox.runtimes.launched import LaunchedRuntime
 from tests.sandbox.egress.site import ALLOWED, QUICK, open_site
 
 pytestmark = [
@@ -74,7 +74,7 @@ async def test_a_host_that_never_answers_ends(runtime: LaunchedRuntime):
         assert done.stdout == b"504" and site.verdicts == {"allowed": 1, "idle": 1}
 
 
-SHORT = Bounds(connect_s=0.5, idle_s=5.0)
+SHORT = ProxyBounds(connect_s=0.5, idle_s=5.0)
 
 
 async def test_names_and_hosts_that_do_not_answer_are_told(runtime: LaunchedRuntime):

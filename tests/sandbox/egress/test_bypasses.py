@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollyard.sandbox._runtime import LaunchedRuntime
-from rollyard.sandbox.egress import Bounds
+from rollyard.sandbox.egress import ProxyBounds
+from rollyard.sandbox.runtimes.launched import LaunchedRuntime
 from tests.sandbox.egress.site import ALLOWED, QUICK, open_site
 
 pytestmark = [
@@ -306,7 +306,7 @@ async def test_names_below_a_wildcard_are_bounded_in_number(runtime: LaunchedRun
 
 
 async def test_slow_lookups_are_bounded_at_a_time(runtime: LaunchedRuntime):
-    async with open_site(runtime, bounds=Bounds(connect_s=1.0)) as site:
+    async with open_site(runtime, bounds=ProxyBounds(connect_s=1.0)) as site:
         site.names.silent |= {f"slow{number}.sub.test" for number in range(8)}
         script = """
 import threading

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollyard.cli._console import AsJson, Trouble, note, number, out, print_json, run, show, table
+from rollyard.cli._console import AsJson, CommandError, note, number, out, print_json, run, show, table
 from rollyard.cli._deadline import REMEDY
 
 BENCHES = {
@@ -73,7 +73,7 @@ def command(
                 out().print(f"{each:<10} {what}", markup=False)
         return
     if name not in BENCHES and name != "all":
-        raise Trouble(f"there is no bench {name!r}", f"there are: {', '.join(BENCHES)}, and all", 2)
+        raise CommandError(f"there is no bench {name!r}", f"there are: {', '.join(BENCHES)}, and all", 2)
     options = {
         "runtime": runtime, "batches": batches, "want": want, "slots": slots, "train_s": train_s,
         "stragglers": stragglers, "seed": seed, "model": model, "device": device, "dtype": dtype, "tokens": tokens,
@@ -81,7 +81,7 @@ def command(
     }  # fmt: skip
     if name == "all":
         if chosen := [option for option, value in options.items() if value is not None]:
-            raise Trouble(f"{chosen[0]} is for one bench", f"leave --{chosen[0].replace('_', '-')} away", 2)
+            raise CommandError(f"{chosen[0]} is for one bench", f"leave --{chosen[0].replace('_', '-')} away", 2)
         run_all(quick=quick, peers=peers, as_json=as_json)
         return
     measure = getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}")
@@ -89,7 +89,7 @@ def command(
     known = inspect.signature(measure).parameters
     for option, value in options.items():
         if value is not None and option not in known:
-            raise Trouble(f"bench {name} has no choice of {option}", f"leave --{option.replace('_', '-')} away", 2)
+            raise CommandError(f"bench {name} has no choice of {option}", f"leave --{option.replace('_', '-')} away", 2)
     chosen = {key: value for key, value in wanted.items() if key in known and value is not None}
     note(f"measuring {name}{' (quick)' if quick else ''}; the machine should be idle")
     found = _measured(name, measure(**chosen))
@@ -106,9 +106,9 @@ def _measured(name: str, measuring: Coroutine[Any, Any, dict[str, Any]]) -> dict
         return run(measuring)
     except subprocess.TimeoutExpired as error:
         argv = error.cmd if isinstance(error.cmd, str) else shlex.join(map(str, error.cmd))
-        raise Trouble(f"bench {name}: waited {error.timeout:g} s for the end of `{argv}`", REMEDY) from error
+        raise CommandError(f"bench {name}: waited {error.timeout:g} s for the end of `{argv}`", REMEDY) from error
     except TimeoutError as error:
-        raise Trouble(f"bench {name}: ran out of time{f' ({error})' if str(error) else ''}", REMEDY) from error
+        raise CommandError(f"bench {name}: ran out of time{f' ({error})' if str(error) else ''}", REMEDY) from error
 
 
 def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
@@ -120,7 +120,7 @@ def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
         if subprocess.run(argv, check=False).returncode != 0:
             failed.append(name)
     if failed:
-        raise Trouble(f"{len(failed)} of {len(BENCHES)} benches failed: {', '.join(failed)}", "the reasons are above")
+        raise CommandError(f"{len(failed)} of {len(BENCHES)} benches failed: {', '.join(failed)}", "the reasons are above")
 
 
 def machine() -> dict[str, object]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollyard.cli.bench._parts import engine
-from rollyard.sandbox import _kernel as kernel
-from rollyard.sandbox.limits import mark_of
+from rollyard.sandbox.launcher import kernel
+from rollyard.sandbox.limits.limiter import mark_of
 
 LOOK_S = 0.02
 _ENGINES = ("/containers/", "/docker/")

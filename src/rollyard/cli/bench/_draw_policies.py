@@ -9,7 +9,7 @@
   with them. Their prompts go to the front of the queue: prompts are carried over, rollouts are not. Then the trainer
   trains; no rollout runs meanwhile. `is_overlapped` lets the rollouts of the next batch run while it trains, which it
   does not do.
-- **ours**: the service's own rules (`Drawing`, `OpenGroup`, the filter), driven as the service drives them. Rollouts go
+- **ours**: the service's own rules (`DrawState`, `OpenGroup`, the filter), driven as the service drives them. Rollouts go
   on while the trainer trains; the version is raised when it is done, and then the next batch is asked for.
 
 In all of them the trainer takes `train_s` for a batch, and the same tasks come in the same order.
@@ -21,23 +21,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from rollyard.cli.bench._draw_world import Begun, Ended, VirtualYard, World
+from rollyard.cli.bench._draw_world import Ended, StartedGroup, VirtualPipeline, World
 from rollyard.core import Draw, Group, GroupState, Rollout, Task
-from rollyard.core.draw import DrawConfig, Progress, SourceKind, SourceSpec
+from rollyard.core.draw import DrawConfig, DrawProgress, SourceKind, SourceSpec
 from rollyard.core.failure import Outcome
 from rollyard.core.rollout import Ending, Summary
 from rollyard.core.score import Score
-from rollyard.sampling.drawing import Drawing, Flying
-from rollyard.sampling.keep import Judged, keep_of
-from rollyard.sampling.opening import OpenGroup
-from rollyard.sampling.order import Order
+from rollyard.sampling.draw_state import ActiveGroup, DrawState
+from rollyard.sampling.filters import FilterInput, keep_of
+from rollyard.sampling.open_group import OpenGroup
+from rollyard.sampling.task_order import TaskOrder
 
 
 @dataclass(slots=True)
 class Tally:
     """All groups that were begun, and when the training of each batch was over."""
 
-    begun: list[Begun] = field(default_factory=list[Begun])
+    begun: list[StartedGroup] = field(default_factory=list[StartedGroup])
     trained_s: list[float] = field(default_factory=list[float])
 
 
@@ -57,15 +57,15 @@ class _Theirs:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.yard = VirtualYard(world.slots)
+        self.yard = VirtualPipeline(world.slots)
         self.tally = Tally()
-        self.progress = Progress()
+        self.progress = DrawProgress()
         self.is_training = False
-        self._order = Order(config_of(world), world.tasks)
+        self._order = TaskOrder(config_of(world), world.tasks)
 
-    def begin(self) -> Begun:
+    def begin(self) -> StartedGroup:
         item = self._order.take(self.progress)
-        begun = Begun(item, self.world.script(item), self.yard.now_s)
+        begun = StartedGroup(item, self.world.script(item), self.yard.now_s)
         self.tally.begun.append(begun)
         self.yard.begin(begun)
         return begun
@@ -78,10 +78,10 @@ class _Theirs:
             self.tally.trained_s.append(self.yard.now_s)
         return ended
 
-    def end(self, begun: Begun, how: str) -> None:
+    def end(self, begun: StartedGroup, how: str) -> None:
         begun.end, begun.ended_s = how, self.yard.now_s
 
-    def train(self, batch: list[Begun]) -> None:
+    def train(self, batch: list[StartedGroup]) -> None:
         for begun in batch:
             self.end(begun, "delivered")
             begun.batch = len(self.tally.trained_s) + 1
@@ -97,7 +97,7 @@ class _Theirs:
 def plain(world: World, enough: Enough) -> Tally:
     it = _Theirs(world)
     while not enough(it.tally):
-        batch: list[Begun] = []
+        batch: list[StartedGroup] = []
         while len(batch) < world.want:
             missing = world.want - len(batch)
             round_of = [it.begin() for _ in range(math.ceil(missing / (1 - world.no_signal)))]
@@ -118,8 +118,8 @@ def plain(world: World, enough: Enough) -> Tally:
 def reference(world: World, enough: Enough, *, is_overlapped: bool = False) -> Tally:
     it = _Theirs(world)
     while not enough(it.tally):
-        batch: list[Begun] = []
-        flying: dict[int, Begun] = {}
+        batch: list[StartedGroup] = []
+        flying: dict[int, StartedGroup] = {}
         while len(batch) < world.want:
             while it.yard.free and not it.yard.queued:
                 begun = it.begin()
@@ -150,13 +150,13 @@ class Ours:
     def __init__(self, world: World, *, is_early: bool = False, **changes: object) -> None:
         self.world = world
         self.tally = Tally()
-        self.yard = VirtualYard(world.slots)
+        self.yard = VirtualPipeline(world.slots)
         config = config_of(world, **changes)
-        self.drawing = Drawing(Draw("d", "bench", config), Order(config, world.tasks))
+        self.drawing = DrawState(Draw("d", "bench", config), TaskOrder(config, world.tasks))
         self._keep = keep_of(config.keep)
         self._is_early = is_early
         self._task = Task("bench")
-        self._begun: dict[str, Begun] = {}
+        self._begun: dict[str, StartedGroup] = {}
         self._open: dict[str, OpenGroup] = {}
         self._rollouts: dict[str, Rollout] = {}
         self._group_of: dict[int, str] = {}
@@ -208,8 +208,8 @@ class Ours:
             if not begun_now:
                 return
 
-    def _begin(self, one: Flying) -> None:
-        begun = Begun(one.item, self.world.script(one.item), self.yard.now_s)
+    def _begin(self, one: ActiveGroup) -> None:
+        begun = StartedGroup(one.item, self.world.script(one.item), self.yard.now_s)
         group = Group(one.id, "bench", self.world.group_size, spares=0, admitted_version=one.version, order=one.order)
         opened = OpenGroup(group, self._task)
         for submission in opened.begin(range(self.world.group_size)):
@@ -228,7 +228,7 @@ class Ours:
         if not now.is_over:
             return
         self.drawing.seen(opened.scored())
-        is_kept = self._keep.keeps(Judged(tuple(opened.rewards(now.members)), opened.task))
+        is_kept = self._keep.keeps(FilterInput(tuple(opened.rewards(now.members)), opened.task))
         state = GroupState.COMPLETE if is_kept else GroupState.FILTERED
         group = opened.over(state, now.members)
         assert group.stats is not None
@@ -240,7 +240,7 @@ class Ours:
             begun = self._begun.pop(opened.id)
             begun.end, begun.ended_s = "filtered", self.yard.now_s
 
-    def _give_up(self, one: Flying, state: GroupState, *, returns: bool) -> None:
+    def _give_up(self, one: ActiveGroup, state: GroupState, *, returns: bool) -> None:
         begun = self._begun.pop(one.id)
         opened = self._open.pop(one.id, None)
         group = opened.over(state) if opened is not None else self._complete.pop(one.id)

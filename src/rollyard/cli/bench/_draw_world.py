@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from random import Random
 
-from rollyard.core.draw import Item
+from rollyard.core.draw import DrawItem
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class World:
     turn_s: tuple[float, float] = (4.0, 0.6)  # median, and sigma of the logarithm
     turn_tokens: tuple[float, float] = (250.0, 0.6)
 
-    def script(self, item: Item) -> Script:
+    def script(self, item: DrawItem) -> Script:
         by_task = Random(f"{self.seed}/{item.index}")
         has_signal, is_easy = by_task.random() >= self.no_signal, by_task.random() < 0.5
         dice = Random(f"{self.seed}/{item.epoch}/{item.index}/{item.turn}")
@@ -114,10 +114,10 @@ class World:
 
 
 @dataclass(slots=True)
-class Begun:
+class StartedGroup:
     """A group that a policy began: the one record that all figures are made of."""
 
-    item: Item
+    item: DrawItem
     script: Script
     begun_s: float
     end: str = "open"  # delivered, filtered (no signal), thrown (cancelled, dropped or discarded)
@@ -133,7 +133,7 @@ class Begun:
 class Ended:
     """A rollout that has run to its end. The versions are those at its start and at its end."""
 
-    begun: Begun
+    begun: StartedGroup
     index: int
     oldest: int
     newest: int
@@ -145,19 +145,19 @@ class _Running:
     version: int
 
 
-class VirtualYard:
+class VirtualPipeline:
     """Slots, a queue and a clock. `version` is the policy's; whoever trains raises it."""
 
     def __init__(self, slots: int) -> None:
         self.now_s = 0.0
         self.version = 0
         self.free = slots
-        self.queued = deque[tuple[Begun, int]]()
+        self.queued = deque[tuple[StartedGroup, int]]()
         self._running: dict[tuple[int, int], _Running] = {}
-        self._events: list[tuple[float, int, Begun | None, int]] = []
+        self._events: list[tuple[float, int, StartedGroup | None, int]] = []
         self._count = 0
 
-    def begin(self, begun: Begun) -> None:
+    def begin(self, begun: StartedGroup) -> None:
         """Queues all its members."""
         begun.left = set(range(len(begun.script.members)))
         self.queued.extend((begun, index) for index in sorted(begun.left))
@@ -182,7 +182,7 @@ class VirtualYard:
             self._fill()
             return Ended(begun, index, running.version, self.version)
 
-    def cancel(self, *given_up: Begun) -> None:
+    def cancel(self, *given_up: StartedGroup) -> None:
         """Ends what is left of groups; what they had sampled is counted."""
         for begun in given_up:
             for index in begun.left:
@@ -203,6 +203,6 @@ class VirtualYard:
             self._running[id(begun), index] = _Running(self.now_s, self.version)
             self._push(self.now_s + begun.script.members[index].took_s, begun, index)
 
-    def _push(self, at_s: float, begun: Begun | None, index: int) -> None:
+    def _push(self, at_s: float, begun: StartedGroup | None, index: int) -> None:
         self._count += 1
         heappush(self._events, (at_s, self._count, begun, index))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.cli._deadline import within
 from rollyard.cli.bench._fleet_hollow import HollowPlan, Tally
 from rollyard.cli.bench._fleet_parts import math_task
@@ -132,7 +132,7 @@ class Nodes:
             self._news.clear()
             await self._news.wait()
             if self._error:
-                raise Trouble(self._error)
+                raise CommandError(self._error)
 
     async def window(self, is_over: Callable[[], bool]) -> Window:
         """From now until it is over."""
@@ -141,7 +141,7 @@ class Nodes:
         await self.until(is_over)
         took_s = time.monotonic() - began
         if any(tally.refused for tally in self._told):
-            raise Trouble(
+            raise CommandError(
                 "the head refused what hollow nodes told it", "it has given their leases back: is it idle here?"
             )
 

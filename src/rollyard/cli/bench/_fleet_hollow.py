@@ -28,23 +28,23 @@ from rollyard import __version__
 from rollyard.cli.bench._fleet_parts import Result
 from rollyard.cli.bench._load import Line
 from rollyard.core import Position, State
-from rollyard.fleet.wire import (
+from rollyard.fleet.messages import (
     MEDIA_TYPE,
     PROTOCOL,
     Ended,
+    EngineUse,
     Item,
     Join,
     Joined,
     Key,
     Moved,
+    NodeStatus,
     Orders,
-    Places,
     Poll,
+    PoolUse,
     Report,
     Reported,
     Saved,
-    Standing,
-    Use,
     decode,
     encode,
 )
@@ -130,7 +130,7 @@ class HollowNode:
     tally: Tally
     got: int = 0
     gates: int = -1
-    engines: list[Use] = field(default_factory=list[Use])  # all that it has heard of: it needs none
+    engines: list[EngineUse] = field(default_factory=list[EngineUse])  # all that it has heard of: it needs none
     held: int = 0
     running: int = 0
     begun: int = 0
@@ -157,7 +157,7 @@ class HollowNode:
             self.got = orders.number
             if orders.gates is not None and orders.gates.number > self.gates:
                 self.gates = orders.gates.number
-                self.engines = [Use(spec.id, 0, 0, 0) for spec in orders.gates.specs]
+                self.engines = [EngineUse(spec.id, 0, 0, 0) for spec in orders.gates.specs]
                 self.news.set()
             for lease in orders.leases:
                 brief = _BRIEFS.decode(lease.rollout)
@@ -209,19 +209,19 @@ class HollowNode:
         self.outbox.append(item)
         self.news.set()
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> NodeStatus:
         plan = self.plan
         places = plan.slots + plan.ahead
         want = max(0, min(places - self.running - len(self.waiting), 2 * places - self.held))
         pools = {
-            "init": Places(plan.ahead, 0, 0),
-            "run": Places(plan.slots, self.running, 0),
-            "eval": Places(plan.slots, 0, 0),
-            "ready": Places(plan.ahead, 0, 0),
-            "live": Places(2 * places, self.held, 0),
-            "queue": Places(100_000, len(self.waiting), 0),
+            "init": PoolUse(plan.ahead, 0, 0),
+            "run": PoolUse(plan.slots, self.running, 0),
+            "eval": PoolUse(plan.slots, 0, 0),
+            "ready": PoolUse(plan.ahead, 0, 0),
+            "live": PoolUse(2 * places, self.held, 0),
+            "queue": PoolUse(100_000, len(self.waiting), 0),
         }
-        return Standing(self.got, want, self.gates, False, pools, self.engines)
+        return NodeStatus(self.got, want, self.gates, False, pools, self.engines)
 
 
 def _share(is_first: bool) -> float:

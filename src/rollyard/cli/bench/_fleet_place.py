@@ -19,21 +19,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 
 TRY_S = 30.0
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 
 
 def inside(argv: Sequence[str]) -> list[str]:
-    """As which a program runs in a place of its own. `Trouble` where there can be none."""
+    """As which a program runs in a place of its own. `CommandError` where there can be none."""
     remedy = "run it as root, or where `unshare --map-root-user --net true` works"
     if shutil.which("unshare") is None:
-        raise Trouble("Ray is only started in a network namespace, and there is no program `unshare`", remedy)
+        raise CommandError("Ray is only started in a network namespace, and there is no program `unshare`", remedy)
     tried = subprocess.run(_command(["true"]), capture_output=True, text=True, timeout=TRY_S, check=False)
     if tried.returncode:
         said = tried.stderr.strip().splitlines()
-        raise Trouble(f"no network namespace can be made here: {said[-1] if said else 'unshare failed'}", remedy)
+        raise CommandError(f"no network namespace can be made here: {said[-1] if said else 'unshare failed'}", remedy)
     return _command(argv)
 
 

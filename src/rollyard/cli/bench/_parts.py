@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.cli.bench.peers import CACHE
 from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime
-from rollyard.sandbox.python import PythonShelf
+from rollyard.sandbox.python import PythonBuilds
 
 AnyRuntime = BubblewrapRuntime | ApptainerRuntime | OciRuntime | LocalRuntime
 
@@ -91,10 +91,10 @@ def make_runtime(name: str, root: Path, *, images: Images | None = None, control
             return LocalRuntime(root=root, control_root=control, max_starting=AT_ONCE)
         case "oci":
             image = str(images.folder) if images is not None else None
-            shelf = PythonShelf(CACHE / "python")
+            shelf = PythonBuilds(CACHE / "python")
             command = shlex.join(engine())
             return OciRuntime(root=root, control_root=control, command=command, image=image, pythons=shelf)
-    raise Trouble(f"there is no runtime {name!r}", "there are: bubblewrap, apptainer, oci, local", 2)
+    raise CommandError(f"there is no runtime {name!r}", "there are: bubblewrap, apptainer, oci, local", 2)
 
 
 async def forget_image(runtime: AnyRuntime, images: Images | None) -> None:

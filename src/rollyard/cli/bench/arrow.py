@@ -21,11 +21,11 @@ import orjson
 
 from rollyard.client.groups import GroupsPage, read_arrow_page, read_json_page
 from rollyard.core import Batch, Ending, Group, Json, Outcome, Rollout, Score, Span, Task, Trace, Trajectory
-from rollyard.core.group import GroupState, Stats
+from rollyard.core.group import GroupState, GroupStats
 from rollyard.core.rollout import Summary
 from rollyard.core.state import Position, State
 from rollyard.core.task import Sampling
-from rollyard.service.pages import LoadedGroup, cursor, groups_page, groups_stream
+from rollyard.service.group_pages import LoadedGroup, cursor, groups_page, groups_stream
 from rollyard.service.records import encode
 
 GROUPS, MEMBERS, TOKENS = 32, 8, 8_000
@@ -98,7 +98,7 @@ def _check(ours: GroupsPage, theirs: GroupsPage) -> None:
 
 def _group(place: int) -> LoadedGroup:
     id = f"bench-{place}"
-    stats = Stats(MEMBERS, MEMBERS, MEMBERS, 0.5, 0.5, 0.5, 0.0, 1.0, MEMBERS * TOKENS // 2)
+    stats = GroupStats(MEMBERS, MEMBERS, MEMBERS, 0.5, 0.5, 0.5, 0.0, 1.0, MEMBERS * TOKENS // 2)
     group = Group(
         id,
         "bench",

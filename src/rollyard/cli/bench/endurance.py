@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollyard.cli._console import Trouble, note
+from rollyard.cli._console import CommandError, note
 from rollyard.cli.bench._census import Census, Count, adopting, control_of
 from rollyard.cli.bench._parts import AnyRuntime, Images, Missing, forget_image, make_images, make_runtime
 from rollyard.core import Json
@@ -37,7 +37,7 @@ async def bench_endurance(
         try:
             made = make_runtime(runtime, root, images=images, control=control_of(root))
         except Missing as error:
-            raise Trouble("this runtime cannot be tried here", str(error)) from None
+            raise CommandError("this runtime cannot be tried here", str(error)) from None
         census = Census(runtime, root)
         closed_before = await asyncio.to_thread(census.take)
         async with made as opened:

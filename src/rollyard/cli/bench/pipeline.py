@@ -14,7 +14,7 @@ import asyncio
 import json
 import time
 
-from rollyard.cli._console import Trouble, note
+from rollyard.cli._console import CommandError, note
 from rollyard.cli._deadline import REMEDY
 from rollyard.cli.rig import Rig, machine_busy_s, rig
 from rollyard.core import Json
@@ -148,7 +148,7 @@ async def fill(bench: Rig, wanted: int) -> int:
     while (reached := await _in_flight(bench)) < wanted:
         if time.monotonic() > deadline:
             if not reached:
-                raise Trouble(f"filling RUN: waited {FILL_S:g} s for {wanted} rollouts, and none is in flight", REMEDY)
+                raise CommandError(f"filling RUN: waited {FILL_S:g} s for {wanted} rollouts, and none is in flight", REMEDY)
             note(f"{reached} of {wanted} rollouts are in flight after {FILL_S:g} s; the figures are for {reached}")
             break
         await asyncio.sleep(0.2)

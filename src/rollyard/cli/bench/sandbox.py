@@ -37,8 +37,8 @@ from rollyard.cli.bench._parts import (
 )
 from rollyard.core import Json, RollyardError
 from rollyard.sandbox import BubblewrapRuntime, Sandbox, SandboxSpec
-from rollyard.sandbox import _kernel as kernel
-from rollyard.sandbox.layers import Layers
+from rollyard.sandbox.launcher import kernel
+from rollyard.sandbox.layers import LayerCache
 
 MANY = 200
 MEMBERS = 16
@@ -118,7 +118,7 @@ async def _fork(runtime: BubblewrapRuntime) -> dict[str, Json]:
         finally:
             await sandbox.kill()
 
-    async def member(layers: Layers) -> tuple[Sandbox, float]:
+    async def member(layers: LayerCache) -> tuple[Sandbox, float]:
         lease = await layers.get("bench", prepare)
         spec = SandboxSpec(layers=(lease.path,), owner="bench")
         sandbox = await runtime.start(spec, lease_s=LEASE_S)
@@ -129,7 +129,7 @@ async def _fork(runtime: BubblewrapRuntime) -> dict[str, Json]:
         lease.release()
         return sandbox, took_s
 
-    async with Layers(runtime.layer_root, 1 << 30, remove=runtime.remove) as layers:
+    async with LayerCache(runtime.layer_root, 1 << 30, remove=runtime.remove) as layers:
         began = time.perf_counter()
         members = await asyncio.gather(*[member(layers) for _ in range(MEMBERS)])
         await asyncio.gather(*[sandbox.kill() for sandbox, _ in members])

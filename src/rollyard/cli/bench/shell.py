@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollyard.cli._console import Trouble
+from rollyard.cli._console import CommandError
 from rollyard.cli.bench._parts import AnyRuntime, Missing, forget_image, make_images, make_runtime
 from rollyard.cli.bench.peers import measure
 from rollyard.core import Json
@@ -30,7 +30,7 @@ async def bench_shell(*, quick: bool = False, runtime: str = "bubblewrap", peers
         try:
             made = make_runtime(runtime, Path(name, "root"), images=images)
         except Missing as error:
-            raise Trouble("this runtime cannot be tried here", str(error)) from None
+            raise CommandError("this runtime cannot be tried here", str(error)) from None
         async with made as opened:
             metrics = await _starts(opened, 15 if quick else 50)
             metrics |= await _echoes(opened, calls)

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollyard.cli._console import Trouble, note
+from rollyard.cli._console import CommandError, note
 from rollyard.cli.bench._census import Census, Count, adopting, control_of
 from rollyard.cli.bench._parts import Images, Missing, forget_image, make_images, make_runtime
 from rollyard.core import Json
@@ -38,7 +38,7 @@ async def bench_survive(
     *, quick: bool = False, runtime: str = "bubblewrap", kills: int | None = None
 ) -> dict[str, Json]:
     if runtime not in WITHIN_S:
-        raise Trouble(f"there is no runtime {runtime!r}", f"there are: {', '.join(WITHIN_S)}", 2)
+        raise CommandError(f"there is no runtime {runtime!r}", f"there are: {', '.join(WITHIN_S)}", 2)
     kills = kills or (QUICK_KILLS if quick else KILLS)
     survivors = swept = left = 0
     gone_s: list[float] = []
@@ -50,7 +50,7 @@ async def bench_survive(
         try:
             make_runtime(runtime, root, images=images)
         except Missing as error:
-            raise Trouble("this runtime cannot be tried here", str(error)) from None
+            raise CommandError("this runtime cannot be tried here", str(error)) from None
         census = Census(runtime, root)
         before = await asyncio.to_thread(census.take)
         for _ in range(kills):
@@ -93,11 +93,11 @@ def _kill_one(runtime: str, root: Path, images: Images, tally: Path, after_s: fl
         assert process.stdout is not None and process.stderr is not None
         if process.stdout.readline() != b"open\n":
             said = process.stderr.read().decode(errors="replace").strip()
-            raise Trouble("the service that was to be killed did not start", said.splitlines()[-1] if said else "")
+            raise CommandError("the service that was to be killed did not start", said.splitlines()[-1] if said else "")
         time.sleep(after_s)
         if process.poll() is not None:
             said = process.stderr.read().decode(errors="replace").strip()
-            raise Trouble("the service ended before it was killed", said.splitlines()[-1] if said else "")
+            raise CommandError("the service ended before it was killed", said.splitlines()[-1] if said else "")
         process.kill()
         process.wait()
     return tally.read_bytes()[0]

@@ -25,7 +25,7 @@ _SERVERS_OWN = frozenset({"seed_session", "verify", "aggregate_metrics", "mcp"})
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OracleCall:
     """One call of the oracle."""
 
     tool: str
@@ -38,7 +38,7 @@ class GymData:
     row: Mapping[str, Json]
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
-    steps: tuple[Step, ...] | None = None  # None: there is no oracle
+    steps: tuple[OracleCall, ...] | None = None  # None: there is no oracle
     answer: str | None = None
 
     @classmethod
@@ -87,10 +87,10 @@ def _spec(fields: Fields, where: str, schema: Mapping[str, Json]) -> ToolSpec:
     return ToolSpec(name, str(about), parameters)
 
 
-def _oracle(task: Task, fields: Fields, tools: set[str]) -> tuple[tuple[Step, ...], str | None]:
+def _oracle(task: Task, fields: Fields, tools: set[str]) -> tuple[tuple[OracleCall, ...], str | None]:
     """Steps `{"tool": …, "arguments": {…}}`; the last may be `{"answer": …}` instead."""
     items = fields.items("oracle")
-    steps: list[Step] = []
+    steps: list[OracleCall] = []
     for index, item in enumerate(items):
         where = f"oracle[{index}]"
         if not isinstance(item, Mapping):
@@ -106,5 +106,5 @@ def _oracle(task: Task, fields: Fields, tools: set[str]) -> tuple[tuple[Step, ..
         if not isinstance(arguments, Mapping | None):
             raise own.wrong("arguments", "an object")
         own.done()
-        steps.append(Step(name, arguments or {}))
+        steps.append(OracleCall(name, arguments or {}))
     return tuple(steps), None

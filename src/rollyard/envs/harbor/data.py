@@ -32,7 +32,7 @@ the task's own work is in /, they are part of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SetUpStep:
     """Of the set-up: files from the root on, or a command."""
 
     files: Files
@@ -46,7 +46,7 @@ class HarborData:
     instruction: str
     workdir: str
     env: Mapping[str, str]
-    setup: tuple[Step, ...]
+    setup: tuple[SetUpStep, ...]
     tests: Files
     verifier_env: Mapping[str, str]
     solution: Files
@@ -91,17 +91,17 @@ def _kept(fields: Fields, path: str) -> str:
     return path
 
 
-def _setup(task: Task, fields: Fields) -> tuple[Step, ...]:
-    steps: list[Step] = []
+def _setup(task: Task, fields: Fields) -> tuple[SetUpStep, ...]:
+    steps: list[SetUpStep] = []
     for index, item in enumerate(fields.items("setup")):
         where = f"setup[{index}]"
         if not isinstance(item, Mapping) or ("run" in item) == ("files" in item):
             raise fields.wrong(where, "an object with files, or with run,")
         own = Fields(task, item, f"data.{where}")
         if "files" in item:
-            steps.append(Step(check_files(own, "files", own.get("files"))))
+            steps.append(SetUpStep(check_files(own, "files", own.get("files"))))
         else:
             cwd = _folder(own, "cwd", own.optional_text("cwd") or "/")
-            steps.append(Step({}, own.text("run"), cwd, own.text_map("env")))
+            steps.append(SetUpStep({}, own.text("run"), cwd, own.text_map("env")))
         own.done()
     return tuple(steps)

@@ -43,7 +43,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Instruction:
     """An instruction, joined over its continuations."""
 
     number: int
@@ -86,7 +86,7 @@ def read_dockerfile(path: Path, place: str, packer: Packer) -> Recipe:
     return _Reader(path.parent, packer).read(read_lines(path, place))
 
 
-def read_lines(path: Path, place: str) -> Iterator[Line]:
+def read_lines(path: Path, place: str) -> Iterator[Instruction]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -103,7 +103,7 @@ def read_lines(path: Path, place: str) -> Iterator[Line]:
         words = (joined + raw).split(maxsplit=1)
         joined = ""
         if words:
-            yield Line(begun, words[0].upper(), "".join(words[1:]).strip(), place)
+            yield Instruction(begun, words[0].upper(), "".join(words[1:]).strip(), place)
 
 
 class _Reader:
@@ -112,7 +112,7 @@ class _Reader:
         self._recipe = Recipe()
         self._args: dict[str, str] = {}
         self._folders = {"/"}  # known to be folders: a file copied there keeps its name
-        self._does: dict[str, Callable[[Line], None]] = {
+        self._does: dict[str, Callable[[Instruction], None]] = {
             "FROM": self._from,
             "ARG": self._arg,
             "ENV": self._env,
@@ -122,7 +122,7 @@ class _Reader:
             "COPY": self._copy,
         }
 
-    def read(self, lines: Iterator[Line]) -> Recipe:
+    def read(self, lines: Iterator[Instruction]) -> Recipe:
         for line in lines:
             if not self._recipe.image and line.word not in ("FROM", "ARG"):
                 raise line.refused("a Dockerfile begins with FROM")
@@ -137,7 +137,7 @@ class _Reader:
             raise TaskInvalid("environment/Dockerfile: it has no FROM")
         return self._recipe
 
-    def _from(self, line: Line) -> None:
+    def _from(self, line: Instruction) -> None:
         if self._recipe.image:
             raise line.refused("more than one stage needs a build")
         words = [word for word in self._expanded(line).split() if not word.startswith("--platform")]
@@ -145,14 +145,14 @@ class _Reader:
             raise line.refused("the name of an image was expected")
         self._recipe.image = words[0]
 
-    def _arg(self, line: Line) -> None:
-        for word in Line(line.number, line.word, self._expanded(line), line.place).words():
+    def _arg(self, line: Instruction) -> None:
+        for word in Instruction(line.number, line.word, self._expanded(line), line.place).words():
             name, equals, value = word.partition("=")
             if equals:
                 self._args[name] = value
 
-    def _env(self, line: Line) -> None:
-        words = Line(line.number, line.word, self._expanded(line), line.place).words()
+    def _env(self, line: Instruction) -> None:
+        words = Instruction(line.number, line.word, self._expanded(line), line.place).words()
         if words and "=" not in words[0]:  # the old form: ENV NAME the rest
             name, _, value = self._expanded(line).partition(" ")
             words = [f"{name}={value.strip()}"]
@@ -162,15 +162,15 @@ class _Reader:
                 raise line.refused("NAME=VALUE was expected")
             self._recipe.env[name] = value
 
-    def _workdir(self, line: Line) -> None:
-        words = Line(line.number, line.word, self._expanded(line), line.place).words()
+    def _workdir(self, line: Instruction) -> None:
+        words = Instruction(line.number, line.word, self._expanded(line), line.place).words()
         path = " ".join(words)
         if not path.startswith("/") and not self._recipe.workdir:
             raise line.refused("it is relative to the working folder of the base image, which only a build knows")
         self._recipe.workdir = normpath(join(self._recipe.workdir or "/", path))
         self._folders.add(self._recipe.workdir)
 
-    def _run(self, line: Line) -> None:
+    def _run(self, line: Instruction) -> None:
         command = line.rest
         if command.startswith("--") or "<<" in command:
             raise line.refused("options and heredocs of RUN need a build")
@@ -182,15 +182,15 @@ class _Reader:
         self._recipe.setup.append(step)
         self._recipe.runs.append(f"{line.place}:{line.number}: RUN {line.rest}")
 
-    def _add(self, line: Line) -> None:
+    def _add(self, line: Instruction) -> None:
         if any("://" in word or word.endswith((".git", *_ARCHIVES)) for word in line.words()):
             raise line.refused("ADD of a URL or an archive needs a build")
         self._copy(line)
 
-    def _copy(self, line: Line) -> None:
+    def _copy(self, line: Instruction) -> None:
         if "<<" in line.rest:
             raise line.refused("a heredoc needs a build")
-        words = Line(line.number, line.word, self._expanded(line), line.place).words()
+        words = Instruction(line.number, line.word, self._expanded(line), line.place).words()
         options = [word for word in words if word.startswith("--")]
         if any(not option.startswith(("--chown", "--link")) for option in options):
             raise line.refused(f"{options[0]} needs a build")
@@ -219,7 +219,7 @@ class _Reader:
             self._folders.add(target)
         self._recipe.setup.append({"files": files})
 
-    def _found(self, line: Line, source: str) -> list[Path]:
+    def _found(self, line: Instruction, source: str) -> list[Path]:
         """In the folder of the Dockerfile, which is all that a build would see."""
         inside = normpath("/" + source).strip("/")
         root = self._context.resolve()
@@ -232,7 +232,7 @@ class _Reader:
             raise line.refused(f"there is no {source!r} in environment/")
         return found
 
-    def _expanded(self, line: Line) -> str:
+    def _expanded(self, line: Instruction) -> str:
         def value(match: re.Match[str]) -> str:
             if match[3] is not None:
                 return match[0]

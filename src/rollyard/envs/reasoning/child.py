@@ -27,7 +27,7 @@ from rollyard.core import Json
 from rollyard.envs.children import answer_lines
 from rollyard.envs.reasoning import guard
 from rollyard.envs.reasoning.environment import near
-from rollyard.envs.reasoning.known import known_answers
+from rollyard.envs.reasoning.oracle import known_answers
 
 SCORE_CPU_S = 10
 """No known answer of any family needs half a second. Processor time, as a busy machine is not the answer's fault."""

@@ -2,6 +2,6 @@
 
 from rollyard.envs.yardwork.environment import YardworkEnvironment
 from rollyard.envs.yardwork.families import FAMILIES, demonstration, make
-from rollyard.envs.yardwork.puzzle import Puzzle, Turn
+from rollyard.envs.yardwork.puzzle import Puzzle, SolutionTurn
 
-__all__ = ["FAMILIES", "Puzzle", "Turn", "YardworkEnvironment", "demonstration", "make"]
+__all__ = ["FAMILIES", "Puzzle", "SolutionTurn", "YardworkEnvironment", "demonstration", "make"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollyard.envs.yardwork.draw import Draw
-from rollyard.envs.yardwork.puzzle import File, Scene, Step, family, text_file
+from rollyard.envs.yardwork.draw import SeededDraw
+from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, family, text_file
 
 BY_HAND = 3
 """Up to so many files are named one by one; more than that are a loop's business."""
 
 
-def rename(draw: Draw, level: int, rule: str) -> Scene:
+def rename(draw: SeededDraw, level: int, rule: str) -> Scene:
     """`ending`: they get that of a note. `prefix`: the note's word goes before their names."""
     old, word = draw.ending(), draw.word()
     note = f"{draw.word()}.csv"
@@ -28,11 +28,11 @@ def rename(draw: Draw, level: int, rule: str) -> Scene:
     command = "; ".join(f"mv {name} {renamed[name]}" for name in names)
     if len(names) > BY_HAND:
         command = f"for f in *.{old}; do mv $f {each}; done"
-    steps = [Step("ls", "Look around."), Step(f"cat {note}", "Read the note."), Step(command, f"The note says {word}.")]
+    steps = [SolutionStep("ls", "Look around."), SolutionStep(f"cat {note}", "Read the note."), SolutionStep(command, f"The note says {word}.")]
     return Scene(files, {"old": old, "note": note}, steps, after=after)
 
 
-def move(draw: Draw, level: int, rule: str) -> Scene:
+def move(draw: SeededDraw, level: int, rule: str) -> Scene:
     """The files with a word go to a folder, which has to be made from level 3 on. `copy`: they stay as well."""
     word, ending, folder = draw.word(), draw.ending(), draw.word()
     names = draw.names(2 + level, ending)
@@ -44,14 +44,14 @@ def move(draw: Draw, level: int, rule: str) -> Scene:
     after |= {f"{folder}/{name}": files[name] for name in chosen}
     if level < 3:
         files[folder] = after[folder] = None
-    steps = [Step("ls", "Look around."), Step(f"grep -l {word} *.{ending}", f"Which files have {word}?")]
+    steps = [SolutionStep("ls", "Look around."), SolutionStep(f"grep -l {word} *.{ending}", f"Which files have {word}?")]
     verb = "mv" if rule == "move" else "cp"
     make = "" if level < 3 else f"mkdir {folder}; "
-    steps.append(Step(f"{make}{verb} {' '.join(chosen)} {folder}", "Those go."))
+    steps.append(SolutionStep(f"{make}{verb} {' '.join(chosen)} {folder}", "Those go."))
     return Scene(files, {"word": word, "folder": folder, "ending": ending}, steps, after=after)
 
 
-def tree(draw: Draw, level: int, rule: str) -> Scene:
+def tree(draw: SeededDraw, level: int, rule: str) -> Scene:
     """`paths`: a plan lists folders, one a line. `pairs`: it says which lies in which."""
     plan = f"{draw.word()}.{draw.ending()}"
     roots = draw.words(1 + level // 2)
@@ -64,11 +64,11 @@ def tree(draw: Draw, level: int, rule: str) -> Scene:
     if rule == "pairs":
         files[plan] = text_file("{1} in {0}".format(*path.split("/")) for path in listed)
     after = {**files, **dict.fromkeys(paths)}
-    steps = [Step(f"cat {plan}", "Read the plan."), Step(f"mkdir -p {' '.join(listed)}", "Make them.")]
+    steps = [SolutionStep(f"cat {plan}", "Read the plan."), SolutionStep(f"mkdir -p {' '.join(listed)}", "Make them.")]
     return Scene(files, {"plan": plan}, steps, after=after)
 
 
-def permissions(draw: Draw, level: int, rule: str) -> Scene:
+def permissions(draw: SeededDraw, level: int, rule: str) -> Scene:
     """The scripts with a word become executable, or (`off`) no longer are."""
     word = draw.word()
     names = draw.names(2 + level, "sh")
@@ -83,9 +83,9 @@ def permissions(draw: Draw, level: int, rule: str) -> Scene:
         after[name] = replace(file, mode=now) if name in chosen else file
     flag = "+x" if rule == "on" else "-x"
     steps = [
-        Step("ls -l", "Look around."),
-        Step(f"grep -l {word} *.sh", f"Which have {word}?"),
-        Step(f"chmod {flag} {' '.join(chosen)}", "Change those."),
+        SolutionStep("ls -l", "Look around."),
+        SolutionStep(f"grep -l {word} *.sh", f"Which have {word}?"),
+        SolutionStep(f"chmod {flag} {' '.join(chosen)}", "Change those."),
     ]
     return Scene(files, {"word": word}, steps, after=after, checks_modes=True)
 

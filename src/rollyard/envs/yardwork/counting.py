@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollyard.envs.yardwork.draw import Draw
-from rollyard.envs.yardwork.puzzle import File, Scene, Step, family, text_file
+from rollyard.envs.yardwork.draw import SeededDraw
+from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, family, text_file
 
 
-def count_lines(draw: Draw, level: int, rule: str) -> Scene:
+def count_lines(draw: SeededDraw, level: int, rule: str) -> Scene:
     """Of the one file of its ending at first, of all of them later; `below`: in folders, too."""
     ending, other = draw.ending(), "csv"
     folders = sorted(draw.words(2)) if rule == "below" else []
@@ -15,14 +15,14 @@ def count_lines(draw: Draw, level: int, rule: str) -> Scene:
     for name in draw.names(1 + level // 2, other, folders[:1]):
         files[name] = text_file(draw.lines(draw.count(2, 9)))
     total = sum(file.text.count("\n") for name, file in files.items() if file and name in names)
-    look = Step("ls *" if folders else "ls", "Look around.")
+    look = SolutionStep("ls *" if folders else "ls", "Look around.")
     if len(names) == 1:
-        return Scene(files, {"ending": ending}, [look, Step(f"wc -l {names[0]}", "Count.")], answer=str(total))
+        return Scene(files, {"ending": ending}, [look, SolutionStep(f"wc -l {names[0]}", "Count.")], answer=str(total))
     where = f"{'*/' if folders else ''}*.{ending}"
-    return Scene(files, {"ending": ending}, [look, Step(f"cat {where} | wc -l", "Count them all.")], answer=str(total))
+    return Scene(files, {"ending": ending}, [look, SolutionStep(f"cat {where} | wc -l", "Count them all.")], answer=str(total))
 
 
-def count_matches(draw: Draw, level: int, rule: str) -> Scene:
+def count_matches(draw: SeededDraw, level: int, rule: str) -> Scene:
     """Lines with the word, or (`without`) without it; the word itself stands in a note."""
     word, ending = draw.word(), draw.ending()
     note, *names = [f"{stem}.{ending}" for stem in draw.words(1 + (level + 1) // 2)]
@@ -36,12 +36,12 @@ def count_matches(draw: Draw, level: int, rule: str) -> Scene:
         found += hits if rule == "with" else size - hits
     flag = "-c" if rule == "with" else "-vc"
     what = f"grep {flag} {word} {names[0]}" if len(names) == 1 else f"cat {' '.join(names)} | grep {flag} {word}"
-    steps = [Step(f"cat {note}", "Read the word."), Step(what, f"The word is {word}.")]
+    steps = [SolutionStep(f"cat {note}", "Read the word."), SolutionStep(what, f"The word is {word}.")]
     slots = {"note": note, "names": " and ".join(names) if len(names) < 3 else ", ".join(names)}
     return Scene(files, slots, steps, answer=str(found))
 
 
-def count_files(draw: Draw, level: int, rule: str) -> Scene:
+def count_files(draw: SeededDraw, level: int, rule: str) -> Scene:
     """By ending, or (`named`) by a word in their names."""
     ending, word = draw.ending(), draw.word()
     folders = sorted(draw.words(level)) if level >= 2 else []
@@ -55,7 +55,7 @@ def count_files(draw: Draw, level: int, rule: str) -> Scene:
         wanted, rest = draw.names(hits, ending, folders), draw.names(others, "csv", folders)
     files: dict[str, File | None] = {name: text_file(draw.lines(1)) for name in [*wanted, *rest]}
     pattern = f"'*{word}*'" if rule == "named" else f"'*.{ending}'"
-    steps = [Step("ls", "Look around."), Step(f"find . -name {pattern} | wc -l", "Count them.")]
+    steps = [SolutionStep("ls", "Look around."), SolutionStep(f"find . -name {pattern} | wc -l", "Count them.")]
     return Scene(files, {"ending": ending, "word": word}, steps, answer=str(hits))
 
 

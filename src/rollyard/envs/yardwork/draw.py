@@ -18,7 +18,7 @@ FILLER = 10
 """Words of a task that carry no meaning, and may come again and again."""
 
 
-class Draw:
+class SeededDraw:
     """See the module."""
 
     def __init__(self, seed: str, split: Split) -> None:

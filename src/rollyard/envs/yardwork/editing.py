@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollyard.envs.yardwork.draw import Draw
-from rollyard.envs.yardwork.puzzle import File, Scene, Step, changed, family, lines_of, text_file
+from rollyard.envs.yardwork.draw import SeededDraw
+from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, changed, family, lines_of, text_file
 
 
-def replace_word(draw: Draw, level: int, rule: str) -> Scene:
+def replace_word(draw: SeededDraw, level: int, rule: str) -> Scene:
     """The new word stands in a note, and (`pair`) the old one as well. From level 3 on the file has to be found."""
     old, new, ending = draw.word(), draw.word(), draw.ending()
     note = f"{draw.word()}.csv"
@@ -17,14 +17,14 @@ def replace_word(draw: Draw, level: int, rule: str) -> Scene:
     files[note] = text_file([f"{old},{new}" if rule == "pair" else new])
     after = changed(files, target, [line.replace(old, new) for line in lines_of(files, target)])
     steps = [
-        Step(f"cat {note}", "Read the note."),
-        Step(f"grep -l {old} *.{ending}", f"The new word is {new}. Where is {old}?"),
-        Step(f"sed -i s/{old}/{new}/g {target}", f"It is in {target}."),
+        SolutionStep(f"cat {note}", "Read the note."),
+        SolutionStep(f"grep -l {old} *.{ending}", f"The new word is {new}. Where is {old}?"),
+        SolutionStep(f"sed -i s/{old}/{new}/g {target}", f"It is in {target}."),
     ]
     return Scene(files, {"old": old, "note": note, "ending": ending}, steps, after=after)
 
 
-def delete_lines(draw: Draw, level: int, rule: str) -> Scene:
+def delete_lines(draw: SeededDraw, level: int, rule: str) -> Scene:
     """Those with the word of a note go; or (`keep`) all the others."""
     word, ending = draw.word(), draw.ending()
     note, *names = [f"{stem}.{ending}" for stem in draw.words(2 + level // 2)]
@@ -36,14 +36,14 @@ def delete_lines(draw: Draw, level: int, rule: str) -> Scene:
     kept = [line for line in rows if (word in line) == (rule == "keep")]
     edit = f"/{word}/d" if rule == "delete" else f"/{word}/!d"
     steps = [
-        Step(f"cat {note}", "Read the word."),
-        Step(f"grep {word} {target}", f"The word is {word}."),
-        Step(f"sed -i '{edit}' {target}", "Edit the file."),
+        SolutionStep(f"cat {note}", "Read the word."),
+        SolutionStep(f"grep {word} {target}", f"The word is {word}."),
+        SolutionStep(f"sed -i '{edit}' {target}", "Edit the file."),
     ]
     return Scene(files, {"note": note, "target": target}, steps, after=changed(files, target, kept))
 
 
-def complete_index(draw: Draw, level: int, rule: str) -> Scene:
+def complete_index(draw: SeededDraw, level: int, rule: str) -> Scene:
     """An index misses one of the files that are there; `end`: it has to be the last line, `top`: the first."""
     ending, index = draw.ending(), f"{draw.word()}.csv"
     names = draw.names(1 + level, ending)
@@ -57,9 +57,9 @@ def complete_index(draw: Draw, level: int, rule: str) -> Scene:
         after = changed(files, index, [missing, *listed])
         edit = f"sed -i '1s/^/{missing}\\n/' {index}"
     steps = [
-        Step("ls", "Look around."),
-        Step(f"cat {index}", "Read the list."),
-        Step(edit, f"{missing} is missing."),
+        SolutionStep("ls", "Look around."),
+        SolutionStep(f"cat {index}", "Read the list."),
+        SolutionStep(edit, f"{missing} is missing."),
     ]
     return Scene(files, {"index": index, "ending": ending}, steps, after=after)
 

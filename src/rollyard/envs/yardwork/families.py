@@ -10,11 +10,11 @@ from rollyard.core import Json, Task
 from rollyard.envs.fields import Fields
 from rollyard.envs.yardwork.arranging import ARRANGING
 from rollyard.envs.yardwork.counting import COUNTING
-from rollyard.envs.yardwork.draw import Draw
+from rollyard.envs.yardwork.draw import SeededDraw
 from rollyard.envs.yardwork.editing import EDITING
 from rollyard.envs.yardwork.finding import FINDING
 from rollyard.envs.yardwork.numbers import NUMBERS
-from rollyard.envs.yardwork.puzzle import LEVELS, Family, Puzzle, Template, Turn
+from rollyard.envs.yardwork.puzzle import LEVELS, Family, Puzzle, SolutionTurn, Template
 from rollyard.envs.yardwork.scripts import SCRIPTS
 from rollyard.envs.yardwork.texts import TEXTS
 from rollyard.envs.yardwork.wordings import with_more
@@ -69,7 +69,7 @@ class YardworkData:
 
 @lru_cache(maxsize=256)  # INIT, RUN and EVAL of all rollouts of a group want the same one
 def _puzzle(family: str, template: Template, level: int, seed: int, split: Split) -> Puzzle:
-    draw = Draw(f"yardwork/{split}/{family}/{level}/{seed}", split)
+    draw = SeededDraw(f"yardwork/{split}/{family}/{level}/{seed}", split)
     return FAMILIES[family].puzzle(draw, level, template)
 
 
@@ -78,7 +78,7 @@ def make(data: Mapping[str, Json]) -> Puzzle:
     return YardworkData.read(Task("yardwork", data)).puzzle()
 
 
-def demonstration(data: Mapping[str, Json]) -> list[Turn]:
+def demonstration(data: Mapping[str, Json]) -> list[SolutionTurn]:
     """The turns that a policy should take, `finish` last: what the oracle does, too."""
     return make(data).turns
 

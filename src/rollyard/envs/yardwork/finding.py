@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollyard.envs.yardwork.draw import Draw
-from rollyard.envs.yardwork.puzzle import File, Scene, Step, family, text_file
+from rollyard.envs.yardwork.draw import SeededDraw
+from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, family, text_file
 
 
-def find_content(draw: Draw, level: int, rule: str) -> Scene:
+def find_content(draw: SeededDraw, level: int, rule: str) -> Scene:
     """`has`: one file holds the word. `lacks`: all but one do."""
     folders = sorted(draw.words(level - 1)) if level >= 3 else []
     word, ending = draw.word(), draw.ending()
@@ -18,13 +18,13 @@ def find_content(draw: Draw, level: int, rule: str) -> Scene:
         files[name] = text_file(draw.lines(1 + level, [word] if is_marked else []))
     flag, where = ("-l" if rule == "has" else "-L"), f"{'*/' if folders else ''}*.{ending}"
     steps = [
-        Step("ls *" if folders else "ls", "Look around."),
-        Step(f"grep {flag} {word} {where}", f"Search for {word}."),
+        SolutionStep("ls *" if folders else "ls", "Look around."),
+        SolutionStep(f"grep {flag} {word} {where}", f"Search for {word}."),
     ]
     return Scene(files, {"word": word}, steps, answer=answer)
 
 
-def find_size(draw: Draw, level: int, rule: str) -> Scene:
+def find_size(draw: SeededDraw, level: int, rule: str) -> Scene:
     """No two files have the same size."""
     ending = draw.ending()
     names = draw.names(2 + level, ending)
@@ -34,11 +34,11 @@ def find_size(draw: Draw, level: int, rule: str) -> Scene:
         files[name] = text_file(draw.filler().split()[0][:4] for _ in range(2 * size))
     ranked = [name for _, name in sorted(zip(sizes, names, strict=True))]
     end = "head" if rule == "largest" else "tail"
-    steps = [Step("ls", "Look around."), Step(f"ls -S | {end} -n 1", "Sort by size.")]
+    steps = [SolutionStep("ls", "Look around."), SolutionStep(f"ls -S | {end} -n 1", "Sort by size.")]
     return Scene(files, {}, steps, answer=ranked[-1] if rule == "largest" else ranked[0])
 
 
-def find_name(draw: Draw, level: int, rule: str) -> Scene:
+def find_name(draw: SeededDraw, level: int, rule: str) -> Scene:
     """A name is known; the folder is not. `file`: below which path is it; `inside`: what does it say."""
     folders = sorted(draw.words(1 + level))
     if level >= 4:
@@ -49,14 +49,14 @@ def find_name(draw: Draw, level: int, rule: str) -> Scene:
     name = path.rsplit("/", 1)[1]
     files: dict[str, File | None] = {other: text_file(draw.lines(1)) for other in names}
     files[path] = text_file([secret])
-    steps = [Step("ls", "Look around."), Step(f"find . -name {name}", f"Find {name}.")]
+    steps = [SolutionStep("ls", "Look around."), SolutionStep(f"find . -name {name}", f"Find {name}.")]
     if rule == "path":
         return Scene(files, {"name": name}, steps, answer=path)
-    steps.append(Step(f"cat {path}", "Read it."))
+    steps.append(SolutionStep(f"cat {path}", "Read it."))
     return Scene(files, {"name": name}, steps, answer=secret)
 
 
-def chain(draw: Draw, level: int, rule: str) -> Scene:
+def chain(draw: SeededDraw, level: int, rule: str) -> Scene:
     """Each file names the next; false trails lie beside it. With `folders` each lies in a folder of its own."""
     ending, secret = draw.ending(), draw.word()
     stops, others = draw.words(1 + level), draw.words(1 + level)
@@ -69,7 +69,7 @@ def chain(draw: Draw, level: int, rule: str) -> Scene:
         files[path(stop)] = text_file([f"see {path(following)}" if following else f"word {secret}"])
     for stop in others:
         files[path(stop)] = text_file([f"see {path(draw.pick(stops))}"])
-    steps = [Step(f"cat {path(stop)}", "Follow the trail." if index else "Begin.") for index, stop in enumerate(stops)]
+    steps = [SolutionStep(f"cat {path(stop)}", "Follow the trail." if index else "Begin.") for index, stop in enumerate(stops)]
     return Scene(files, {"first": path(stops[0])}, steps, answer=secret)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollyard.envs.yardwork.draw import Draw
-from rollyard.envs.yardwork.puzzle import File, Scene, Step, family, text_file
+from rollyard.envs.yardwork.draw import SeededDraw
+from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, family, text_file
 
 
-def _accounts(draw: Draw, level: int, ending: str) -> tuple[dict[str, File | None], list[tuple[str, int]]]:
+def _accounts(draw: SeededDraw, level: int, ending: str) -> tuple[dict[str, File | None], list[tuple[str, int]]]:
     """Files of `word number` lines, one of them at first, more later; no number comes twice."""
     names = draw.names((level + 1) // 2, ending)
     sizes = [draw.count(2 + level, 4 + level) for _ in names]
@@ -18,17 +18,17 @@ def _accounts(draw: Draw, level: int, ending: str) -> tuple[dict[str, File | Non
     return files, rows
 
 
-def total(draw: Draw, level: int, rule: str) -> Scene:
+def total(draw: SeededDraw, level: int, rule: str) -> Scene:
     """`each`: all numbers. `listed`: those of the words that a note lists."""
     ending = draw.ending()
     files, rows = _accounts(draw, level, ending)
-    look = Step("ls", "Look around.")
+    look = SolutionStep("ls", "Look around.")
     where = next(iter(files)) if len(files) == 1 else f"*.{ending}"
     if rule == "each":
         steps = [
             look,
-            Step(f"head -n 2 {next(iter(files))}", "See what they are like."),
-            Step(f"awk '{{s+=$2}} END {{print s}}' {where}", "Add."),
+            SolutionStep(f"head -n 2 {next(iter(files))}", "See what they are like."),
+            SolutionStep(f"awk '{{s+=$2}} END {{print s}}' {where}", "Add."),
         ]
         return Scene(files, {"ending": ending}, steps, answer=str(sum(number for _, number in rows)))
     chosen = draw.shuffled(rows)[:2]
@@ -37,25 +37,25 @@ def total(draw: Draw, level: int, rule: str) -> Scene:
     pattern = " ".join(f"-e {word}" for word, _ in chosen)
     found = " + ".join(str(number) for word, number in rows if (word, number) in chosen)
     steps = [
-        Step(f"cat {note}", "Read the list."),
-        Step(f"cat *.{ending} | grep {pattern}", "Look them up."),
-        Step(f"echo $(({found}))", "Add."),
+        SolutionStep(f"cat {note}", "Read the list."),
+        SolutionStep(f"cat *.{ending} | grep {pattern}", "Look them up."),
+        SolutionStep(f"echo $(({found}))", "Add."),
     ]
     return Scene(files, {"ending": ending, "note": note}, steps, answer=str(sum(number for _, number in chosen)))
 
 
-def extremum(draw: Draw, level: int, rule: str) -> Scene:
+def extremum(draw: SeededDraw, level: int, rule: str) -> Scene:
     ending = draw.ending()
     files, rows = _accounts(draw, level, ending)
     where = next(iter(files)) if len(files) == 1 else f"*.{ending}"
     ranked = sorted(rows, key=lambda row: row[1])
     word, _ = ranked[-1] if rule == "most" else ranked[0]
     end = "tail" if rule == "most" else "head"
-    steps = [Step("ls", "Look around."), Step(f"sort -n -k 2 {where} | {end} -n 1", "Sort by number.")]
+    steps = [SolutionStep("ls", "Look around."), SolutionStep(f"sort -n -k 2 {where} | {end} -n 1", "Sort by number.")]
     return Scene(files, {"ending": ending}, steps, answer=word)
 
 
-def field(draw: Draw, level: int, rule: str) -> Scene:
+def field(draw: SeededDraw, level: int, rule: str) -> Scene:
     """`cell`: of a known row, the column by its name. `row`: whose cell it is."""
     columns = ["name", *draw.columns(2 + level // 2)]
     rows = [draw.words(len(columns)) for _ in range(3 + level)]
@@ -68,12 +68,12 @@ def field(draw: Draw, level: int, rule: str) -> Scene:
     row = draw.pick(rows)
     at = draw.count(1, len(columns) - 1)
     slots = {"table": name, "who": row[0], "column": columns[at], "value": row[at]}
-    head = Step(f"head -n 1 {name}", "Look at the columns.")
+    head = SolutionStep(f"head -n 1 {name}", "Look at the columns.")
     if rule == "cell":
         said = f"{columns[at]} is column {at + 1}."
-        steps = [head, Step(f"grep {row[0]}, {name} | cut -d , -f {at + 1}", said)]
+        steps = [head, SolutionStep(f"grep {row[0]}, {name} | cut -d , -f {at + 1}", said)]
         return Scene(files, slots, steps, answer=row[at])
-    steps = [head, Step(f"grep {row[at]} {name} | cut -d , -f 1", "The name is column 1.")]
+    steps = [head, SolutionStep(f"grep {row[at]} {name} | cut -d , -f 1", "The name is column 1.")]
     return Scene(files, slots, steps, answer=row[0])
 
 

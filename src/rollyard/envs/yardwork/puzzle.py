@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollyard.core import Json
-from rollyard.envs.yardwork.draw import Draw
+from rollyard.envs.yardwork.draw import SeededDraw
 from rollyard.envs.yardwork.words import Split
 
 LEVELS = range(1, 6)
@@ -28,7 +28,7 @@ Tree = Mapping[str, File | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SolutionStep:
     """A command, and the few words said before it."""
 
     command: str
@@ -36,7 +36,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SolutionTurn:
     """What a policy should have said and called."""
 
     text: str
@@ -50,7 +50,7 @@ class Scene:
 
     files: Tree
     slots: Mapping[str, str]  # for the template's text
-    steps: Sequence[Step]
+    steps: Sequence[SolutionStep]
     answer: str | None = None
     after: Tree | None = None
     checks_modes: bool = False
@@ -62,12 +62,12 @@ class Puzzle:
     scene: Scene
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[SolutionTurn]:
         """The plan as turns, `finish` included."""
-        turns = [Turn(step.said, "shell", {"command": step.command}) for step in self.scene.steps]
+        turns = [SolutionTurn(step.said, "shell", {"command": step.command}) for step in self.scene.steps]
         if self.scene.answer is None:
-            return [*turns, Turn("Done.", "finish", {})]
-        return [*turns, Turn(f"It is {self.scene.answer}.", "finish", {"answer": self.scene.answer})]
+            return [*turns, SolutionTurn("Done.", "finish", {})]
+        return [*turns, SolutionTurn(f"It is {self.scene.answer}.", "finish", {"answer": self.scene.answer})]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ class Template:
 @dataclass(frozen=True, slots=True)
 class Family:
     name: str
-    make: Callable[[Draw, int, str], Scene]
+    make: Callable[[SeededDraw, int, str], Scene]
     templates: Mapping[Split, tuple[Template, ...]] = field(default_factory=dict[Split, tuple[Template, ...]])
 
-    def puzzle(self, draw: Draw, level: int, template: Template) -> Puzzle:
+    def puzzle(self, draw: SeededDraw, level: int, template: Template) -> Puzzle:
         scene = self.make(draw, level, template.rule)
         return Puzzle(template.text.format(**scene.slots), scene)
 
@@ -95,7 +95,7 @@ Wording = tuple[str, str]
 
 
 def family(
-    name: str, make: Callable[[Draw, int, str], Scene], train: Sequence[Wording], held_out: Sequence[Wording]
+    name: str, make: Callable[[SeededDraw, int, str], Scene], train: Sequence[Wording], held_out: Sequence[Wording]
 ) -> Family:
     """Templates are named after their split, so that no name is in both."""
     return Family(

@@ -5,15 +5,15 @@ They are for any `sh`. A repair is judged by the script's text, never by running
 
 from __future__ import annotations
 
-from rollyard.envs.yardwork.draw import Draw
-from rollyard.envs.yardwork.puzzle import File, Scene, Step, changed, family, lines_of, text_file
+from rollyard.envs.yardwork.draw import SeededDraw
+from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, changed, family, lines_of, text_file
 
 
 def _mended(files: dict[str, File | None], script: str, wrong: str, right: str) -> dict[str, File | None]:
     return changed(files, script, [line.replace(wrong, right) for line in lines_of(files, script)])
 
 
-def fix_constant(draw: Draw, level: int, rule: str) -> Scene:
+def fix_constant(draw: SeededDraw, level: int, rule: str) -> Scene:
     """The right number stands in a table of several; `any`: which one is wrong is not told."""
     script, table = f"{draw.word()}.sh", f"{draw.word()}.csv"
     variable = draw.variable()
@@ -23,17 +23,17 @@ def fix_constant(draw: Draw, level: int, rule: str) -> Scene:
     filler = [f"echo {line}" for line in draw.lines(level - 1)]
     files[script] = text_file([f"{variable}={wrong}", *filler, f"echo $(({variable} * {factor}))"])
     steps = [
-        Step(f"cat {script}", "Read the script."),
-        Step(f"grep {variable} {table}", f"What should {variable} be?"),
-        Step(f"sed -i s/{variable}={wrong}/{variable}={right}/ {script}", f"It should be {right}."),
+        SolutionStep(f"cat {script}", "Read the script."),
+        SolutionStep(f"grep {variable} {table}", f"What should {variable} be?"),
+        SolutionStep(f"sed -i s/{variable}={wrong}/{variable}={right}/ {script}", f"It should be {right}."),
     ]
     if rule == "any":
-        steps[1] = Step(f"cat {table}", "Read the table.")
+        steps[1] = SolutionStep(f"cat {table}", "Read the table.")
     slots = {"script": script, "table": table, "variable": variable}
     return Scene(files, slots, steps, after=_mended(files, script, f"={wrong}", f"={right}"))
 
 
-def fix_path(draw: Draw, level: int, rule: str) -> Scene:
+def fix_path(draw: SeededDraw, level: int, rule: str) -> Scene:
     """It reads a file that has another name (`name`), or lies in another folder (`folder`)."""
     script, ending = f"{draw.word()}.sh", draw.ending()
     folder, elsewhere, stem, old = draw.words(4)
@@ -46,19 +46,19 @@ def fix_path(draw: Draw, level: int, rule: str) -> Scene:
         files[f"{elsewhere}/{old}.{ending}"] = text_file(draw.lines(1))
     files[script] = text_file([*(f"echo {line}" for line in draw.lines(level)), f"cat {wrong}"])
     look = (
-        Step(f"ls {folder}", "What is there?")
+        SolutionStep(f"ls {folder}", "What is there?")
         if rule == "name"
-        else Step(f"find . -name {stem}.{ending}", "Where is it?")
+        else SolutionStep(f"find . -name {stem}.{ending}", "Where is it?")
     )
     steps = [
-        Step(f"sh {script}", "Run it."),
+        SolutionStep(f"sh {script}", "Run it."),
         look,
-        Step(f"sed -i s,{wrong},{right}, {script}", f"It is {right}."),
+        SolutionStep(f"sed -i s,{wrong},{right}, {script}", f"It is {right}."),
     ]
     return Scene(files, {"script": script}, steps, after=_mended(files, script, wrong, right))
 
 
-def fix_source(draw: Draw, level: int, rule: str) -> Scene:
+def fix_source(draw: SeededDraw, level: int, rule: str) -> Scene:
     """It takes a function from a library that does not have it; another does."""
     script, name, wrong = draw.words(3)
     libraries = draw.words(1 + level)
@@ -70,12 +70,12 @@ def fix_source(draw: Draw, level: int, rule: str) -> Scene:
     files[f"{wrong}.sh"] = text_file([f"{draw.word()}() {{ echo {draw.filler()}; }}"])
     files[f"{script}.sh"] = text_file([f". ./{wrong}.sh", name])
     steps = [
-        Step(f"cat {script}.sh", "Read the script."),
-        Step(f"grep -l '{name}()' *.sh", f"Who defines {name}?"),
-        Step(f"sed -i s/{wrong}/{right}/ {script}.sh", f"{right}.sh does."),
+        SolutionStep(f"cat {script}.sh", "Read the script."),
+        SolutionStep(f"grep -l '{name}()' *.sh", f"Who defines {name}?"),
+        SolutionStep(f"sed -i s/{wrong}/{right}/ {script}.sh", f"{right}.sh does."),
     ]
     if rule == "run":
-        steps.insert(1, Step(f"sh {script}.sh", "Run it."))
+        steps.insert(1, SolutionStep(f"sh {script}.sh", "Run it."))
     return Scene(files, {"script": f"{script}.sh"}, steps, after=_mended(files, f"{script}.sh", wrong, right))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollyard.envs.yardwork.draw import Draw
-from rollyard.envs.yardwork.puzzle import File, Scene, Step, changed, family, lines_of, text_file
+from rollyard.envs.yardwork.draw import SeededDraw
+from rollyard.envs.yardwork.puzzle import File, Scene, SolutionStep, changed, family, lines_of, text_file
 
 
-def sort_unique(draw: Draw, level: int, rule: str) -> Scene:
+def sort_unique(draw: SeededDraw, level: int, rule: str) -> Scene:
     """The words of the files that a note names, each once, in order or (`down`) the other way round."""
     ending, out = draw.ending(), draw.word()
     note = f"{draw.word()}.csv"
@@ -19,12 +19,12 @@ def sort_unique(draw: Draw, level: int, rule: str) -> Scene:
     files[note] = text_file(chosen)
     found = sorted({line for name in chosen for line in lines_of(files, name)}, reverse=rule == "down")
     flag = "-u" if rule == "up" else "-ru"
-    steps = [Step(f"cat {note}", "Read the note."), Step(f"sort {flag} {' '.join(chosen)} > {out}.{ending}", "Sort.")]
+    steps = [SolutionStep(f"cat {note}", "Read the note."), SolutionStep(f"sort {flag} {' '.join(chosen)} > {out}.{ending}", "Sort.")]
     slots = {"note": note, "out": f"{out}.{ending}"}
     return Scene(files, slots, steps, after=changed(files, f"{out}.{ending}", found))
 
 
-def merge(draw: Draw, level: int, rule: str) -> Scene:
+def merge(draw: SeededDraw, level: int, rule: str) -> Scene:
     """Files one after another in a note's order, or (`back`) from its last to its first."""
     ending, out = draw.ending(), draw.word()
     note = f"{draw.word()}.csv"
@@ -34,12 +34,12 @@ def merge(draw: Draw, level: int, rule: str) -> Scene:
     files[note] = text_file(order)
     asked = order if rule == "forth" else order[::-1]
     joined = [line for name in asked for line in lines_of(files, name)]
-    steps = [Step(f"cat {note}", "Read the order."), Step(f"cat {' '.join(asked)} > {out}.{ending}", "Join them.")]
+    steps = [SolutionStep(f"cat {note}", "Read the order."), SolutionStep(f"cat {' '.join(asked)} > {out}.{ending}", "Join them.")]
     slots = {"note": note, "out": f"{out}.{ending}"}
     return Scene(files, slots, steps, after=changed(files, f"{out}.{ending}", joined))
 
 
-def compare(draw: Draw, level: int, rule: str) -> Scene:
+def compare(draw: SeededDraw, level: int, rule: str) -> Scene:
     """Two lists in different order; `more`: the word that only the longer has. `both`: the only one in both."""
     ending = draw.ending()
     first, second = draw.names(2, ending)
@@ -53,15 +53,15 @@ def compare(draw: Draw, level: int, rule: str) -> Scene:
             second: text_file(short if is_first_long else long),
         }
         slim, full = (second, first) if is_first_long else (first, second)
-        look = Step(f"wc -l {first} {second}", "Which is longer?")
-        steps = [Step("ls", "Look around."), look, Step(f"grep -v -f {slim} {full}", f"{full} has one more.")]
+        look = SolutionStep(f"wc -l {first} {second}", "Which is longer?")
+        steps = [SolutionStep("ls", "Look around."), look, SolutionStep(f"grep -v -f {slim} {full}", f"{full} has one more.")]
     else:
         half = len(words) // 2
         files = {
             first: text_file(draw.shuffled([*words[:half], odd])),
             second: text_file(draw.shuffled([*words[half:], odd])),
         }
-        steps = [Step("ls", "Look around."), Step(f"grep -f {first} {second}", "Which is in both?")]
+        steps = [SolutionStep("ls", "Look around."), SolutionStep(f"grep -f {first} {second}", "Which is in both?")]
     for name in draw.names(level // 2, "csv"):
         files[name] = text_file(draw.lines(2))
     return Scene(files, {"ending": ending}, steps, answer=odd)

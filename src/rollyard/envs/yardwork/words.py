@@ -15,7 +15,7 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class WordPool:
     words: tuple[str, ...]  # names of files and folders, and what is in them
     columns: tuple[str, ...]  # of tables
     endings: tuple[str, ...]  # of plain files; tables are .csv and scripts .sh in both
@@ -72,14 +72,14 @@ farmer baker tailor miller mason glazier weaver butcher barber bridge tunnel fer
 scooter tractor canoe kayak raft sledge zeppelin opal topaz emerald sapphire diamond garnet jasper onyx zircon
 """
 
-POOLS: dict[Split, Pool] = {
-    "train": Pool(
+POOLS: dict[Split, WordPool] = {
+    "train": WordPool(
         tuple(_TRAIN.split()),
         ("city", "colour", "fruit", "job", "pet", "season", "country", "drink", "hobby", "language", "river", "craft"),
         ("txt", "log", "md", "bak", "tmp", "rst", "org", "conf", "ini", "tex", "asc", "doc"),
         ("PRICE", "LIMIT", "RATE", "SPEED", "COUNT", "SIZE", "HEIGHT", "SCORE", "TIMEOUT", "LEVEL", "OFFSET", "PERIOD"),
     ),
-    "held_out": Pool(
+    "held_out": WordPool(
         tuple(_HELD_OUT.split()),
         ("town", "metal", "sport", "dish", "plant", "month"),
         ("dat", "lst", "cfg"),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollyard.core import Json, Message
-from rollyard.gateway.base import Ask, Problem, Wish, shown
-from rollyard.gateway.dialects import _wished
+from rollyard.gateway.base import ChatRequest, Problem, RequestParameter, shown
+from rollyard.gateway.dialects import _parameters
 from rollyard.tokens.base import ToolSchema
 
 OVERRULED: Mapping[str, tuple[Json, ...]] = {
@@ -69,7 +69,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FUNCTION = (("name", str, "a string"), ("description", str, "a string"), ("parameters", dict, "an object"))
 
 
-def read(body: Mapping[str, Json]) -> Ask:
+def read(body: Mapping[str, Json]) -> ChatRequest:
     overruled: list[str] = []
     for name, value in body.items():
         if value is None:
@@ -91,7 +91,7 @@ def read(body: Mapping[str, Json]) -> Ask:
         raise _wrong_type("model", "a string", model)
     is_stream = _flag(body.get("stream"), "stream")
     wishes = _wishes(body, overruled)
-    return Ask(
+    return ChatRequest(
         messages=tuple([_message(message, at) for at, message in enumerate(messages)]),
         tools=_tools(body.get("tools"), overruled),
         model=model or "",
@@ -100,31 +100,31 @@ def read(body: Mapping[str, Json]) -> Ask:
         overruled=tuple(overruled),  # after the tools, which may add to it
         options={"include_usage": _include_usage(body.get("stream_options"))} if is_stream else {},
         wishes=wishes,
-        unknown=_wished.unknown(body, KNOWN | REFUSED.keys()),
+        unknown=_parameters.unknown(body, KNOWN | REFUSED.keys()),
     )
 
 
-def _wishes(body: Mapping[str, Json], overruled: list[str]) -> tuple[Wish, ...]:
+def _wishes(body: Mapping[str, Json], overruled: list[str]) -> tuple[RequestParameter, ...]:
     format_ = body.get("response_format")
     inner = format_.get("json_schema") if isinstance(format_, dict) else None
     schema = inner.get("schema") if isinstance(inner, dict) else None
     wishes = [
-        *_wished.same(body),
-        *_wished.stop(body.get("stop"), "stop"),
-        *_wished.seed(body.get("seed")),
-        *_wished.json_format(format_, "response_format", schema),
+        *_parameters.same(body),
+        *_parameters.stop(body.get("stop"), "stop"),
+        *_parameters.seed(body.get("seed")),
+        *_parameters.json_format(format_, "response_format", schema),
     ]
     if _flag(body.get("logprobs"), "logprobs"):
-        wishes += [Wish("logprobs", "logprobs"), *_wished.top_logprobs(body.get("top_logprobs"))]
+        wishes += [RequestParameter("logprobs", "logprobs"), *_parameters.top_logprobs(body.get("top_logprobs"))]
     elif body.get("top_logprobs"):
         raise _invalid("top_logprobs", "invalid_value", "Invalid 'top_logprobs': it needs 'logprobs': true.")
     choice = body.get("tool_choice")
     if choice == "none":
-        wishes.append(Wish("no_calls", "tool_choice"))
+        wishes.append(RequestParameter("no_calls", "tool_choice"))
     elif choice not in (None, "auto"):
         function = choice.get("function") if isinstance(choice, dict) else None
         kind = choice.get("type") if isinstance(choice, dict) else choice
-        forced = _wished.calls(kind, function.get("name") if isinstance(function, dict) else None)
+        forced = _parameters.calls(kind, function.get("name") if isinstance(function, dict) else None)
         if forced is None:
             overruled.append("tool_choice")
         wishes += forced or ()

@@ -1,4 +1,4 @@
-"""Reading a request of Anthropic Messages: a body becomes an `Ask`. The writing half is `messages.py`.
+"""Reading a request of Anthropic Messages: a body becomes an `ChatRequest`. The writing half is `messages.py`.
 
 How its words map to ours:
 - `system`, a text or text blocks, is the first message, its blocks on lines of their own (one of Claude Code's is a
@@ -14,7 +14,7 @@ Refused, since the model would not see what was said: documents, search results,
 redacted thinking, blocks of tools that a server runs, images of Anthropic's file store, and an assistant's turn at the
 end (a prefill: the reply would have to begin in the middle of it).
 
-Granted where it can be (`gateway/wishes.py`): stop_sequences, output_config.format, output_format, tool_choice.
+Granted where it can be (`gateway/parameters.py`): stop_sequences, output_config.format, output_format, tool_choice.
 Overruled, by name: thinking, mcp_servers, output_config.effort, a tool_choice that forbids parallel calls, a
 temperature, top_p or top_k that is not the task's; `tools.type`, a tool that has no schema because Anthropic runs or
 knows it; `tools.defer_loading`, a tool that is not to be shown yet. Without effect: metadata, service_tier,
@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rollyard.core import Json, Message
-from rollyard.gateway.base import Ask, Problem, Wish
-from rollyard.gateway.dialects import _wished
+from rollyard.gateway.base import ChatRequest, Problem, RequestParameter
+from rollyard.gateway.dialects import _parameters
 from rollyard.tokens.base import ToolSchema
 
 _OVERRULED: Final = ("thinking", "mcp_servers")
@@ -48,7 +48,7 @@ Part = str | Mapping[str, Json]
 """A piece of what a user or a tool said: text, or an image in chat's shape."""
 
 
-def read(body: Mapping[str, Json]) -> Ask:
+def read(body: Mapping[str, Json]) -> ChatRequest:
     history = _History()
     system = body.get("system")
     if system is not None:
@@ -56,12 +56,12 @@ def read(body: Mapping[str, Json]) -> Ask:
     for index, message in enumerate(_list(body.get("messages"), "messages")):
         history.take(_mapping(message, f"messages.{index}"), f"messages.{index}")
     overruled = [name for name in _OVERRULED if body.get(name) not in (None, [], {})]
-    wishes = [*_wished.same(body), *_wished.stop(body.get("stop_sequences"), "stop_sequences"), *_formats(body)]
+    wishes = [*_parameters.same(body), *_parameters.stop(body.get("stop_sequences"), "stop_sequences"), *_formats(body)]
     choice, name = _choice(body.get("tool_choice"))
     if choice == "none":
-        wishes.append(Wish("no_calls", "tool_choice"))
+        wishes.append(RequestParameter("no_calls", "tool_choice"))
     elif choice != "auto":
-        forced = _wished.calls(choice, name)
+        forced = _parameters.calls(choice, name)
         if forced is None:
             overruled.append("tool_choice")
         wishes += forced or ()
@@ -79,7 +79,7 @@ def read(body: Mapping[str, Json]) -> Ask:
         raise _wrong("model", "a model's name is required")
     if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
         raise _wrong("max_tokens", "it must be a whole number of at least 1")
-    return Ask(
+    return ChatRequest(
         messages=history.done(),
         tools=tuple(tools),
         model=model,
@@ -87,16 +87,16 @@ def read(body: Mapping[str, Json]) -> Ask:
         is_stream=body.get("stream") is True,
         wishes=tuple(wishes),
         overruled=tuple(overruled),
-        unknown=_wished.unknown(body, _KNOWN),
+        unknown=_parameters.unknown(body, _KNOWN),
     )
 
 
-def _formats(body: Mapping[str, Json]) -> list[Wish]:
+def _formats(body: Mapping[str, Json]) -> list[RequestParameter]:
     config = body.get("output_config")
     newer = config.get("format") if isinstance(config, Mapping) else None
     for value, name in ((newer, "output_config.format"), (body.get("output_format"), "output_format")):
         if value is not None:
-            return _wished.json_format(value, name, value.get("schema") if isinstance(value, Mapping) else None)
+            return _parameters.json_format(value, name, value.get("schema") if isinstance(value, Mapping) else None)
     return []
 
 

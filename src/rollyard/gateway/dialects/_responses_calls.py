@@ -42,7 +42,7 @@ _SHELL_ABOUT = "Runs a command and returns its output. The command is a list of 
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OfferedTool:
     """A tool as the client knows it."""
 
     kind: Literal["function", "custom", "local_shell"]
@@ -55,7 +55,7 @@ class Toolbox:
     """The tools of one request: what the model is offered, and what each is to the client."""
 
     schemas: list[ToolSchema] = field(default_factory=list[ToolSchema])
-    offered: dict[str, Offered] = field(default_factory=dict[str, Offered])
+    offered: dict[str, OfferedTool] = field(default_factory=dict[str, OfferedTool])
     overruled: list[str] = field(default_factory=list[str])
     _by_name: dict[str, ToolSchema] = field(default_factory=dict[str, ToolSchema])
 
@@ -77,7 +77,7 @@ class Toolbox:
             elif kind == "custom":
                 self._custom(tool, where, namespace, about if index == 0 else "")
             elif kind == "local_shell":
-                self._add(Offered("local_shell", "local_shell"), _SHELL_ABOUT, _SHELL, where)
+                self._add(OfferedTool("local_shell", "local_shell"), _SHELL_ABOUT, _SHELL, where)
             elif isinstance(kind, str) and kind:
                 self.overruled.append(f"tools.{kind[:64]}")
             else:
@@ -91,7 +91,7 @@ class Toolbox:
             raise Problem("invalid", f"{where}.parameters must be a JSON schema", param=f"{where}.parameters")
         if tool.get("strict"):
             self.overruled.append("tools.strict")
-        self._add(Offered("function", _name(tool, where), namespace), _about(tool, about), parameters, where)
+        self._add(OfferedTool("function", _name(tool, where), namespace), _about(tool, about), parameters, where)
 
     def _custom(self, tool: Mapping[str, Json], where: str, namespace: str | None, about: str) -> None:
         said = "The whole input of this tool, as plain text."
@@ -104,9 +104,9 @@ class Toolbox:
             "properties": {"input": {"type": "string", "description": said}},
             "required": ["input"],
         }
-        self._add(Offered("custom", _name(tool, where), namespace), _about(tool, about), parameters, where)
+        self._add(OfferedTool("custom", _name(tool, where), namespace), _about(tool, about), parameters, where)
 
-    def _add(self, offered: Offered, about: str, parameters: Json, where: str) -> None:
+    def _add(self, offered: OfferedTool, about: str, parameters: Json, where: str) -> None:
         name = joined(offered.namespace, offered.name)
         function: dict[str, Json] = {
             "name": name,
@@ -141,9 +141,9 @@ def _about(tool: Mapping[str, Json], lead: str) -> str:
 # --- a call, to the client ---
 
 
-def tell_call(call: ToolCall, offered: Mapping[str, Offered], item_id: str) -> dict[str, Any]:
+def tell_call(call: ToolCall, offered: Mapping[str, OfferedTool], item_id: str) -> dict[str, Any]:
     """The output item of a call, but for its status."""
-    tool = offered.get(call.name) or Offered("function", call.name)
+    tool = offered.get(call.name) or OfferedTool("function", call.name)
     arguments = call.arguments
     if tool.kind == "local_shell" and arguments is not None:
         action: dict[str, Any] = {"type": "exec", "env": {}, **arguments}

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from rollyard.gateway.base import Ask, Event, Problem, Reasoning, Text, Told
+from rollyard.gateway.base import ChatRequest, Event, Problem, Reasoning, Reply, Text
 from rollyard.gateway.dialects._responses_calls import tell_call
 from rollyard.gateway.dialects._responses_input import item_id, seal
 from rollyard.gateway.dialects.chat import logprob_of
@@ -25,7 +25,7 @@ def error_of(problem: Problem) -> dict[str, Any]:
     return {"message": problem.message, "type": kind, "param": problem.param, "code": code}
 
 
-def response_of(ask: Ask, told: Told) -> dict[str, Any]:
+def response_of(ask: ChatRequest, told: Reply) -> dict[str, Any]:
     """A completed turn, whole."""
     output: list[dict[str, Any]] = []
     if told.reasoning:
@@ -38,16 +38,16 @@ def response_of(ask: Ask, told: Told) -> dict[str, Any]:
     return _ended(ask, told, output)
 
 
-def _logprobs(told: Told) -> list[dict[str, Any]]:
+def _logprobs(told: Reply) -> list[dict[str, Any]]:
     """Of all sampled tokens, reasoning and calls among them."""
     return [logprob_of(it) for it in told.logprobs or ()]
 
 
-def _status(told: Told) -> str:
+def _status(told: Reply) -> str:
     return "incomplete" if told.finish == "length" else "completed"
 
 
-def _ended(ask: Ask, told: Told, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _ended(ask: ChatRequest, told: Reply, output: list[dict[str, Any]]) -> dict[str, Any]:
     response = _response(ask, told.id, told.created)
     usage = told.usage
     response |= {"output": output, "status": _status(told)}
@@ -65,7 +65,7 @@ def _ended(ask: Ask, told: Told, output: list[dict[str, Any]]) -> dict[str, Any]
     return response
 
 
-def _response(ask: Ask, reply_id: str, created: int) -> dict[str, Any]:
+def _response(ask: ChatRequest, reply_id: str, created: int) -> dict[str, Any]:
     echo = ask.options
     return {
         "id": f"resp_{reply_id}",
@@ -94,7 +94,7 @@ def _response(ask: Ask, reply_id: str, created: int) -> dict[str, Any]:
     }
 
 
-def _reasoning(ask: Ask, reply_id: str, index: int, text: str, status: str) -> dict[str, Any]:
+def _reasoning(ask: ChatRequest, reply_id: str, index: int, text: str, status: str) -> dict[str, Any]:
     item: dict[str, Any] = {"id": f"rs_{item_id(reply_id, index)}", "type": "reasoning", "status": status}
     item["summary"] = []
     item["content"] = [{"type": "reasoning_text", "text": text}] if text else []
@@ -115,14 +115,14 @@ def _text_part(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict[
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
-def _call(ask: Ask, reply_id: str, index: int, call: ToolCall, status: str) -> dict[str, Any]:
+def _call(ask: ChatRequest, reply_id: str, index: int, call: ToolCall, status: str) -> dict[str, Any]:
     return {**tell_call(call, ask.options.get("offered") or {}, item_id(reply_id, index)), "status": status}
 
 
-class Stream:
+class ResponseStream:
     """A streamed response; `Writer` of the gateway's door. One item is open at a time."""
 
-    def __init__(self, ask: Ask, reply_id: str, created: int) -> None:
+    def __init__(self, ask: ChatRequest, reply_id: str, created: int) -> None:
         self._ask, self._id, self._created = ask, reply_id, created
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
@@ -146,7 +146,7 @@ class Stream:
             return out + self._part("response.output_text.delta", delta=event.text, logprobs=[])
         return out + self._part("response.reasoning_text.delta", delta=event.text)
 
-    def end(self, told: Told) -> bytes:
+    def end(self, told: Reply) -> bytes:
         status = _status(told)
         out = self._close(status) if self._open is Text else self._close()
         if all(item["type"] == "reasoning" for item in self._output):

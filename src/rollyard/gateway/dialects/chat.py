@@ -8,7 +8,7 @@ What becomes of a parameter:
 
 - honoured: messages, model (echoed), tools, max_tokens and max_completion_tokens (the lesser), stream,
   stream_options.include_usage;
-- granted where it can be (`gateway/wishes.py`): stop, seed, logprobs, top_logprobs, tool_choice, response_format;
+- granted where it can be (`gateway/parameters.py`): stop, seed, logprobs, top_logprobs, tool_choice, response_format;
 - overruled, since the task's sampling wins: what `OVERRULED` lists in `_chat_request.py`, a tool_choice of allowed
   tools, and a temperature, top_p or top_k that is not the task's;
 - refused, since no honest reply has the shape that was asked for: n other than 1, functions and function_call (and the
@@ -30,7 +30,7 @@ from typing import Any
 import orjson
 
 from rollyard.core import Json
-from rollyard.gateway.base import Ask, Event, Problem, ProblemKind, Reasoning, Text, TokenLogprob, Told, Usage
+from rollyard.gateway.base import ChatRequest, Event, Problem, ProblemKind, Reasoning, Reply, Text, TokenLogprob, Usage
 from rollyard.gateway.dialects import _chat_request
 from rollyard.tokens.base import ToolCall
 
@@ -48,10 +48,10 @@ class Chat:
     name = "chat"
     takes_raw_arguments = True
 
-    def read(self, body: Mapping[str, Json]) -> Ask:
+    def read(self, body: Mapping[str, Json]) -> ChatRequest:
         return _chat_request.read(body)
 
-    def reply(self, ask: Ask, told: Told) -> bytes:
+    def reply(self, ask: ChatRequest, told: Reply) -> bytes:
         message: dict[str, Any] = {"role": "assistant", "content": told.content, "refusal": None}
         if told.reasoning:
             message["reasoning_content"] = told.reasoning
@@ -76,7 +76,7 @@ class Chat:
             }
         )
 
-    def writer(self, ask: Ask, reply_id: str, created: int, prompt_tokens: int) -> ChatWriter:
+    def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> ChatWriter:
         return ChatWriter(ask.model, reply_id, created, has_usage=bool(ask.options.get("include_usage")))
 
     def error(self, problem: Problem) -> bytes:
@@ -108,7 +108,7 @@ class ChatWriter:
         rest = {"index": index, "function": {"arguments": _arguments(event)}}
         return self._chunk({"tool_calls": [named]}) + self._chunk({"tool_calls": [rest]})
 
-    def end(self, told: Told) -> bytes:
+    def end(self, told: Reply) -> bytes:
         finish = orjson.dumps({"index": 0, "delta": {}, "logprobs": _logprobs(told), "finish_reason": told.finish})
         data = self._head + finish + self._tail
         if self._has_usage:
@@ -159,7 +159,7 @@ def _arguments(call: ToolCall) -> str:
     return json.dumps(call.arguments, ensure_ascii=False, separators=(", ", ": "))
 
 
-def _logprobs(told: Told) -> dict[str, Any] | None:
+def _logprobs(told: Reply) -> dict[str, Any] | None:
     """Of all sampled tokens, reasoning and calls among them; a stream tells them at its end."""
     if told.logprobs is None:
         return None

@@ -23,7 +23,7 @@ from typing import Final, Literal
 import orjson
 
 from rollyard.core import Json
-from rollyard.gateway.base import Ask, Event, Finish, Problem, ProblemKind, Reasoning, Text, Told, Usage
+from rollyard.gateway.base import ChatRequest, Event, Finish, Problem, ProblemKind, Reasoning, Reply, Text, Usage
 from rollyard.gateway.dialects import _messages_request
 from rollyard.tokens.base import ToolCall
 
@@ -50,10 +50,10 @@ class Messages:
     name = "messages"
     takes_raw_arguments = False
 
-    def read(self, body: Mapping[str, Json]) -> Ask:
+    def read(self, body: Mapping[str, Json]) -> ChatRequest:
         return _messages_request.read(body)
 
-    def reply(self, ask: Ask, told: Told) -> bytes:
+    def reply(self, ask: ChatRequest, told: Reply) -> bytes:
         content: list[Json] = []
         if told.reasoning:
             content.append({"type": "thinking", "thinking": told.reasoning, "signature": SIGNATURE})
@@ -66,7 +66,7 @@ class Messages:
         message["stop_sequence"] = told.stop_sequence
         return orjson.dumps(message | ({"warnings": told.warnings} if told.warnings else {}))
 
-    def writer(self, ask: Ask, reply_id: str, created: int, prompt_tokens: int) -> MessagesWriter:
+    def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> MessagesWriter:
         return MessagesWriter(ask, reply_id, prompt_tokens)
 
     def error(self, problem: Problem) -> bytes:
@@ -76,7 +76,7 @@ class Messages:
 class MessagesWriter:
     """One stream. At most one block is open at a time, and it is closed before the next one begins."""
 
-    def __init__(self, ask: Ask, reply_id: str, prompt_tokens: int) -> None:
+    def __init__(self, ask: ChatRequest, reply_id: str, prompt_tokens: int) -> None:
         self._ask, self._id, self._prompt_tokens = ask, reply_id, prompt_tokens
         self._open: Literal["thinking", "text"] | None = None
         self._index = 0
@@ -98,7 +98,7 @@ class MessagesWriter:
                 opened = self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 return opened + self._delta({"type": "thinking_delta", "thinking": text})
 
-    def end(self, told: Told) -> bytes:
+    def end(self, told: Reply) -> bytes:
         delta = {"stop_reason": _stop_reason(told), "stop_sequence": told.stop_sequence}
         return self._closed() + _sse("message_delta", delta=delta, usage=_usage(told.usage)) + _sse("message_stop")
 
@@ -137,7 +137,7 @@ class MessagesWriter:
         return _sse("content_block_stop", index=self._index - 1)
 
 
-def _stop_reason(told: Told) -> str:
+def _stop_reason(told: Reply) -> str:
     return _STOP_REASONS[told.finish] if told.stop_sequence is None else "stop_sequence"
 
 
@@ -145,7 +145,7 @@ def _sse(kind: str, **fields: Json) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
 
 
-def _message(ask: Ask, reply_id: str, content: Sequence[Json], stop_reason: str | None, usage: Json) -> dict[str, Json]:
+def _message(ask: ChatRequest, reply_id: str, content: Sequence[Json], stop_reason: str | None, usage: Json) -> dict[str, Json]:
     return {
         "id": f"msg_{reply_id}",
         "type": "message",

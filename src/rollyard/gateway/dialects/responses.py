@@ -1,13 +1,13 @@
-"""OpenAI's Responses API: requests read as an `Ask`, turns told as `response` objects or events.
+"""OpenAI's Responses API: requests read as an `ChatRequest`, turns told as `response` objects or events.
 
 The items of a conversation are read in `_responses_input.py`, tools and calls in `_responses_calls.py`, and what is
 told is written in `_responses_output.py`. Here are the parameters around them:
 
 - honoured: `input`, `instructions` (a leading system message), `tools`, `max_output_tokens` (an upper bound), `model`
   (echoed), `stream`, `metadata` (echoed), `include` (of it `reasoning.encrypted_content`).
-- granted where it can be (`gateway/wishes.py`): `stop`, `seed`, `text.format`, `tool_choice`, `top_logprobs`,
+- granted where it can be (`gateway/parameters.py`): `stop`, `seed`, `text.format`, `tool_choice`, `top_logprobs`,
   and of `include` `message.output_text.logprobs`.
-- overruled by the task's own, and named in `Ask.overruled`: `logit_bias`, the penalties, a `tool_choice` that is none
+- overruled by the task's own, and named in `ChatRequest.overruled`: `logit_bias`, the penalties, a `tool_choice` that is none
   of auto, none, required and one function, a `temperature`, `top_p` or `top_k` that is not the task's,
   `parallel_tool_calls: false`, `reasoning.effort`, `text.verbosity`, `truncation: auto` (nothing is ever cut out of a
   history), `context_management`, and of the tools those that nothing here runs, `strict` and grammars.
@@ -24,12 +24,12 @@ from collections.abc import Mapping
 import orjson
 
 from rollyard.core import Json
-from rollyard.gateway.base import Ask, Problem, Told, Wish, Writer
+from rollyard.gateway.base import ChatRequest, Problem, Reply, RequestParameter, Writer
 from rollyard.gateway.counts import weigh
-from rollyard.gateway.dialects import _wished
+from rollyard.gateway.dialects import _parameters
 from rollyard.gateway.dialects._responses_calls import Toolbox
 from rollyard.gateway.dialects._responses_input import Transcript
-from rollyard.gateway.dialects._responses_output import Stream, error_of, response_of
+from rollyard.gateway.dialects._responses_output import ResponseStream, error_of, response_of
 
 _OVERRULED: Mapping[str, tuple[Json, ...]] = {  # with the values that say nothing
     "logit_bias": (None,),
@@ -65,7 +65,7 @@ class Responses:
     name = "responses"
     takes_raw_arguments = True
 
-    def read(self, body: Mapping[str, Json]) -> Ask:
+    def read(self, body: Mapping[str, Json]) -> ChatRequest:
         for name, harmless in _REFUSED.items():
             if body.get(name) not in harmless:
                 raise Problem(
@@ -85,7 +85,7 @@ class Responses:
         if not transcript.messages:
             raise Problem("invalid", "input is missing", param="input")
         model, include, metadata = body.get("model"), body.get("include"), body.get("metadata")
-        return Ask(
+        return ChatRequest(
             messages=transcript.messages,
             tools=tuple(toolbox.schemas),
             model=model if isinstance(model, str) else "",
@@ -93,7 +93,7 @@ class Responses:
             is_stream=body.get("stream") is True,
             wishes=_wishes(body),
             overruled=(*_overruled(body), *dict.fromkeys(toolbox.overruled)),
-            unknown=_wished.unknown(body, _KNOWN | _REFUSED.keys()),
+            unknown=_parameters.unknown(body, _KNOWN | _REFUSED.keys()),
             options={
                 "offered": toolbox.offered,
                 "tools": _echo(body, "tools"),
@@ -103,11 +103,11 @@ class Responses:
             },
         )
 
-    def reply(self, ask: Ask, told: Told) -> bytes:
+    def reply(self, ask: ChatRequest, told: Reply) -> bytes:
         return orjson.dumps(response_of(ask, told))
 
-    def writer(self, ask: Ask, reply_id: str, created: int, prompt_tokens: int) -> Writer:
-        return Stream(ask, reply_id, created)
+    def writer(self, ask: ChatRequest, reply_id: str, created: int, prompt_tokens: int) -> Writer:
+        return ResponseStream(ask, reply_id, created)
 
     def error(self, problem: Problem) -> bytes:
         return orjson.dumps({"error": error_of(problem)})
@@ -117,28 +117,28 @@ _SEND_ALL = "nothing is kept by id; send the whole input with every request (sto
 _INSTEAD = {"previous_response_id": _SEND_ALL, "conversation": _SEND_ALL, "n": "a request has one answer"}
 
 
-def _wishes(body: Mapping[str, Json]) -> tuple[Wish, ...]:
+def _wishes(body: Mapping[str, Json]) -> tuple[RequestParameter, ...]:
     include, text = body.get("include"), body.get("text")
     format_ = text.get("format") if isinstance(text, Mapping) else None
     schema = format_.get("schema") if isinstance(format_, Mapping) else None
     wishes = [
-        *_wished.same(body),
-        *_wished.stop(body.get("stop"), "stop"),
-        *_wished.seed(body.get("seed")),
-        *_wished.json_format(format_, "text.format", schema),
+        *_parameters.same(body),
+        *_parameters.stop(body.get("stop"), "stop"),
+        *_parameters.seed(body.get("seed")),
+        *_parameters.json_format(format_, "text.format", schema),
     ]
     if isinstance(include, list) and _LOGPROBS in include:
-        wishes.append(Wish("logprobs", "include"))
-    wishes += _wished.top_logprobs(body.get("top_logprobs"))
+        wishes.append(RequestParameter("logprobs", "include"))
+    wishes += _parameters.top_logprobs(body.get("top_logprobs"))
     if body.get("tool_choice") == "none":
-        wishes.append(Wish("no_calls", "tool_choice"))
+        wishes.append(RequestParameter("no_calls", "tool_choice"))
     return (*wishes, *(_forced(body.get("tool_choice")) or ()))
 
 
-def _forced(choice: Json) -> list[Wish] | None:
+def _forced(choice: Json) -> list[RequestParameter] | None:
     if isinstance(choice, Mapping):
-        return _wished.calls(choice.get("type"), choice.get("name"))
-    return _wished.calls(choice, None)
+        return _parameters.calls(choice.get("type"), choice.get("name"))
+    return _parameters.calls(choice, None)
 
 
 def _overruled(body: Mapping[str, Json]) -> list[str]:

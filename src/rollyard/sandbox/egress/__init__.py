@@ -1,17 +1,17 @@
 """The way out of a sandbox that is otherwise offline: a forward proxy that reaches the hosts on a task's list."""
 
-from rollyard.sandbox.egress.base import EGRESS_PORT, Bounds, Egress, Resolve
-from rollyard.sandbox.egress.ledger import Ledger
+from rollyard.sandbox.egress.base import EGRESS_PORT, Egress, ProxyBounds, Resolve
+from rollyard.sandbox.egress.ledger import EgressLedger
 from rollyard.sandbox.egress.mirrors import egress_env, mirror_rule
 from rollyard.sandbox.egress.proxy import EgressProxy
 from rollyard.sandbox.egress.resolver import SystemResolver
 
 __all__ = [
     "EGRESS_PORT",
-    "Bounds",
+    "ProxyBounds",
     "Egress",
     "EgressProxy",
-    "Ledger",
+    "EgressLedger",
     "Resolve",
     "SystemResolver",
     "egress_env",

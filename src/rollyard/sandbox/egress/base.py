@@ -8,7 +8,7 @@ from typing import Protocol
 
 from rollyard.core.egress import READING, HostRule
 from rollyard.sandbox.egress.addresses import is_this_machine
-from rollyard.sandbox.egress.ledger import Ledger
+from rollyard.sandbox.egress.ledger import EgressLedger
 
 EGRESS_PORT = 8130
 """On 127.0.0.1 in the network namespace of a sandbox that has a way out; beside the doorway's."""
@@ -21,7 +21,7 @@ class Resolve(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ProxyBounds:
     """Of one proxy. Whoever is inside can only use up its own."""
 
     connections: int = 32  # open at once
@@ -43,10 +43,10 @@ class Egress:
     resolve: Resolve
     methods: tuple[str, ...] = READING
     private: tuple[HostRule, ...] = ()  # exact names and ports that may have private addresses: the operator's
-    bounds: Bounds = field(default_factory=Bounds)
+    bounds: ProxyBounds = field(default_factory=ProxyBounds)
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     mirrors: Mapping[str, str] = field(default_factory=dict[str, str])
-    ledger: Ledger = field(default_factory=Ledger, compare=False)
+    ledger: EgressLedger = field(default_factory=EgressLedger, compare=False)
     is_own: Callable[[str], bool] = is_this_machine  # an address that is ours, and for nobody in a sandbox
 
 

@@ -19,7 +19,7 @@ LOOKUPS = 2
 """At a time, of one proxy: they share threads with those of others."""
 
 
-class Gate:
+class EgressGate:
     """The decisions of one proxy."""
 
     def __init__(self, egress: Egress) -> None:

@@ -13,7 +13,7 @@ ALLOWED = "allowed"
 
 
 @dataclass(slots=True)
-class Entry:
+class EgressEntry:
     """Connections to one host and port with one verdict."""
 
     host: str
@@ -24,11 +24,11 @@ class Entry:
     received_bytes: int = 0
 
 
-class Ledger:
+class EgressLedger:
     """Shared by all sandboxes of an attempt: the byte limit holds for them together."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, int, str], Entry] = {}
+        self._entries: dict[tuple[str, int, str], EgressEntry] = {}
         self.sent_bytes = 0
         self.received_bytes = 0
         self.verdicts: dict[str, int] = {}
@@ -42,20 +42,20 @@ class Ledger:
     def total_bytes(self) -> int:
         return self.sent_bytes + self.received_bytes
 
-    def enter(self, host: str, port: int, verdict: str) -> tuple[Entry, bool]:
+    def enter(self, host: str, port: int, verdict: str) -> tuple[EgressEntry, bool]:
         """Counts a connection. Returns its entry, and whether it is the first of its kind that has a name."""
         self.verdicts[verdict] = self.verdicts.get(verdict, 0) + 1
         key = (host, port, verdict)
         entry = self._entries.get(key)
         is_new = entry is None and len(self._entries) < MOST_ENTRIES
         if entry is None:
-            entry = Entry(host, port, verdict)
+            entry = EgressEntry(host, port, verdict)
             if is_new:
                 self._entries[key] = entry
         entry.count += 1
         return entry, is_new
 
-    def add(self, entry: Entry | None, *, sent: int = 0, received: int = 0) -> None:
+    def add(self, entry: EgressEntry | None, *, sent: int = 0, received: int = 0) -> None:
         self.sent_bytes += sent
         self.received_bytes += received
         if entry is not None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import h11
 import httptools
 
-from rollyard.sandbox.egress.base import Bounds, Refused
-from rollyard.sandbox.egress.gate import Gate, split_authority
-from rollyard.sandbox.egress.streams import CHUNK, Link
+from rollyard.sandbox.egress.base import ProxyBounds, Refused
+from rollyard.sandbox.egress.gate import EgressGate, split_authority
+from rollyard.sandbox.egress.streams import CHUNK, ProxyConnection
 
 _TARGET = re.compile(r"http://([^/?#\\@\s]+)(/[\x21\x22\x24-\x5b\x5d-\x7e]*)?", re.ASCII | re.IGNORECASE)
 _WEB_PORT = 80
@@ -39,7 +39,7 @@ def check_target(request: h11.Request) -> tuple[str, int, bytes]:
     return host, port, (match[2] or "/").encode("ascii")
 
 
-def check_request(request: h11.Request, gate: Gate, host: str, port: int) -> None:
+def check_request(request: h11.Request, gate: EgressGate, host: str, port: int) -> None:
     """Refused unless it may go to that host."""
     gate.check(host, port)
     names = [value for name, value in request.headers if name == b"host"]
@@ -54,7 +54,7 @@ def check_request(request: h11.Request, gate: Gate, host: str, port: int) -> Non
         raise Refused("request", "a request with both a length and a transfer coding is not passed on", 400)
 
 
-async def exchange(link: Link, client: h11.Connection, request: h11.Request, host: str, port: int, path: bytes) -> None:
+async def exchange(link: ProxyConnection, client: h11.Connection, request: h11.Request, host: str, port: int, path: bytes) -> None:
     """Passes on one request and its answer. The link is connected."""
     assert link.outside is not None
     shown = f"[{host}]" if ":" in host else host
@@ -78,7 +78,7 @@ async def exchange(link: Link, client: h11.Connection, request: h11.Request, hos
         body.cancel()
 
 
-async def _send_body(link: Link, framing: Framing, data: bytes) -> None:
+async def _send_body(link: ProxyConnection, framing: Framing, data: bytes) -> None:
     """Exactly the body: what a client sends beyond it goes nowhere. Chunks are written anew."""
     assert link.outside is not None
     writer = link.outside[1]
@@ -101,7 +101,7 @@ async def _send_body(link: Link, framing: Framing, data: bytes) -> None:
         writer.write(b"0\r\n\r\n")
 
 
-async def _answer(link: Link, server: h11.Connection, request: h11.Request) -> None:
+async def _answer(link: ProxyConnection, server: h11.Connection, request: h11.Request) -> None:
     """Its head is written anew; its body passes as it is, to its end."""
     response = await _answer_head(link, server)
     headers = _passed(response.headers)
@@ -134,7 +134,7 @@ async def _answer(link: Link, server: h11.Connection, request: h11.Request) -> N
         link.spend(received=len(data))
 
 
-async def _answer_head(link: Link, server: h11.Connection) -> h11.Response:
+async def _answer_head(link: ProxyConnection, server: h11.Connection) -> h11.Response:
     assert link.outside is not None
     lines = Lines(link.bounds)
     try:
@@ -203,7 +203,7 @@ class Framing:
 class Lines:
     """Counts the lines of a head before it is parsed: thousands of short ones cost more than their bytes."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: ProxyBounds) -> None:
         self._left = bounds.head_lines
 
     def count(self, data: bytes) -> None:

@@ -19,9 +19,9 @@ import socket
 import h11
 
 from rollyard.sandbox.egress.base import EGRESS_PORT, Egress, Refused
-from rollyard.sandbox.egress.gate import Gate, split_authority
+from rollyard.sandbox.egress.gate import EgressGate, split_authority
 from rollyard.sandbox.egress.plain import Lines, check_request, check_target, exchange
-from rollyard.sandbox.egress.streams import CHUNK, Link
+from rollyard.sandbox.egress.streams import CHUNK, ProxyConnection
 from rollyard.sandbox.egress.tunnel import open_tunnel
 
 log = logging.getLogger("rollyard.egress")
@@ -39,9 +39,9 @@ class EgressProxy:
 
     def __init__(self, sock: socket.socket, egress: Egress, *, owner: str = "") -> None:
         self._sock, self.egress, self._owner = sock, egress, owner
-        self._gate = Gate(egress)
+        self._gate = EgressGate(egress)
         self._server: asyncio.Server | None = None
-        self._links: dict[asyncio.Task[None], Link] = {}
+        self._links: dict[asyncio.Task[None], ProxyConnection] = {}
         self._is_closed = False
 
     @property
@@ -69,7 +69,7 @@ class EgressProxy:
             task.cancel()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, self.egress.bounds, self.egress.ledger, self._owner)
+        link = ProxyConnection(reader, writer, self.egress.bounds, self.egress.ledger, self._owner)
         task = asyncio.current_task()
         assert task is not None
         most, now = self.egress.bounds.connections, len(self._links)
@@ -84,7 +84,7 @@ class EgressProxy:
         finally:
             del self._links[task]
 
-    async def _serve(self, link: Link, *, is_full: bool) -> None:
+    async def _serve(self, link: ProxyConnection, *, is_full: bool) -> None:
         """One connection, whatever comes of it."""
         try:
             if is_full:
@@ -99,7 +99,7 @@ class EgressProxy:
         finally:
             await link.close()
 
-    async def _answer(self, link: Link) -> None:
+    async def _answer(self, link: ProxyConnection) -> None:
         client = h11.Connection(h11.SERVER, max_incomplete_event_size=link.bounds.head_bytes)
         request = await _head(link, client)
         if request.method == b"CONNECT":
@@ -114,12 +114,12 @@ class EgressProxy:
             await link.connect(await self._addresses(link), link.port)
             await exchange(link, client, request, link.host, link.port, path)
 
-    async def _addresses(self, link: Link) -> list[str]:
+    async def _addresses(self, link: ProxyConnection) -> list[str]:
         link.spend()  # one that has had its share connects to nobody
         return await self._gate.addresses(link.host, link.port)
 
 
-async def _head(link: Link, client: h11.Connection) -> h11.Request:
+async def _head(link: ProxyConnection, client: h11.Connection) -> h11.Request:
     lines = Lines(link.bounds)
     try:
         async with asyncio.timeout(link.bounds.head_s):
@@ -138,7 +138,7 @@ async def _head(link: Link, client: h11.Connection) -> h11.Request:
     return event
 
 
-async def _refuse(link: Link, refused: Refused) -> None:
+async def _refuse(link: ProxyConnection, refused: Refused) -> None:
     """Enters it, and tells the client as far as that is possible by now."""
     link.record(refused.verdict, refused.detail)
     if link.outside is not None:

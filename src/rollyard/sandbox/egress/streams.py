@@ -9,8 +9,8 @@ import socket
 from collections.abc import Sequence
 
 from rollyard.core.egress import is_address
-from rollyard.sandbox.egress.base import Bounds, Refused
-from rollyard.sandbox.egress.ledger import ALLOWED, Entry, Ledger
+from rollyard.sandbox.egress.base import ProxyBounds, Refused
+from rollyard.sandbox.egress.ledger import ALLOWED, EgressEntry, EgressLedger
 
 log = logging.getLogger("rollyard.egress")
 
@@ -20,21 +20,21 @@ CHUNK = 32 << 10
 MOST_TRIES = 4  # addresses of one host
 
 
-class Link:
+class ProxyConnection:
     """A client inside and, once it is connected, a host outside. Every byte between them goes through `ledger`."""
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        bounds: Bounds,
-        ledger: Ledger,
+        bounds: ProxyBounds,
+        ledger: EgressLedger,
         owner: str = "",
     ) -> None:
         self.reader, self.writer, self.bounds, self.ledger = reader, writer, bounds, ledger
         self.host, self.port, self._owner = "", 0, owner  # of whom it asked for
         self.outside: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self.entry: Entry | None = None
+        self.entry: EgressEntry | None = None
         self.is_answered = False  # something of an answer has gone to the client
         self.is_tls = False  # the client expects TLS by now, and no HTTP
         self._moved_at = asyncio.get_running_loop().time()
@@ -54,7 +54,7 @@ class Link:
                 last = str(error)
         raise Refused("connect", f"the host could not be connected to: {last}", 502)
 
-    def record(self, verdict: str, detail: str) -> Entry:
+    def record(self, verdict: str, detail: str) -> EgressEntry:
         """Enters what became of it. The first of each kind is logged, so the log is bounded as the ledger is."""
         entry, is_new = self.ledger.enter(self.host, self.port, verdict)
         if is_new:

@@ -11,12 +11,12 @@ import asyncio
 from rollyard.core.egress import host_of, is_address
 from rollyard.sandbox.egress.base import Refused
 from rollyard.sandbox.egress.hello import NotTls, server_name, whole_hello
-from rollyard.sandbox.egress.streams import CHUNK, Link
+from rollyard.sandbox.egress.streams import CHUNK, ProxyConnection
 
 ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
-async def open_tunnel(link: Link, host: str, port: int, addresses: list[str], early: bytes) -> None:
+async def open_tunnel(link: ProxyConnection, host: str, port: int, addresses: list[str], early: bytes) -> None:
     """`early`: what the client sent with its request."""
     link.is_answered = link.is_tls = True
     link.writer.write(ESTABLISHED)
@@ -36,7 +36,7 @@ async def open_tunnel(link: Link, host: str, port: int, addresses: list[str], ea
         idle.cancel()
 
 
-async def _hello(link: Link, host: str, data: bytes) -> bytes:
+async def _hello(link: ProxyConnection, host: str, data: bytes) -> bytes:
     """All that the client has sent, up to a ClientHello that asks for `host`."""
     try:
         async with asyncio.timeout(link.bounds.head_s):
@@ -65,7 +65,7 @@ async def _hello(link: Link, host: str, data: bytes) -> bytes:
     return data
 
 
-async def _copy(link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_outward: bool) -> None:
+async def _copy(link: ProxyConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_outward: bool) -> None:
     """One way, to its end; then the other side learns that nothing more comes."""
     try:
         while data := await reader.read(CHUNK):

@@ -12,22 +12,22 @@ from rollyard.sandbox.images.build import build_image
 from rollyard.sandbox.images.errors import HostileImage, ImageError, ImageInUse
 from rollyard.sandbox.images.image import Image, Pruned
 from rollyard.sandbox.images.reference import Reference, parse_reference
-from rollyard.sandbox.images.registry import Patience
-from rollyard.sandbox.images.sources import Step, Tell
+from rollyard.sandbox.images.registry import RetrySettings
+from rollyard.sandbox.images.sources import PullStep, Tell
 from rollyard.sandbox.images.store import ImageStore
-from rollyard.sandbox.images.unpack import Bounds, Unpacker
+from rollyard.sandbox.images.unpack import UnpackBounds, Unpacker
 
 __all__ = [
-    "Bounds",
+    "UnpackBounds",
     "HostileImage",
     "Image",
     "ImageError",
     "ImageInUse",
     "ImageStore",
-    "Patience",
+    "RetrySettings",
     "Pruned",
     "Reference",
-    "Step",
+    "PullStep",
     "Tell",
     "Unpacker",
     "build_image",

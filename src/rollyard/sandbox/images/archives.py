@@ -20,7 +20,7 @@ from rollyard.sandbox.images.oci import (
     MOST_JSON_BYTES,
     MOST_LAYERS,
     Blob,
-    Found,
+    FoundImage,
     Told,
     as_list,
     as_table,
@@ -40,13 +40,13 @@ class Layout:
     def __init__(self, folder: Path, tag: str = "") -> None:
         self._folder, self._tag = folder, tag
 
-    async def resolve(self) -> Found:
+    async def resolve(self) -> FoundImage:
         try:
             raw = await asyncio.to_thread((self._folder / "index.json").read_bytes)
         except OSError as error:
             raise ImageError(f"{self._folder} is not an OCI image layout: {error.strerror}") from error
         found = await read_image(raw, self._read, tag=self._tag)
-        return Found(found.digest, found.config, found.layers, found.also[1:])  # index.json itself is nobody's name
+        return FoundImage(found.digest, found.config, found.layers, found.also[1:])  # index.json itself is nobody's name
 
     async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
         path = self._path(blob)
@@ -75,7 +75,7 @@ class Archive:
         self._file, self._tag = file, tag
         self._layers: dict[str, str] = {}  # the member that has a digest
 
-    async def resolve(self) -> Found:
+    async def resolve(self) -> FoundImage:
         try:
             return await asyncio.to_thread(self._resolve)
         except (KeyError, TypeError, ValueError, EOFError, OSError, tarfile.TarError) as error:
@@ -87,7 +87,7 @@ class Archive:
         await asyncio.to_thread(self._copy, member, blob, target, told)
         return target
 
-    def _resolve(self) -> Found:
+    def _resolve(self) -> FoundImage:
         with self._open() as tar:
             names = {name.removeprefix("./") for name in tar.getnames()}
         if "manifest.json" not in names:
@@ -108,9 +108,9 @@ class Archive:
                 for digest, member in zip(diff_ids, members, strict=True)
             )
         self._layers = {blob.digest: member for blob, member in zip(layers, members, strict=True)}
-        return Found(sha256(raw), read_config(raw), layers)
+        return FoundImage(sha256(raw), read_config(raw), layers)
 
-    def _resolve_layout(self) -> Found:
+    def _resolve_layout(self) -> FoundImage:
         async def read(blob: Blob) -> bytes:
             return verify(self._small(f"blobs/sha256/{blob.digest.removeprefix('sha256:')}"), blob)
 

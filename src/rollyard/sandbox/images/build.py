@@ -19,7 +19,7 @@ from rollyard.sandbox.images.image import Image
 from rollyard.sandbox.images.index import building_folder
 from rollyard.sandbox.images.programs import ProgramFailed, apptainer, run_program
 from rollyard.sandbox.images.reference import own_name
-from rollyard.sandbox.images.sources import Step, Tell
+from rollyard.sandbox.images.sources import PullStep, Tell
 from rollyard.sandbox.images.store import ImageStore
 
 ENGINES = ("podman", "docker", "buildah")
@@ -65,7 +65,7 @@ async def _by_apptainer(recipe: Path, work: Path, lock: int, tell: Tell) -> None
     for last, way in enumerate(ways, 1 - len(ways)):
         argv = [program, "build", "--force", *way, str(work / "image.sif"), str(recipe)]
         try:
-            said = lambda line: tell(Step("note", line))  # noqa: E731
+            said = lambda line: tell(PullStep("note", line))  # noqa: E731
             await run_program(argv, env=env, cwd=recipe.parent, keeping=(lock,), said=said)
             return
         except ProgramFailed as error:
@@ -75,7 +75,7 @@ async def _by_apptainer(recipe: Path, work: Path, lock: int, tell: Tell) -> None
                     "fakeroot needs a line for this user in /etc/subuid and /etc/subgid (usermod --add-subuids"
                     " 100000-165535 --add-subgids 100000-165535 USER); or build it elsewhere and pull the .sif file",
                 ) from error
-            tell(Step("note", f"`{' '.join(argv[:3])}` did not work; trying another way"))
+            tell(PullStep("note", f"`{' '.join(argv[:3])}` did not work; trying another way"))
 
 
 async def _by_engine(recipe: Path, context: Path | None, work: Path, tell: Tell) -> None:
@@ -84,7 +84,7 @@ async def _by_engine(recipe: Path, context: Path | None, work: Path, tell: Tell)
     engine = await _engine()
     tag = f"localhost/rollyard-build-{uuid4().hex}:latest"
     words = ["--file", str(file), "--tag", tag, str(context.resolve())]
-    said = lambda line: tell(Step("note", line))  # noqa: E731
+    said = lambda line: tell(PullStep("note", line))  # noqa: E731
     kind = Path(engine).name
     try:
         try:

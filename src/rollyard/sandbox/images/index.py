@@ -34,7 +34,7 @@ BUILDING = ".building-"
 Stamp = tuple[int, int, int]
 
 
-class Index:
+class ImageIndex:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._cache: dict[Path, tuple[Stamp, Mapping[str, Any]]] = {}

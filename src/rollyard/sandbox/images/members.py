@@ -15,7 +15,7 @@ _HEADERS = (
 )
 
 
-class Member(tarfile.TarInfo):
+class LayerMember(tarfile.TarInfo):
     """`tarfile` reads long names and extended headers whole, into memory, whatever size they claim."""
 
     def _proc_member(self, tarfile_: tarfile.TarFile) -> tarfile.TarInfo:

@@ -42,7 +42,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundImage:
     """An image at its source. `also` are other digests that it may be asked for by: its index's."""
 
     digest: str
@@ -58,7 +58,7 @@ Told = Callable[[int], None]
 class BlobSource(Protocol):
     """Where an image of layers lies."""
 
-    async def resolve(self) -> Found: ...
+    async def resolve(self) -> FoundImage: ...
 
     async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
         """The blob as a verified file: below `folder`, or where it lies already."""
@@ -71,7 +71,7 @@ def machine() -> str:
     return _MACHINES.get(name, name)
 
 
-async def read_image(raw: bytes, read: Callable[[Blob], Awaitable[bytes]], *, tag: str = "") -> Found:
+async def read_image(raw: bytes, read: Callable[[Blob], Awaitable[bytes]], *, tag: str = "") -> FoundImage:
     """From the bytes of an index or a manifest to the image for this machine. `read` gives a small blob, verified."""
     also: tuple[str, ...] = ()
     for _ in range(3):  # an index may lead to another one
@@ -89,7 +89,7 @@ async def read_image(raw: bytes, read: Callable[[Blob], Awaitable[bytes]], *, ta
     if len(layers) > MOST_LAYERS:
         raise HostileImage(f"it has {len(layers)} layers")
     config = read_config(await read(blob_of(body["config"])))
-    return Found(sha256(raw), config, layers, also)
+    return FoundImage(sha256(raw), config, layers, also)
 
 
 def choose(index: Mapping[str, Any], tag: str = "") -> Blob:

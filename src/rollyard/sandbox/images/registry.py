@@ -31,7 +31,7 @@ from rollyard.sandbox.images.oci import (
     MANIFESTS,
     MOST_JSON_BYTES,
     Blob,
-    Found,
+    FoundImage,
     Told,
     read_image,
     sha256,
@@ -49,7 +49,7 @@ _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetrySettings:
     """With a registry. `tries` in a row without a byte, and it is given up."""
 
     tries: int = 5
@@ -65,9 +65,9 @@ class _Passing(Exception):
 class Registry:
     """One image's registry; `async with`. See the module."""
 
-    def __init__(self, reference: Reference, *, is_insecure: bool = False, patience: Patience | None = None) -> None:
+    def __init__(self, reference: Reference, *, is_insecure: bool = False, patience: RetrySettings | None = None) -> None:
         self._reference = reference
-        self._patience = patience or Patience()
+        self._patience = patience or RetrySettings()
         host = HUB_API if reference.host == HUB else reference.host
         self._is_plain = is_insecure or reference.is_loopback
         self._base = URL(f"{'http' if self._is_plain else 'https'}://{host}/v2/{reference.name}/")
@@ -89,7 +89,7 @@ class Registry:
         if self._http is not None:
             await self._http.close()
 
-    async def resolve(self) -> Found:
+    async def resolve(self) -> FoundImage:
         wanted = self._reference.version
         raw = await self._small(f"manifests/{wanted}", (*INDEXES, *MANIFESTS))
         if self._reference.digest and sha256(raw) != self._reference.digest:

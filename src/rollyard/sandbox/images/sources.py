@@ -15,17 +15,17 @@ from typing import Literal, Protocol
 
 from rollyard.sandbox.images.archives import Archive, Layout
 from rollyard.sandbox.images.errors import HostileImage, ImageError
-from rollyard.sandbox.images.oci import Blob, BlobSource, Found
+from rollyard.sandbox.images.oci import Blob, BlobSource, FoundImage
 from rollyard.sandbox.images.programs import open_sif
 from rollyard.sandbox.images.reference import Origin
-from rollyard.sandbox.images.registry import Patience, Registry
+from rollyard.sandbox.images.registry import Registry, RetrySettings
 from rollyard.sandbox.images.unpack import Unpacker
 
 DOWNLOADS = 3  # layers at once
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PullStep:
     """Something to show to the person who waits. `item` is a layer or a file; no `total_bytes`: not known."""
 
     phase: Literal["waiting", "download", "unpack", "sif", "note"]
@@ -34,11 +34,11 @@ class Step:
     total_bytes: int | None = None
 
 
-Tell = Callable[[Step], None]
+Tell = Callable[[PullStep], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BuildSite:
     """Where a build happens. `keeping` holds its lock; programs inherit it."""
 
     work: Path
@@ -47,38 +47,38 @@ class Site:
 
 
 class Source(Protocol):
-    async def resolve(self) -> Found: ...
+    async def resolve(self) -> FoundImage: ...
 
-    async def unpack(self, found: Found, unpacker: Unpacker, site: Site) -> None: ...
+    async def unpack(self, found: FoundImage, unpacker: Unpacker, site: BuildSite) -> None: ...
 
 
 @asynccontextmanager
 async def open_source(
-    origin: Origin, *, is_insecure: bool, patience: Patience | None = None
+    origin: Origin, *, is_insecure: bool, patience: RetrySettings | None = None
 ) -> AsyncGenerator[Source, None]:
     if origin.reference is not None:
         async with Registry(origin.reference, is_insecure=is_insecure, patience=patience) as registry:
-            yield Layers(registry)
+            yield LayeredImage(registry)
     elif origin.kind == "oci":
-        yield Layers(Layout(origin.path, origin.tag))
+        yield LayeredImage(Layout(origin.path, origin.tag))
     elif origin.kind in ("oci-archive", "docker-archive"):
-        yield Layers(Archive(origin.path, origin.tag))
+        yield LayeredImage(Archive(origin.path, origin.tag))
     elif origin.kind == "sif":
         yield SifFile(origin.path)
     else:
         yield Folder(origin.path)
 
 
-class Layers:
+class LayeredImage:
     """An image of layers: all are fetched, a few at once, then applied in order and thrown away."""
 
     def __init__(self, blobs: BlobSource) -> None:
         self._blobs = blobs
 
-    async def resolve(self) -> Found:
+    async def resolve(self) -> FoundImage:
         return await self._blobs.resolve()
 
-    async def unpack(self, found: Found, unpacker: Unpacker, site: Site) -> None:
+    async def unpack(self, found: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
         total = sum(blob.size for blob in found.layers)
         if total > unpacker.bounds.total_bytes:
             raise HostileImage(f"its layers have {total:,} bytes")
@@ -90,7 +90,7 @@ class Layers:
         async def fetch(blob: Blob) -> Path:
             async with gate:
                 return await self._blobs.fetch(
-                    blob, folder, lambda done: site.tell(Step("download", blob.digest, done, blob.size))
+                    blob, folder, lambda done: site.tell(PullStep("download", blob.digest, done, blob.size))
                 )
 
         try:
@@ -101,9 +101,9 @@ class Layers:
             raise errors.exceptions[0] from None
         for place, blob in enumerate(found.layers):
             path = fetching[blob.digest].result()
-            site.tell(Step("unpack", blob.digest, 0, blob.size))
+            site.tell(PullStep("unpack", blob.digest, 0, blob.size))
             await in_thread(unpacker, unpacker.layer, path)
-            site.tell(Step("unpack", blob.digest, blob.size, blob.size))
+            site.tell(PullStep("unpack", blob.digest, blob.size, blob.size))
             is_needed_again = blob.digest in {later.digest for later in found.layers[place + 1 :]}
             if path.is_relative_to(folder) and not is_needed_again:
                 path.unlink()
@@ -115,11 +115,11 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    async def resolve(self) -> Found:
-        return Found(await asyncio.to_thread(tree_digest, self._path))
+    async def resolve(self) -> FoundImage:
+        return FoundImage(await asyncio.to_thread(tree_digest, self._path))
 
-    async def unpack(self, found: Found, unpacker: Unpacker, site: Site) -> None:
-        site.tell(Step("unpack", str(self._path)))
+    async def unpack(self, found: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
+        site.tell(PullStep("unpack", str(self._path)))
         await in_thread(unpacker, copy_tree, unpacker, self._path)
 
 
@@ -129,7 +129,7 @@ class SifFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def resolve(self) -> Found:
+    async def resolve(self) -> FoundImage:
         try:
             with open(self.path, "rb") as file:  # noqa: ASYNC230
                 if b"SIF_MAGIC" not in file.read(64):
@@ -138,13 +138,13 @@ class SifFile:
                 digest = (await asyncio.to_thread(hashlib.file_digest, file, "sha256")).hexdigest()
         except OSError as error:
             raise ImageError(f"{self.path} cannot be read: {error.strerror}") from error
-        return Found(f"sha256:{digest}")
+        return FoundImage(f"sha256:{digest}")
 
-    async def unpack(self, found: Found, unpacker: Unpacker, site: Site) -> None:
+    async def unpack(self, found: FoundImage, unpacker: Unpacker, site: BuildSite) -> None:
         opened = site.work / "opened"
-        site.tell(Step("unpack", self.path.name))
+        site.tell(PullStep("unpack", self.path.name))
         await open_sif(
-            self.path, opened, work=site.work, keeping=site.keeping, said=lambda line: site.tell(Step("note", line))
+            self.path, opened, work=site.work, keeping=site.keeping, said=lambda line: site.tell(PullStep("note", line))
         )
         await in_thread(unpacker, copy_tree, unpacker, opened)
 

@@ -21,13 +21,13 @@ from rollyard.core.failure import ImageMissing
 from rollyard.sandbox.base import ImageKind
 from rollyard.sandbox.images.errors import ImageError, ImageInUse
 from rollyard.sandbox.images.image import Image, Pruned
-from rollyard.sandbox.images.index import BUILDING, Index, is_abandoned, sync
-from rollyard.sandbox.images.oci import Found
+from rollyard.sandbox.images.index import BUILDING, ImageIndex, is_abandoned, sync
+from rollyard.sandbox.images.oci import FoundImage
 from rollyard.sandbox.images.programs import apptainer, build_sif, remove_tree
 from rollyard.sandbox.images.reference import DIGEST, Origin, own_name, parse_origin, spellings
-from rollyard.sandbox.images.registry import Patience
-from rollyard.sandbox.images.sources import SifFile, Site, Source, Step, Tell, open_source
-from rollyard.sandbox.images.unpack import Bounds, Unpacker
+from rollyard.sandbox.images.registry import RetrySettings
+from rollyard.sandbox.images.sources import BuildSite, PullStep, SifFile, Source, Tell, open_source
+from rollyard.sandbox.images.unpack import UnpackBounds, Unpacker
 
 log = logging.getLogger("rollyard.sandbox")
 
@@ -37,9 +37,9 @@ _FILES: dict[str, str] = {"folder": "folder", "sif": "image.sif"}
 class ImageStore:
     """See the package. Nothing is opened or made before it is needed."""
 
-    def __init__(self, root: Path, *, bounds: Bounds | None = None, patience: Patience | None = None) -> None:
+    def __init__(self, root: Path, *, bounds: UnpackBounds | None = None, patience: RetrySettings | None = None) -> None:
         self.root = root
-        self._index = Index(root)
+        self._index = ImageIndex(root)
         self._bounds, self._patience = bounds, patience
 
     # --- reading ---
@@ -133,12 +133,12 @@ class ImageStore:
         names = {known}
         if origin.reference is not None:
             names |= {str(replace(origin.reference, digest=digest)) for digest in (found.digest, *found.also)}
-        waiting = lambda who: tell(Step("waiting", f"{who} is making this image; waiting for it"))  # noqa: E731
+        waiting = lambda who: tell(PullStep("waiting", f"{who} is making this image; waiting for it"))  # noqa: E731
         async with self._index.building(found.digest, waiting) as lock:
             await self._make(found, source, kinds, lock, tell)
             self._index.change_names(lambda table: {**table, **dict.fromkeys(names, found.digest)})
 
-    async def _make(self, found: Found, source: Source, kinds: Sequence[ImageKind], lock: int, tell: Tell) -> None:
+    async def _make(self, found: FoundImage, source: Source, kinds: Sequence[ImageKind], lock: int, tell: Tell) -> None:
         """Makes the forms that are missing. The lock is ours."""
         place = self._index.folder(found.digest)
         work = place / ".partial"
@@ -149,7 +149,7 @@ class ImageStore:
             await asyncio.to_thread(remove_tree, work)
             return
         await asyncio.to_thread(_clean, work)
-        site = Site(work, (lock,), tell)
+        site = BuildSite(work, (lock,), tell)
         made: dict[str, tuple[Path, int]] = {}
         needs_root = "sif" in wanted and not isinstance(source, SifFile) and "folder" not in record["kinds"]
         if "folder" in wanted or needs_root:
@@ -167,7 +167,7 @@ class ImageStore:
         await asyncio.to_thread(remove_tree, work)
         log.info("an image was made", extra={"digest": found.digest, "kinds": wanted, "skipped": record["skipped"]})
 
-    async def _unpack(self, found: Found, source: Source, site: Site, record: dict[str, Any]) -> tuple[Path, int]:
+    async def _unpack(self, found: FoundImage, source: Source, site: BuildSite, record: dict[str, Any]) -> tuple[Path, int]:
         folder = site.work / "folder"
         folder.mkdir(mode=0o755)
         with Unpacker(folder, self._bounds) as unpacker:
@@ -250,7 +250,7 @@ class ImageStore:
         return count
 
 
-def _record(found: Found) -> dict[str, Any]:
+def _record(found: FoundImage) -> dict[str, Any]:
     config = found.config
     return {
         "digest": found.digest,
@@ -272,13 +272,13 @@ def _clean(work: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
 
 
-async def _make_sif(source: Source, root: Path, site: Site) -> tuple[Path, int]:
+async def _make_sif(source: Source, root: Path, site: BuildSite) -> tuple[Path, int]:
     target = site.work / "image.sif"
-    site.tell(Step("sif", target.name))
+    site.tell(PullStep("sif", target.name))
     if isinstance(source, SifFile):
         await asyncio.to_thread(shutil.copyfile, source.path, target)
     else:
-        said = lambda line: site.tell(Step("note", line))  # noqa: E731
+        said = lambda line: site.tell(PullStep("note", line))  # noqa: E731
         await build_sif(root, target, work=site.work, keeping=site.keeping, said=said)
     target.chmod(0o644)
     return target, target.stat().st_size

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from rollyard.sandbox.images.errors import HostileImage, ImageError
-from rollyard.sandbox.images.members import MOST_DEPTH, Member, lstat, mode_of, parts_of, text_of
+from rollyard.sandbox.images.members import MOST_DEPTH, LayerMember, lstat, mode_of, parts_of, text_of
 from rollyard.sandbox.images.streams import open_layer
 
 WHITEOUT = ".wh."
@@ -38,7 +38,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class UnpackBounds:
     """Of one image, unpacked."""
 
     total_bytes: int = 128 << 30
@@ -48,8 +48,8 @@ class Bounds:
 class Unpacker:
     """Applies layers to the folder, in order, the lowest first. Blocking; `stop` ends it soon."""
 
-    def __init__(self, folder: Path, bounds: Bounds | None = None) -> None:
-        self.bounds = bounds or Bounds()
+    def __init__(self, folder: Path, bounds: UnpackBounds | None = None) -> None:
+        self.bounds = bounds or UnpackBounds()
         self._root = os.open(folder, _FOLDER)
         self._fresh: set[tuple[str, ...]] = set()  # what this layer has brought so far
         self._last: tuple[tuple[str, ...], tuple[str, ...], int] | None = None  # a folder as asked, as found, open
@@ -76,7 +76,7 @@ class Unpacker:
         """A layer as tar."""
         self._fresh = set()
         try:
-            with tarfile.open(fileobj=stream, mode="r|", encoding="utf-8", tarinfo=Member) as tar:
+            with tarfile.open(fileobj=stream, mode="r|", encoding="utf-8", tarinfo=LayerMember) as tar:
                 for member in tar:
                     self._member(tar, member)
                     tar.members = []  # type: ignore[attr-defined]  # it would keep them all: gigabytes for a hostile one

@@ -38,7 +38,7 @@ SEARCH = "search"
 
 
 @dataclass(frozen=True, slots=True)
-class Handler:
+class InstanceHandler:
     """An environment, how an instance becomes a row for its importer, and the agent's tools (None: its own)."""
 
     environment: str
@@ -78,11 +78,11 @@ def task_body(instance: Row, environments: Environments, choices: Choices) -> di
     return body | {"agent": {"options": options}} if options else body
 
 
-def handler_of(name: str) -> Handler:
-    return HANDLERS["deepcoder"] if name.startswith("deepcoder") else HANDLERS.get(name) or Handler(name, _as_it_is)
+def handler_of(name: str) -> InstanceHandler:
+    return HANDLERS["deepcoder"] if name.startswith("deepcoder") else HANDLERS.get(name) or InstanceHandler(name, _as_it_is)
 
 
-def _options(handler: Handler, choices: Choices) -> dict[str, str]:
+def _options(handler: InstanceHandler, choices: Choices) -> dict[str, str]:
     return {"images": choices.images} if handler.environment == "swe" and choices.images else {}
 
 
@@ -176,12 +176,12 @@ def _json(text: str) -> Json:
         return text
 
 
-_CODE = Handler("code", _code, ("shell", "editor", "ipython", "finish"))
+_CODE = InstanceHandler("code", _code, ("shell", "editor", "ipython", "finish"))
 
-HANDLERS: Mapping[str, Handler] = {
-    "swebench": Handler("swe", dict),
-    "deepscaler": Handler("math", _math, ("ipython", "finish")),
+HANDLERS: Mapping[str, InstanceHandler] = {
+    "swebench": InstanceHandler("swe", dict),
+    "deepscaler": InstanceHandler("math", _math, ("ipython", "finish")),
     "deepcoder": _CODE,
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _CODE),
-    "stem": Handler("stem", _stem, ("ipython", "finish"), searches=True),
+    "stem": InstanceHandler("stem", _stem, ("ipython", "finish"), searches=True),
 }

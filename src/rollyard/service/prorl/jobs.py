@@ -29,7 +29,7 @@ import msgspec
 from rollyard.core import Json, Rollout, RollyardError, Run, State, Trajectory, check_id, key_of, new_id
 from rollyard.core.engine import Role
 from rollyard.core.failure import ArtifactLost, Blame, MalformedId, NotFound
-from rollyard.service.house import House
+from rollyard.service.app_state import AppState
 from rollyard.service.models import merge, to_task
 from rollyard.service.prorl.handlers import Choices, task_body
 from rollyard.service.prorl.intake import FILE, IntakeFile
@@ -46,7 +46,7 @@ STOP_S = 20.0  # for sandboxes to be gone; its trainer waits 30 s for a /stop
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ProrlJob:
     instance: Mapping[str, Json]
     sampling_params: Mapping[str, Json]
     job_id: str | None = None
@@ -66,10 +66,10 @@ def rollout_id(job_id: str) -> str:
     return key_of(RUN, name)
 
 
-class Jobs:
+class ProrlJobs:
     """See the module."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: AppState) -> None:
         self._house = house
         self.intake = IntakeFile(house.settings.data_dir / FILE)
         self.waiting = 0  # calls that wait for an end
@@ -104,7 +104,7 @@ class Jobs:
         specs = [status.spec for status in self._house.router.list()]
         return any(spec.role is Role.POLICY and spec.policy == self.policy for spec in specs)
 
-    async def begin(self, job: Job) -> Rollout:
+    async def begin(self, job: ProrlJob) -> Rollout:
         """The job's rollout, which is stored when this returns."""
         stops = self._stops
         rollout = await self._begin(job)
@@ -112,7 +112,7 @@ class Jobs:
             await self._house.yard.cancel(rollout.id, STOPPED)
         return rollout
 
-    async def _begin(self, job: Job) -> Rollout:
+    async def _begin(self, job: ProrlJob) -> Rollout:
         if job.job_id is not None:
             return await self._submit(job, rollout_id(job.job_id))
         if job.instance.get("trajectory_id") is None:
@@ -187,7 +187,7 @@ class Jobs:
         except (ArtifactLost, OSError):
             return None  # it was swept; the verdict stands
 
-    async def _submit(self, job: Job, name: str) -> Rollout:
+    async def _submit(self, job: ProrlJob, name: str) -> Rollout:
         house = self._house
         run = await self._run(job.owner)
         body = merge(task_body(job.instance, house.shop.environments, self._choices), run.defaults)

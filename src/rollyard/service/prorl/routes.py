@@ -22,14 +22,14 @@ from starlette.responses import Response
 
 from rollyard.core import State, id_of
 from rollyard.core.failure import EngineExists, Forbidden, InvalidRequest, NotFound, TaskInvalid, UnknownEnvironment
-from rollyard.engines.prorl import kind_at
-from rollyard.engines.wire import open_http
+from rollyard.engines.clients.prorl import kind_at
+from rollyard.engines.clients.transport import open_http
 from rollyard.service.access import caller_of, require_admin
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.engine_address import check_reachable
-from rollyard.service.house import House, house_of
 from rollyard.service.models import EngineBody, check_body, engine_id
-from rollyard.service.prorl.jobs import RUN, Job, Jobs
+from rollyard.service.prorl.jobs import RUN, ProrlJob, ProrlJobs
 from rollyard.service.prorl.results import result_of
 from rollyard.service.records import reply
 from rollyard.service.settings import Settings
@@ -41,8 +41,8 @@ PATHS = frozenset({"/start", "/stop", "/status", "/process", "/cancel", "/add_ll
 OURS = "prorl-"  # of the ids of engines that were added here: only those are cleared here
 
 
-def mount(app: FastAPI, house: House) -> None:
-    app.state.prorl = Jobs(house)
+def mount(app: FastAPI, house: AppState) -> None:
+    app.state.prorl = ProrlJobs(house)
     app.include_router(router)
 
 
@@ -121,7 +121,7 @@ async def process(request: Request) -> Response:
     if not jobs.has_engine:
         return _refused(503, "No LLM server addresses configured. Please add at least one LLM server address.")
     owner = "" if caller_of(request).is_admin else caller_of(request).name
-    job = Job(body.instance, body.sampling_params, body.job_id, owner)
+    job = ProrlJob(body.instance, body.sampling_params, body.job_id, owner)
     try:
         rollout = await jobs.begin(job)
     except (UnknownEnvironment, TaskInvalid) as error:
@@ -204,7 +204,7 @@ async def clear_llm_server(request: Request) -> Response:
     return reply({"status": "Cleared all LLM server addresses"})
 
 
-async def _remove(house: House, name: str) -> None:
+async def _remove(house: AppState, name: str) -> None:
     try:
         await house.router.remove(name)
     except NotFound:
@@ -216,7 +216,7 @@ async def _remove(house: House, name: str) -> None:
 # --- what they share ----------------------------------------------------------------------------------
 
 
-def _jobs(request: Request) -> Jobs:
+def _jobs(request: Request) -> ProrlJobs:
     """Where tokens are asked for, all of this is one tenant's: the first that used it."""
     caller, run = caller_of(request), house_of(request).yard.run_of(RUN)
     if not (caller.can_write if run is None else caller.writes(run)):

@@ -18,15 +18,13 @@ from starlette.responses import Response
 
 from rollyard.core import Batch, Group, check_id, key_of, new_id
 from rollyard.core.failure import Draining
-from rollyard.sampling.draws import DrawKeeper
+from rollyard.sampling.draw_runner import DrawRunner
 from rollyard.service import arrow, sse
 from rollyard.service.access import caller_of, require_manage, require_priority
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.draw_models import BatchBody, DrawAckBody, DrawBody, RewindBody, TasksBody, parse_place
-from rollyard.service.house import House, house_of
-from rollyard.service.models import Count, InRun, RunQuery, WaitS, read_body
-from rollyard.service.openapi import json_body
-from rollyard.service.pages import (
+from rollyard.service.group_pages import (
     batch_object,
     cursor,
     draw_object,
@@ -34,6 +32,8 @@ from rollyard.service.pages import (
     groups_stream,
     load_group,
 )
+from rollyard.service.models import Count, InRun, RunQuery, WaitS, read_body
+from rollyard.service.openapi import json_body
 from rollyard.service.records import reply
 from rollyard.store.base import ItemKind
 
@@ -167,18 +167,18 @@ async def rewind(request: Request, draw_id: str, run: InRun = None) -> Response:
     return reply(draw_object(keeper.draw, keeper.drawing))
 
 
-async def _keeper(request: Request, draw_id: str, run: str | None) -> DrawKeeper:
+async def _keeper(request: Request, draw_id: str, run: str | None) -> DrawRunner:
     house = house_of(request)
     return await house.sampler.keeper(await house.find(caller_of(request), ItemKind.DRAW, draw_id, run))
 
 
-async def _mine(request: Request, draw_id: str, run: str | None) -> DrawKeeper:
+async def _mine(request: Request, draw_id: str, run: str | None) -> DrawRunner:
     keeper = await _keeper(request, draw_id, run)
     require_manage(caller_of(request), keeper.run)
     return keeper
 
 
-async def _look(house: House, keeper: DrawKeeper, after: int, query: GroupsQuery) -> tuple[list[Group], Batch | None]:
+async def _look(house: AppState, keeper: DrawRunner, after: int, query: GroupsQuery) -> tuple[list[Group], Batch | None]:
     """What there is now. The batch is read first: a group that came later is simply not told yet."""
     batch = None if query.batch is None else await house.store.get_batch(keeper.draw.id, query.batch)
     start = after if batch is None else max(after, batch.after)
@@ -187,7 +187,7 @@ async def _look(house: House, keeper: DrawKeeper, after: int, query: GroupsQuery
 
 
 async def _page(
-    house: House, keeper: DrawKeeper, after: int, query: GroupsQuery, wait_s: float
+    house: AppState, keeper: DrawRunner, after: int, query: GroupsQuery, wait_s: float
 ) -> tuple[list[Group], Batch | None]:
     """The same, as soon as there is something to tell."""
     with suppress(TimeoutError):
@@ -202,7 +202,7 @@ async def _page(
     return await _look(house, keeper, after, query)
 
 
-async def _frames(house: House, keeper: DrawKeeper, after: int, query: GroupsQuery) -> AsyncGenerator[bytes, None]:
+async def _frames(house: AppState, keeper: DrawRunner, after: int, query: GroupsQuery) -> AsyncGenerator[bytes, None]:
     """Groups as they are delivered, batches as they close, and the draw's end."""
     told = 0  # batches
     while True:

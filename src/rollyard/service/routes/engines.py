@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from rollyard.core import check_id
 from rollyard.service.access import require_admin
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.engine_address import check_reachable
-from rollyard.service.house import House, house_of
 from rollyard.service.models import EngineBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import engine_object, reply, without_password
@@ -61,7 +61,7 @@ async def clear_engines(request: Request) -> Response:
     return Response(status_code=204)
 
 
-async def _remove(house: House, engine_id: str) -> None:
+async def _remove(house: AppState, engine_id: str) -> None:
     await house.router.remove(engine_id)
     await house.store.delete_engine(engine_id)
     house.yard.metrics.engine_removed(engine_id)

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from rollyard.core.failure import Draining, Forbidden
 from rollyard.sampling.evals import EvalPlan
 from rollyard.service.access import caller_of, owns_policy, require_new_run, require_priority, require_write
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.eval_models import EvalBody, eval_object
-from rollyard.service.house import House, house_of
 from rollyard.service.models import InRun, RunQuery, WaitS, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import JsonObject, reply
@@ -92,5 +92,5 @@ async def _plan(request: Request, body: EvalBody) -> EvalPlan:
     return plan
 
 
-def _told(house: House, record: EvalRecord) -> JsonObject:
+def _told(house: AppState, record: EvalRecord) -> JsonObject:
     return eval_object(record, house.sampler.evals.done(record))

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from rollyard.core import id_of
 from rollyard.pipeline import Event
 from rollyard.service.access import Caller, caller_of
-from rollyard.service.house import House, house_of
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.sse import EventStream, frame
 
 router = APIRouter(prefix="/v1", tags=["events"])
@@ -42,14 +42,14 @@ async def events(request: Request, query: Annotated[EventsQuery, Query()]) -> Re
     return EventStream(_frames(house, caller, after, run), house.closing)
 
 
-async def _frames(house: House, caller: Caller, after: str, run: str | None) -> AsyncGenerator[bytes, None]:
+async def _frames(house: AppState, caller: Caller, after: str, run: str | None) -> AsyncGenerator[bytes, None]:
     async with aclosing(house.yard.hub.events(after)) as stream:
         async for event in stream:
             if event.kind == "gap" or (run in (None, event.run) and _reads(house, caller, event)):
                 yield frame(event.kind, _data(event), event.id)
 
 
-def _reads(house: House, caller: Caller, event: Event) -> bool:
+def _reads(house: AppState, caller: Caller, event: Event) -> bool:
     run = house.yard.run_of(event.run)
     return caller.is_admin or (run is not None and caller.reads(run))
 

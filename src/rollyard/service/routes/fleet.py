@@ -8,11 +8,11 @@ from starlette.responses import Response
 
 from rollyard.core import Json
 from rollyard.core.failure import Draining, InvalidRequest, NotFound
-from rollyard.fleet.nodes import Node
-from rollyard.fleet.wire import MEDIA_TYPE, Join, Poll, Report, decode, encode
+from rollyard.fleet.messages import MEDIA_TYPE, Join, Poll, Report, decode, encode
+from rollyard.fleet.nodes import ConnectedNode
 from rollyard.service.access import require_admin, require_node
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.bounds import while_wanted
-from rollyard.service.house import House, house_of
 from rollyard.service.node_settings import for_nodes
 from rollyard.service.records import reply, without_password
 
@@ -74,7 +74,7 @@ async def tokenizer_file(request: Request, engine_id: str, sha256: str) -> Respo
     return Response(data, media_type="application/octet-stream")
 
 
-def _tokenizer_of(house: House, engine_id: str) -> str:
+def _tokenizer_of(house: AppState, engine_id: str) -> str:
     _ = house.head
     for status in house.router.list():
         source = status.spec.tokenizer or (status.info.tokenizer if status.info else "")
@@ -110,7 +110,7 @@ async def _asked(request: Request, name: str, *, is_drained: bool) -> Response:
     return reply(node_object(node))
 
 
-def node_object(node: Node) -> dict[str, Json]:
+def node_object(node: ConnectedNode) -> dict[str, Json]:
     standing = node.standing
     return {
         "name": node.name,

@@ -12,14 +12,14 @@ from starlette.responses import Response
 from rollyard.core import Group, Json, Task, check_id, id_of, key_of, new_id
 from rollyard.core.failure import InvalidRequest
 from rollyard.sampling.groups import new_group
-from rollyard.sampling.opening import rollouts_of
+from rollyard.sampling.open_group import rollouts_of
 from rollyard.service.access import caller_of, require_priority, require_write
+from rollyard.service.app_state import house_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.draw_models import GroupBody, GroupsBody, SingleGroupBody
-from rollyard.service.house import house_of
+from rollyard.service.group_pages import group_object
 from rollyard.service.models import InRun, RunQuery, WaitS, check_body, read_json
 from rollyard.service.openapi import json_body
-from rollyard.service.pages import group_object
 from rollyard.service.problems import field_path
 from rollyard.service.records import reply
 from rollyard.service.tasks import checked_task

@@ -9,7 +9,7 @@ from starlette.responses import HTMLResponse, Response
 from rollyard.core.failure import Draining
 from rollyard.service import openapi
 from rollyard.service.access import require_operator
-from rollyard.service.house import house_of
+from rollyard.service.app_state import house_of
 from rollyard.service.records import reply
 
 router = APIRouter(tags=["health"])

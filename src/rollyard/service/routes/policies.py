@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from rollyard.core import Json
 from rollyard.core.policy import PauseMode
-from rollyard.engines.policy_state import PolicyStatus
+from rollyard.engines.weights.state import PolicyStatus
 from rollyard.service.access import caller_of, require_admin
-from rollyard.service.house import House, house_of
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.models import read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.policy_models import OwnerBody, PauseBody, RenewBody, ResumeBody, policy_object
@@ -96,5 +96,5 @@ def _holder(request: Request, given: str | None) -> str:
     return name if given is None else f"{name}/{given}"
 
 
-def _object(house: House, status: PolicyStatus) -> dict[str, Json]:
+def _object(house: AppState, status: PolicyStatus) -> dict[str, Json]:
     return policy_object(status, house.owners.get(status.name))

@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from rollyard.core import DEFAULT_RUN, DeadlineExpired, Rollout, State, Trajectory, check_id, id_of, key_of, new_id
 from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, NotFound
-from rollyard.pipeline import Yard
+from rollyard.pipeline import Pipeline
 from rollyard.service import arrow
 from rollyard.service.access import caller_of, require_priority, require_write
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.bounds import while_wanted
-from rollyard.service.house import House, house_of
 from rollyard.service.models import InRun, RunQuery, SingleBody, SubmitBody, WaitS, read_submit
 from rollyard.service.openapi import json_body
 from rollyard.service.records import record, reply, traces, trajectory_object
@@ -107,13 +107,13 @@ async def _runs(request: Request, query: ListQuery) -> list[str] | None:
     return None if caller.is_admin else [run.id for run in house.readable(caller)]
 
 
-async def _list(house: House, query: ListQuery, runs: list[str] | None) -> Page:
+async def _list(house: AppState, query: ListQuery, runs: list[str] | None) -> Page:
     return await house.store.list(
         state=query.state, runs=runs, group_named=query.group, after=query.after, limit=query.limit
     )
 
 
-async def _first_ended(house: House, query: ListQuery, runs: list[str] | None, wait_s: float) -> Page:
+async def _first_ended(house: AppState, query: ListQuery, runs: list[str] | None, wait_s: float) -> Page:
     """The page as soon as there is something on it."""
     hub = house.yard.hub
     try:
@@ -208,14 +208,14 @@ async def cancel_by_id(request: Request, rollout_id: str, run: str | None) -> Ro
     return await house.yard.cancel(key)
 
 
-async def _rescore(yard: Yard, rollout_id: str) -> Rollout:
+async def _rescore(yard: Pipeline, rollout_id: str) -> Rollout:
     try:
         return await yard.rescore(rollout_id)
     except DeadlineExpired as error:
         raise EvalDeadline(f"scoring rollout {id_of(rollout_id)} took longer than its limits.eval_s") from error
 
 
-async def _trajectory(house: House, rollout: Rollout) -> Trajectory:
+async def _trajectory(house: AppState, rollout: Rollout) -> Trajectory:
     trajectory = await house.store.trajectory(rollout.id)
     if trajectory is not None:
         return trajectory

@@ -12,7 +12,7 @@ from rollyard.core import Run
 from rollyard.core.access import Access
 from rollyard.core.failure import Draining, Forbidden
 from rollyard.service.access import caller_of, require_manage, require_new_run, require_priority
-from rollyard.service.house import House, house_of
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.models import AckBody, RunBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import JsonObject, reply, run_object
@@ -59,7 +59,7 @@ async def get_run(request: Request, run_id: str) -> Response:
     return reply(await _run_object(house, await house.run(caller_of(request), run_id)))
 
 
-async def _run_object(house: House, run: Run) -> JsonObject:
+async def _run_object(house: AppState, run: Run) -> JsonObject:
     if run.id not in house.yard.cancelling.deleting:
         return run_object(run)
     return {**run_object(run), "state": "deleting", "left": await house.store.count_of_run(run.id)}

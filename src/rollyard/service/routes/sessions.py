@@ -19,8 +19,8 @@ from rollyard.agents.session import POSTED, LiveSession
 from rollyard.core import Json, Rollout, Run, Score, State, check_id, id_of, key_of, new_id
 from rollyard.core.failure import Draining, NotFound, QuotaExceeded, SessionConflict
 from rollyard.service.access import caller_of, require_priority, require_write
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.bounds import end_all, while_wanted
-from rollyard.service.house import House, house_of
 from rollyard.service.models import SESSION, InRun, RewardBody, RunQuery, SessionBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import JsonObject, record, reply
@@ -127,7 +127,7 @@ async def cancel_session(request: Request, session_id: str, run: InRun = None) -
     return reply({"id": session_id, "state": cancelled.state if cancelled else "cancelled_before_submit"}, 202)
 
 
-def _require_room(house: House, run: Run) -> None:
+def _require_room(house: AppState, run: Run) -> None:
     most = house.tokens.quota_of(run.owner).sessions
     if most is None:
         return
@@ -157,7 +157,7 @@ async def _begun(request: Request, rollout: Rollout, wait_s: float) -> Rollout:
     return await house.store.get(rollout.id)
 
 
-async def _open_or_ended(house: House, session_id: str, wait_s: float) -> None:
+async def _open_or_ended(house: AppState, session_id: str, wait_s: float) -> None:
     opened: asyncio.Task[LiveSession] = asyncio.create_task(house.sessions.opened(session_id))
     ended: asyncio.Task[Rollout] = asyncio.create_task(house.yard.wait(session_id, wait_s))
     try:
@@ -166,7 +166,7 @@ async def _open_or_ended(house: House, session_id: str, wait_s: float) -> None:
         await end_all(opened, ended)
 
 
-async def _has(house: House, rollout: Rollout, body: RewardBody) -> bool:
+async def _has(house: AppState, rollout: Rollout, body: RewardBody) -> bool:
     """Whether this very reward is what the session ended with."""
     trajectory = await house.store.trajectory(rollout.id)
     if trajectory is not None:
@@ -188,7 +188,7 @@ def _conflict(rollout: Rollout) -> SessionConflict:
     return SessionConflict(f"{name} has ended without a reward ({code})", **data, failure_code=code)
 
 
-async def _session_object(house: House, rollout: Rollout) -> JsonObject:
+async def _session_object(house: AppState, rollout: Rollout) -> JsonObject:
     ending = rollout.ending
     live = house.sessions.live(rollout.id)
     turns, sampled_tokens, gateway = 0, 0, {}

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from rollyard import __version__
 from rollyard.core import Json, id_of
 from rollyard.core.failure import InvalidRequest
-from rollyard.fleet.head import HeadYard
+from rollyard.fleet.head import HeadPipeline
 from rollyard.service.access import caller_of, require_admin
-from rollyard.service.house import House, house_of
+from rollyard.service.app_state import AppState, house_of
 from rollyard.service.models import PoolsBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.policy_models import policy_object
@@ -38,10 +38,10 @@ async def status(request: Request) -> Response:
             "states": await house.store.counts(),
             "pools": house.yard.pools(),
             "nodes": [node_object(node) for node in house.yard.nodes.by_name.values()]
-            if isinstance(house.yard, HeadYard)
+            if isinstance(house.yard, HeadPipeline)
             else [],
             "unserved_policies": {name: without_password(why) for name, why in house.yard.unserved.items()}
-            if isinstance(house.yard, HeadYard)
+            if isinstance(house.yard, HeadPipeline)
             else {},
             "ray": _ray(house),
             "engines": [engine_object(engine) for engine in house.router.list()],
@@ -76,7 +76,7 @@ async def status(request: Request) -> Response:
     )
 
 
-def _ray(house: House) -> Json:
+def _ray(house: AppState) -> Json:
     """How the Ray cluster of a fleet stands; None without one."""
     if house.ray is None:
         return None

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from rollyard.core import new_id
 from rollyard.core.access import TokenRecord
 from rollyard.service.access import require_admin
-from rollyard.service.house import house_of
+from rollyard.service.app_state import house_of
 from rollyard.service.models import read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import reply

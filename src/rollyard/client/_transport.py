@@ -1,0 +1,183 @@
+"""One HTTP call, sent until it is answered, refused, or out of time.
+
+What is tried again. 429, and 503 while the service shuts down: it refused and did nothing, so any call is sent
+again, after the Retry-After it names. No answer (refused, dropped, timed out), or a service that has lost its store:
+only calls that may be repeated (reads, deletes, and whatever carries the client's own id), or that were never sent.
+
+Invariant: the tries of one call together wait at most `retry_s`; then the last error is raised as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+import aiohttp
+import orjson
+
+from rollyard.client._discovery import ServiceAddress
+from rollyard.client._errors import ServiceUnreachable, UnexpectedReply, error_of
+from rollyard.core import RollyardError
+from rollyard.core.failure import StoreLost
+
+PASSING = frozenset({"draining", "store_lost", "too_many_connections"})  # codes of a 503 that is worth another try
+
+CONNECTIONS = 1024  # long-polls hold one each; more of them wait their turn
+BACKOFF_S = (0.1, 5.0)  # first and longest pause between tries
+ARROW = "application/vnd.apache.arrow.stream"
+
+Params = Mapping[str, str | int | float | None]
+
+
+class Transport:
+    """See the module."""
+
+    def __init__(self, place: ServiceAddress, timeout_s: float, retry_s: float) -> None:
+        self.place = place
+        self.timeout_s = timeout_s
+        self.retry_s = retry_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Transport:
+        pin = self.place.pin
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS, ssl=True if pin is None else aiohttp.Fingerprint(pin)),
+            headers={"Authorization": f"Bearer {self.place.token}"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=True,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def json(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: object = None,
+        params: Params | None = None,
+        wait_s: float = 0.0,
+        is_repeatable: bool | None = None,
+    ) -> object:
+        """The reply's JSON, or None where it has no body."""
+        payload = None if body is None else orjson.dumps(body)
+        data, _ = await self.call(method, path, body=payload, params=params, wait_s=wait_s, is_repeatable=is_repeatable)
+        if not data:
+            return None
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise UnexpectedReply(f"{method} {path} answered something that is not JSON") from error
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        params: Params | None = None,
+        accept: str = "application/json",
+        wait_s: float = 0.0,
+        is_repeatable: bool | None = None,
+    ) -> tuple[bytes, str]:
+        """The reply's bytes and content type. `wait_s` is how long the service itself may take to answer."""
+        may_repeat = method != "POST" if is_repeatable is None else is_repeatable
+        give_up = time.monotonic() + self.retry_s
+        pause_s, longest_s = BACKOFF_S
+        while True:
+            try:
+                return await self._once(method, path, body, params, accept, wait_s)
+            except RetryableError as again:
+                error = again.error
+                is_unsure = isinstance(error, ServiceUnreachable | StoreLost)  # whether it did what was asked
+                if is_unsure and again.was_sent and not may_repeat:
+                    raise error from again.__cause__
+                delay_s = again.after_s if again.after_s is not None else pause_s * random.uniform(0.5, 1.0)
+                if time.monotonic() + delay_s > give_up:
+                    raise error from again.__cause__
+            await asyncio.sleep(delay_s)
+            pause_s = min(longest_s, pause_s * 2)
+
+    def stream(
+        self, path: str, params: Params, *, accept: str, silence_s: float
+    ) -> aiohttp.client._RequestContextManager:
+        """A GET whose body is read as it comes; a silence of `silence_s` breaks it."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout_s, sock_read=silence_s)
+        return self.session.get(self._url(path), params=_query(params), headers={"Accept": accept}, timeout=timeout)
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("the client is not open: use it in `async with` (or `with`)")
+        return self._session
+
+    async def _once(
+        self, method: str, path: str, body: bytes | None, params: Params | None, accept: str, wait_s: float
+    ) -> tuple[bytes, str]:
+        headers = {"Accept": accept}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout_s, sock_read=self.timeout_s + wait_s)
+        where = f"{method} {path}"
+        try:
+            async with self.session.request(
+                method, self._url(path), params=_query(params), data=body, headers=headers, timeout=timeout
+            ) as reply:
+                data = await reply.read()
+                await raise_for(reply, data, where)
+                return data, reply.content_type
+        except aiohttp.ClientConnectorError as error:
+            unreachable = ServiceUnreachable(f"nobody answers at {self.place.url} ({error.os_error or error})")
+            raise RetryableError(unreachable, was_sent=False) from error
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            if isinstance(error, aiohttp.InvalidURL):
+                raise ServiceUnreachable(f"{self.place.url!r} is not a URL") from error
+            what = "did not answer in time" if isinstance(error, TimeoutError) else f"broke off ({error!r})"
+            raise RetryableError(ServiceUnreachable(f"{where} at {self.place.url} {what}"), was_sent=True) from error
+
+    def _url(self, path: str) -> str:
+        return f"{self.place.url}/v1{path}"
+
+
+class RetryableError(Exception):
+    """An error after which the call may be worth another try."""
+
+    def __init__(self, error: RollyardError, *, was_sent: bool, after_s: float | None = None) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.was_sent = was_sent
+        self.after_s = after_s
+
+
+async def raise_for(reply: aiohttp.ClientResponse, data: bytes, where: str) -> None:
+    """Nothing for a good reply; else its error, wrapped in `RetryableError` where the service did nothing."""
+    if reply.status < 400:
+        return
+    try:
+        problem: object = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        problem = None
+    error = error_of(reply.status, problem, where)
+    if reply.status == 429 or (reply.status == 503 and error.code in PASSING):
+        raise RetryableError(error, was_sent=True, after_s=_retry_after_s(reply.headers.get("Retry-After")))
+    raise error
+
+
+def _retry_after_s(header: str | None) -> float | None:
+    try:
+        return max(0.0, float(header)) if header else None
+    except ValueError:  # a date: allowed by HTTP, never sent by us
+        return None
+
+
+def _query(params: Params | None) -> dict[str, str]:
+    return {key: str(value) for key, value in (params or {}).items() if value is not None}

@@ -1,0 +1,124 @@
+"""Between the event loop and the worker's thread: which calls there are, and what becomes of them when it is paused.
+
+Everything here belongs to the loop, but for what is handed to the worker, which is done in its thread. A call is over
+when the loop says so; what the worker samples for it afterwards is ignored. So an abort never waits for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, TypeVar
+
+from rollyard.embedded.batching import BatchedSequence, Batcher, SampledToken
+from rollyard.embedded.calls import Call
+from rollyard.embedded.requests import Refused
+from rollyard.embedded.worker import Worker
+
+T = TypeVar("T")
+
+PauseMode = Literal["abort", "wait", "keep"]
+PAUSE_MODES: Mapping[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
+
+
+class CallRegistry:
+    """See the module."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.worker = Worker(batcher, self._told, self._told_failed)
+        self.is_paused = False
+        self.ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._max_calls = batcher.settings.max_calls
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, Call] = {}  # that are not over, by identity
+        self._by_job: dict[BatchedSequence, Call] = {}
+        self._held: list[Call] = []  # came while it was paused
+        self._change = asyncio.Event()  # a call ended, or it was resumed: whoever waits for that looks again
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    async def tell(self, order: Callable[[Batcher], T]) -> T:
+        """Done by the worker, between two steps."""
+        return await asyncio.wrap_future(self.worker.do(order))
+
+    # --- one call
+
+    def start(self, call: Call) -> None:
+        most = self._max_calls
+        if len(self._calls) >= most and sum(not one.is_over for one in self._calls.values()) >= most:
+            raise Refused(f"{most} calls are running or waiting already", 503)
+        self._calls[id(call)] = call
+        if self.is_paused:
+            self._held.append(call)
+        else:
+            self._submit(call)
+
+    def end(self, call: Call) -> None:
+        """On every way out of a call, once."""
+        call.abort()
+        del self._calls[id(call)]
+        self.ended[call.finish or "error"] += 1
+        if call in self._held:
+            self._held.remove(call)
+        else:
+            self.worker.do(lambda batcher: self._drop(batcher, call))
+        self._change.set()
+
+    def abort(self, names: frozenset[str] | None = None) -> None:
+        """Those that are known by these names; None: all. They are answered at once."""
+        for call in list(self._calls.values()):
+            if names is None or call.known_as in names:
+                call.abort()
+
+    # --- all of them
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when no step goes on and none will begin, unless it is resumed meanwhile."""
+        self.is_paused = True
+        if mode == "abort":
+            self.abort()
+        while mode == "wait" and self.is_paused and len(self._calls) > len(self._held):
+            self._change.clear()
+            await self._change.wait()
+        if self.is_paused:
+            await asyncio.wrap_future(self.worker.pause())
+
+    async def resume(self) -> None:
+        self.is_paused = False
+        held, self._held = self._held, []
+        for call in held:
+            self._submit(call)
+        self._change.set()
+        await asyncio.wrap_future(self.worker.resume())
+
+    # --- to and from the worker's thread
+
+    def _submit(self, call: Call) -> None:
+        def add(batcher: Batcher) -> None:
+            call.job = job = batcher.add(call.request)
+            self._loop.call_soon_threadsafe(self._by_job.__setitem__, job, call)
+
+        self.worker.do(add)
+
+    def _drop(self, batcher: Batcher, call: Call) -> None:
+        if call.job is not None:
+            batcher.drop(call.job)
+            self._loop.call_soon_threadsafe(self._by_job.pop, call.job, None)
+
+    def _told(self, steps: Sequence[SampledToken]) -> None:
+        self._loop.call_soon_threadsafe(self._take, steps)
+
+    def _take(self, steps: Iterable[SampledToken]) -> None:
+        for step in steps:
+            if step.job in self._by_job:
+                self._by_job[step.job].take(step)
+
+    def _told_failed(self, jobs: Sequence[BatchedSequence], error: str) -> None:
+        self._loop.call_soon_threadsafe(self._fail, jobs, error)
+
+    def _fail(self, jobs: Iterable[BatchedSequence], error: str) -> None:
+        for job in jobs:
+            if job in self._by_job:
+                self._by_job[job].fail(error)

@@ -1,0 +1,297 @@
+"""HTTP/1.1 to engines: kept connections, whole replies or streams that are read as their bytes come.
+
+Not aiohttp's client, which every other wing uses: it was the largest part of what a completion costs the gateway, and
+a task has to wake up for each chunk of a stream. Here a chunk is handed to its reader within the read that brought it.
+The parser is httptools; nothing is negotiated that we do not need (no compression, redirects, cookies, proxies).
+
+Invariants. A connection carries one exchange at a time and is used again only after a complete reply that allows it. An
+exchange that is cancelled closes its connection. Nothing is sent twice: a kept connection that the engine closes is
+noticed at once and not used again, and if it closes just then, that is a failure for the session to deal with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from rollyard.core.deadline import ResettableTimeout
+
+CONNECT_S = 10.0
+KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that we, and not the engine, close an idle connection
+DRAIN_S = 1.0  # for the end of a reply after its reader has all of it: only then can its connection be used again
+
+OnBody = Callable[[bytes], bool]
+"""Reads a stream's bytes as they come; True: it has all that it wants. What it raises ends the exchange."""
+
+
+class HttpFailure(Exception):
+    """The engine could not be reached, or what it answered is no HTTP."""
+
+
+class TooLarge(Exception):
+    """A reply has more bytes than were allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an engine is."""
+
+    host: str
+    port: int
+    is_tls: bool
+    prefix: str  # of every path
+
+    @classmethod
+    def of(cls, url: str) -> Target:
+        parts = urlsplit(url)
+        is_tls = parts.scheme == "https"
+        return cls(parts.hostname or "", parts.port or (443 if is_tls else 80), is_tls, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReply:
+    status: int
+    content_type: str
+    body: bytes  # empty of a stream that was read as it came
+
+
+class Contact(NamedTuple):
+    """While both numbers stay as they are, the process that answers at a target is the same one, unless a proxy is in
+    between."""
+
+    losses: int = 0  # connections that the other side closed, or did not accept
+    gaps: int = 0  # times that a connection was opened while there was no other
+
+
+@dataclass(slots=True)
+class _TargetState:
+    """What is known of a target."""
+
+    contact: Contact = field(default_factory=Contact)
+    open: int = 0  # connections
+
+
+class HttpPool:
+    """The connections of one router. `async with` closes them in the end."""
+
+    def __init__(self) -> None:
+        self._idle: dict[Target, list[_Connection]] = {}
+        self._all: set[_Connection] = set()
+        self._known: dict[Target, _TargetState] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for connection in list(self._all):
+            connection.abort()
+        await asyncio.sleep(0)  # the transports close in the next turn of the loop
+
+    @property
+    def idle(self) -> int:
+        return sum(map(len, self._idle.values()))
+
+    def contact(self, target: Target) -> Contact:
+        return self._known[target].contact if target in self._known else Contact()
+
+    async def request(self, target: Target, head: bytes, body: bytes, most: int, on_body: OnBody | None) -> HttpReply:
+        """`head` is the request's, whole. With `on_body`, an event stream goes there as it comes. HttpFailure,
+        TooLarge beyond `most` bytes, or whatever `on_body` raises."""
+        connection = self._kept(target) or await self._connect(target)
+        return await connection.exchange(head, body, most, on_body)
+
+    def _kept(self, target: Target) -> _Connection | None:
+        waiting = self._idle.get(target)
+        while waiting:
+            connection = waiting.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _connect(self, target: Target) -> _Connection:
+        loop = asyncio.get_running_loop()
+        context = ssl.create_default_context() if target.is_tls else None
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self, target, loop), target.host, target.port, ssl=context
+                )
+        except TimeoutError:
+            self._lost(target)
+            raise HttpFailure(f"it did not accept a connection within {CONNECT_S:g} s") from None
+        except (OSError, ssl.SSLError, ValueError, OverflowError) as error:  # or what is no address at all
+            self._lost(target)
+            raise HttpFailure(f"{type(error).__name__}: {error}") from error
+        self._all.add(connection)
+        return connection
+
+    # --- for the connections
+
+    def opened(self, target: Target) -> None:
+        known = self._known.setdefault(target, _TargetState())
+        known.contact = known.contact._replace(gaps=known.contact.gaps + (known.open == 0))
+        known.open += 1
+
+    def _lost(self, target: Target) -> None:
+        known = self._known.setdefault(target, _TargetState())
+        known.contact = known.contact._replace(losses=known.contact.losses + 1)
+
+    def keep(self, connection: _Connection) -> None:
+        self._idle.setdefault(connection.target, []).append(connection)
+
+    def forget(self, connection: _Connection, *, is_closed_by_us: bool) -> None:
+        if not is_closed_by_us:
+            self._lost(connection.target)
+        self._known[connection.target].open -= 1
+        self._all.discard(connection)
+        waiting = self._idle.get(connection.target)
+        if waiting and connection in waiting:
+            waiting.remove(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one exchange after another. The parser calls the `on_…` methods."""
+
+    def __init__(self, owner: HttpPool, target: Target, loop: asyncio.AbstractEventLoop) -> None:
+        self.target = target
+        self._owner = owner
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._waiter: asyncio.Future[HttpReply] | None = None
+        self._patience = ResettableTimeout(loop, self.abort)
+        self._is_in_use = False  # an exchange's reply has not come to its end
+        self._is_aborted = False  # by us
+        self._begin(0, None)
+
+    def _begin(self, most: int, on_body: OnBody | None) -> None:
+        self._most, self._on_body = most, on_body
+        self._body = bytearray()
+        self._status = 0
+        self._content_type = ""
+        self._has_bytes = self._has_head = self._is_framed = self._is_stream = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def exchange(self, head: bytes, body: bytes, most: int, on_body: OnBody | None) -> HttpReply:
+        if self._transport is None or self._transport.is_closing():
+            raise HttpFailure("it closed the connection")
+        self._patience.set(None)
+        self._begin(most, on_body)
+        self._parser = httptools.HttpResponseParser(self)
+        self._is_in_use = True
+        waiter = self._waiter = self._loop.create_future()
+        self._transport.write(head + body)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._is_aborted = self._is_aborted or not self._transport.is_closing()
+            self._transport.abort()
+
+    # --- the transport's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's own is no subclass
+        self._owner.opened(self.target)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_in_use:  # nobody asked: a connection that speaks unasked is not to be trusted
+            self.abort()
+            return
+        self._has_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._fail(error.__context__ or error)
+        except httptools.HttpParserError as error:
+            self._fail(HttpFailure(f"its answer is no HTTP: {error}"))
+
+    def eof_received(self) -> bool:
+        return False  # the transport closes itself
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._patience.end()
+        self._owner.forget(self, is_closed_by_us=self._is_aborted)
+        self._transport = self._parser = None  # the parser and this hold each other
+        if self._has_head and not self._is_framed and exc is None:  # a reply that ends with its connection
+            self._end()
+        else:
+            why = f"{type(exc).__name__}: {exc}" if exc is not None else "it closed the connection"
+            self._fail(HttpFailure(f"{why} in the midst of its answer" if self._has_bytes else why))
+
+    # --- the parser's side
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key = name.lower()
+        if key == b"content-type":
+            self._content_type = value.decode("latin-1").partition(";")[0].strip().lower()
+        elif key in (b"content-length", b"transfer-encoding"):
+            self._is_framed = True
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+        self._has_head = self._status >= 200  # else it is only news of what is to come
+        self._is_framed = self._is_framed or self._status in (204, 304)
+        is_stream = self._status < 300 and self._content_type == "text/event-stream"
+        self._is_stream = is_stream and self._on_body is not None
+
+    def on_body(self, body: bytes) -> None:
+        if self._waiter is None:
+            return  # its reader has all that it wants; the rest only has to come to its end
+        if self._is_stream and self._on_body is not None:
+            if self._on_body(body):
+                self._tell()
+                self._patience.set(DRAIN_S)
+            return
+        self._body += body
+        if len(self._body) > self._most:
+            raise TooLarge
+
+    def on_message_complete(self) -> None:
+        if not self._has_head:
+            return
+        is_kept = self._parser.should_keep_alive()
+        self._end()
+        if is_kept and self.is_open:
+            self._patience.set(KEEPALIVE_S)
+            self._owner.keep(self)
+        else:
+            self.abort()
+
+    # --- the exchange's side
+
+    def _end(self) -> None:
+        self._is_in_use = False
+        self._tell()
+
+    def _tell(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(HttpReply(self._status, self._content_type, bytes(self._body)))
+
+    def _fail(self, error: BaseException) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+        self.abort()

@@ -1,0 +1,70 @@
+"""What tracer and metrics are told of a rollout's model calls, whoever makes them."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+from rollyard.core import Limits
+from rollyard.core.failure import EngineFailure
+from rollyard.engines.base import Session
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import Span, chat_span, set_usage
+
+
+def max_context_of(limits: Limits, session: Session) -> int | None:
+    """How many tokens prompt and reply may have: the task's bound and the engine's. None: nobody says."""
+    bounds = [bound for bound in (limits.max_context, session.engine.info.max_context) if bound is not None]
+    return min(bounds, default=None)
+
+
+class CallMetrics:
+    """Tells tracer and metrics of model calls."""
+
+    def __init__(self, session: Session, span: Span, metrics: Metrics | None) -> None:
+        self._session = session
+        self._span = span
+        self._metrics = metrics
+
+    def call(self, turn: int, prompt_tokens: int) -> _Call:
+        engine = self._session.engine
+        span = chat_span(
+            self._span, model=engine.info.model, engine=engine.spec.id, conversation=self._session.id, turn=turn
+        )
+        return _Call(self._session, span, self._metrics, prompt_tokens)
+
+
+class _Call:
+    """One model call, as it is seen from outside."""
+
+    def __init__(self, session: Session, span: Span, metrics: Metrics | None, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self._session = session
+        self._span = span
+        self._metrics = metrics
+        self._begun = time.monotonic()
+
+    def sampled(self, tokens: int, cached_tokens: int | None, finish: str) -> None:
+        set_usage(
+            self._span,
+            input_tokens=self.prompt_tokens,
+            output_tokens=tokens,
+            cached_tokens=cached_tokens,
+            finish=finish,
+        )
+        if self._metrics is not None:
+            self._metrics.engine_call(
+                self._session.engine.spec.id,
+                time.monotonic() - self._begun,
+                prompt_tokens=self.prompt_tokens,
+                sampled_tokens=tokens,
+                cached_tokens=cached_tokens,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._span.__exit__(kind, error, trace)
+        if self._metrics is not None and isinstance(error, EngineFailure):
+            self._metrics.engine_failed(self._session.engine.spec.id, error.code)

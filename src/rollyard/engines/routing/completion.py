@@ -1,0 +1,60 @@
+"""Joins what several calls sampled of one completion into one `Generation`."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Literal
+
+from rollyard.engines.base import Generation, Top, VersionSpan
+
+NOTHING = Generation(array("i"), array("f"), "abort")
+
+
+class PartialCompletion:
+    """What the calls of one completion have sampled, joined."""
+
+    def __init__(self) -> None:
+        self.token_ids: array[int] = array("i")
+        self._logprobs: array[float] | None = array("f")
+        self._tops: tuple[Top, ...] | None = ()
+        self._versions: list[VersionSpan] = []
+        self._parts: list[Generation] = []
+        self._untrainable = ""
+        self._is_tokenizer_verified = True
+
+    def add(self, part: Generation) -> None:
+        shift = len(self.token_ids)
+        self._parts.append(part)
+        self._untrainable = self._untrainable or part.untrainable
+        self._is_tokenizer_verified &= part.is_tokenizer_verified
+        self.token_ids += part.token_ids
+        if self._logprobs is not None and part.logprobs is not None:
+            self._logprobs += part.logprobs
+        elif part.token_ids:
+            self._logprobs = None  # a hole in them: better none than a guess
+        if self._tops is not None and part.tops is not None:
+            self._tops += part.tops
+        elif part.token_ids:
+            self._tops = None
+        for span in part.versions:
+            last = self._versions[-1] if self._versions else None
+            if last is not None and last.version == span.version:
+                self._versions[-1] = VersionSpan(last.version, last.start, span.end + shift)
+            else:
+                self._versions.append(VersionSpan(span.version, span.start + shift, span.end + shift))
+
+    def generation(self, finish_reason: Literal["stop", "length", "abort"]) -> Generation:
+        first = self._parts[0] if self._parts else NOTHING
+        return Generation(
+            token_ids=self.token_ids,
+            logprobs=self._logprobs,
+            finish_reason=finish_reason,
+            versions=tuple(self._versions),
+            prompt_tokens=first.prompt_tokens,
+            cached_tokens=first.cached_tokens,
+            # an engine's columns run over its own prompt; of several calls they cannot be joined blindly
+            columns=first.columns if len(self._parts) == 1 else {},
+            untrainable=self._untrainable,
+            is_tokenizer_verified=self._is_tokenizer_verified,
+            tops=self._tops or None,
+        )

@@ -1,0 +1,187 @@
+"""A router that follows another: the engines, gates and versions are the head's, the calls and the health are its own.
+
+It is told gates (`engines/weights/weight_gates.py`) and does to its calls what the head does to its own: `follow` returns when those that the
+modes cut have ended and those that drain have drained. What it is told while an earlier telling still drains counts at
+once: an abort cuts what drains, and both return.
+
+Invariants. An engine is never told anything from here. No call begins where the head's gate is shut, and each that
+begins has the version that the head named, told in one piece with the opening of the gate. An engine is taken in as
+down, and must sample a token for this router, by its own way through the network, before it gets a session. Sessions
+are not bounded here: who is admitted is the head's to say, by its own seats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from rollyard.core.failure import EngineUnavailable
+from rollyard.core.policy import PauseMode
+from rollyard.engines.base import EngineSpec, Role
+from rollyard.engines.routing.health import HealthWatch, Vet
+from rollyard.engines.routing.pool import Health, PoolMember
+from rollyard.engines.routing.router import Router, RouterSettings, make_engine
+from rollyard.engines.weights.policies import Policies
+from rollyard.engines.weights.state import LEASE_S, PolicySettings, PolicyStatus
+from rollyard.engines.weights.steps import all_of
+from rollyard.engines.weights.weight_gates import EngineGate, WeightGates
+
+
+class FollowerRouter(Router):
+    """See the module."""
+
+    def __init__(self, settings: RouterSettings | None = None, *, vet: Vet | None = None) -> None:
+        super().__init__(settings, vet=vet)
+        self._leaving: dict[asyncio.Task[None], PoolMember] = {}
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._leaving:
+            await asyncio.wait(set(self._leaving))  # each is bounded by abort_grace_s
+        await super().__aexit__(*exc)
+
+    def _make_health(self, vet: Vet | None) -> HealthWatch:
+        return FollowerHealth(self.settings, vet, lambda member: self.policies.welcome(member))
+
+    def _make_policies(self, bounds: PolicySettings) -> Policies:
+        return FollowerPolicies(self._policies, self.pool, self._health.revive, bounds, self._settled)
+
+    async def follow(self, gates: WeightGates) -> None:
+        """Applies them at once; returns when no call is left that they, or those told since, want to have ended."""
+        self._apply(gates)
+        for pool in list(self._policies.values()):
+            for member in list(pool.members.values()):
+                while member.mode is PauseMode.DRAIN and member.calls:
+                    await pool.gates_moved()
+                await all_of(member.cut_calls())
+        if leaving := [task for task, one in self._leaving.items() if one.engine.spec.role is Role.POLICY]:
+            await asyncio.wait(leaving)
+
+    # --- what the head says
+
+    def _apply(self, gates: WeightGates) -> None:
+        """In one go: nobody finds a part of it."""
+        specs = {spec.id: spec for spec in gates.specs}
+        for member in list(self._members.values()):
+            if specs.get(member.id) != member.engine.spec:
+                leaving = asyncio.create_task(self._see_off(*self._take_out(member.id)), name=f"leave {member.id}")
+                self._leaving[leaving] = member
+                leaving.add_done_callback(self._leaving.pop)
+        new = [spec for spec in gates.specs if spec.id not in self._members]
+        random.shuffle(new)  # equally loaded engines are taken in this order: not the same one first at all nodes
+        for spec in new:
+            self._take_in(spec)
+        for policy in gates.policies:
+            pool = self.pool(policy.name)
+            pool.version, pool.is_named, pool.is_paused = policy.version, policy.is_named, policy.is_paused
+            for gate in policy.engines:
+                if gate.id in pool.members:
+                    self._obey(pool.members[gate.id], gate)
+            pool.wake()
+
+    def _take_in(self, spec: EngineSpec) -> None:
+        if self._http is None:
+            raise RuntimeError("the router is not open")
+        is_judge = spec.role is Role.JUDGE
+        pool = self._judges if is_judge else self.pool(spec.policy)
+        member = PoolMember(make_engine(spec, self._http), pool, is_joined=is_judge)
+        self._members[spec.id] = member
+        pool.add(member)
+        self._watch_anew(member)
+
+    def _obey(self, member: PoolMember, gate: EngineGate) -> None:
+        """Where the gate is shut, the version does not matter: no call begins."""
+        if gate.next_version is not None and gate.next_version != member.next_version:
+            member.expect(gate.next_version)
+        if (gate.is_given, gate.started) != (member.is_given, member.started):
+            member.is_given, member.started, member.verified = gate.is_given, gate.started, None
+        if gate.is_quarantined and member.health is not Health.QUARANTINED:
+            member.quarantine(gate.error)
+            if not gate.is_paused:
+                member.cut(is_sparing=False)  # nobody knows what they are sampled from
+        if gate.is_paused:
+            mode = gate.mode or PauseMode.KEEP
+            member.pause(mode, is_leaving=gate.is_leaving)
+            if mode is not PauseMode.DRAIN:
+                member.cut(is_sparing=mode is PauseMode.KEEP)
+        elif gate.is_joined:
+            if gate.version != member.version:
+                member.cut(is_sparing=True)  # none is left, unless we were told of the change only now
+                member.has(gate.version)
+            if member.is_paused:
+                member.unpause()
+        is_lifted = member.health is Health.QUARANTINED and not gate.is_quarantined
+        if is_lifted or (member.health is Health.UP and not gate.is_joined):
+            member.set_health(Health.DOWN)
+        if gate.is_joined and (is_lifted or not member.is_joined):
+            self._watch_anew(member)
+        member.is_joined = gate.is_joined
+
+    def _watch_anew(self, member: PoolMember) -> None:
+        """Looks at it at once, and from then on."""
+        if (watch := self._watches.get(member.id)) is not None:
+            watch.cancel()
+        self._watches[member.id] = asyncio.create_task(self._health.watch(member), name=f"watch {member.id}")
+
+
+class FollowerHealth(HealthWatch):
+    """An engine must sample a token for us before it gets a session, also at first."""
+
+    async def watch(self, member: PoolMember) -> None:
+        await self.watch_once(member)
+        await super().watch(member)
+
+    async def watch_once(self, member: PoolMember) -> None:
+        await super().watch_once(member)
+        member.pool.moved()  # why it does not answer may be known now
+
+    async def look(self, member: PoolMember, *, is_anew: bool = False) -> None:
+        """There is no cap to follow it, and an engine that all nodes asked for its load would do little else."""
+
+    async def revive(self, member: PoolMember) -> None:
+        """Its token also shows whether it still has the weights that it had. One that was started again may be found by
+        us before the head finds it: it stays down here until the head has seen to it. What it says counts only where it
+        spoke of versions before, and in the head's words: some cannot be told any, or are told others by a trainer."""
+        if not member.is_probed:
+            await self.probe(member)
+        generation = await self.try_it(member)
+        before, named = member.said_version, member.version
+        said = generation.versions[-1].version if generation is not None and generation.versions else -1
+        is_other = said != named and (before == named or said < 0 <= before)
+        if is_other and member.pool.is_named and not member.is_paused:
+            raise EngineUnavailable(
+                f"engine {member.id} does not say any more that its weights are version {named}: was it started again?"
+            )
+        member.said_version = said
+
+
+class FollowerPolicies(Policies):
+    """Weights change at the head alone. Here an engine that answers has what its gate says already."""
+
+    async def welcome(self, member: PoolMember) -> None:
+        if member.is_joined and member.health is Health.DOWN:
+            member.set_health(Health.UP)
+
+    async def pause(
+        self,
+        name: str,
+        *,
+        holder: str,
+        mode: PauseMode = PauseMode.ABORT,
+        lease_s: float = LEASE_S,
+        engines: Sequence[str] | None = None,
+        wait_s: float | None = None,
+        after: int | None = None,
+    ) -> PolicyStatus:
+        raise RuntimeError("weights change at the head")
+
+    async def resume(
+        self,
+        name: str,
+        version: int,
+        *,
+        holder: str | None = None,
+        engines: Sequence[str] | None = None,
+        after: int | None = None,
+    ) -> PolicyStatus:
+        raise RuntimeError("weights change at the head")

@@ -1,0 +1,102 @@
+"""The seats of a policy: how many rollouts may have a session at its engines at once, and who waits for one.
+
+A rollout takes its seat before RUN and keeps it until it leaves RUN. The bound is the sum of the engines' session caps
+(`admission.py`); it moves while seats are taken. Which engine a session then gets is the pool's choice.
+
+Invariants. `taken` exceeds `bound` only after the bound fell, until enough holders leave; nobody is thrown out. A seat
+is given back once, however often it is closed. Waiters are served by rank, the lowest first; one that is cancelled
+leaves nothing, and a seat that had just been given to it goes to the next. Nobody waits while a seat is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+Rank = tuple[int, int]
+"""(−priority, order of submission)."""
+
+
+class PolicySlot:
+    """One rollout's place at a policy."""
+
+    __slots__ = ("_is_open", "_seats")
+
+    def __init__(self, seats: PolicySlots) -> None:
+        self._seats = seats
+        self._is_open = True
+
+    def close(self) -> None:
+        """Gives it back; again does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._seats.left()
+
+
+class PolicySlots:
+    """See the module. `bound` None: as many as want one."""
+
+    def __init__(self) -> None:
+        self.bound: int | None = None
+        self.taken = 0
+        self.held_back = 0  # who would wait here, but is kept where it is until there is a seat
+        self.on_free: Callable[[], None] = lambda: None  # for those
+        self._waiters: list[tuple[Rank, int, asyncio.Future[PolicySlot]]] = []
+        self._tie = count()
+
+    @property
+    def free(self) -> int | None:
+        """None: no end of them."""
+        return None if self.bound is None else max(0, self.bound - self.taken)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiters) + self.held_back
+
+    def set_bound(self, bound: int | None) -> None:
+        self.bound = bound
+        self._grant()
+
+    def try_acquire(self) -> PolicySlot | None:
+        if self.bound is not None and (self._waiters or self.taken >= self.bound):
+            return None
+        self.taken += 1
+        return PolicySlot(self)
+
+    def take(self) -> PolicySlot:
+        """One beyond the bound, if need be: for whoever sits already."""
+        self.taken += 1
+        return PolicySlot(self)
+
+    async def acquire(self, rank: Rank = (0, 0)) -> PolicySlot:
+        """A seat, as soon as it is this one's turn. Whoever waits may be cancelled, and bounds it."""
+        if (seat := self.try_acquire()) is not None:
+            return seat
+        future: asyncio.Future[PolicySlot] = asyncio.get_running_loop().create_future()
+        waiter = (rank, next(self._tie), future)
+        heapq.heappush(self._waiters, waiter)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                future.result().close()
+            elif waiter in self._waiters:  # few: the pipeline bounds how many get as far as this
+                self._waiters.remove(waiter)
+                heapq.heapify(self._waiters)
+            raise
+
+    def left(self) -> None:
+        """For a seat that is closed."""
+        self.taken -= 1
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiters and (self.bound is None or self.taken < self.bound):
+            _, _, future = heapq.heappop(self._waiters)
+            if not future.done():
+                self.taken += 1
+                future.set_result(PolicySlot(self))
+        if self.held_back and self.free != 0:
+            self.on_free()

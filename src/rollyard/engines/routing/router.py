@@ -1,0 +1,334 @@
+"""The router: which engines there are, which are up, and which one a session gets.
+
+A session sticks to its engine for the prefix cache; a new one goes to the least loaded (`pool.py`); how a completion
+survives the loss of its engine is told in `session.py`. Engines come and go while it runs. Policy engines are pooled
+by policy, judges in a pool of their own.
+
+It is opened with `async with` and owns everything that it starts: the HTTP session that all engines share, and one
+watch per engine (`health.py`).
+
+`policies` is the door for changing weights, with all that the engines are told. `pause` and `resume` are only its gate,
+for those who tell the engines themselves. A pause returns when no call is left that would sample from weights it cannot
+name; calls on engines that do name them go on, or stand still, as the engine was told, and their clocks are held. A
+streamed call is never of the second sort: its tokens are handed on as they come, and if it broke before its end, nobody
+could say which of them the new weights had sampled.
+
+Other routers may follow this one (`engines/weights/weight_gates.py`, `follower_router.py`): their sessions count as this one's, and wherever the
+ends of calls are waited for, those of their calls are, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
+
+from rollyard.core import Message
+from rollyard.core.failure import EngineExists, EngineFailure, JudgeUnreachable, NotFound
+from rollyard.engines.base import ChatReply, Engine, EngineSpec, Kind, Role
+from rollyard.engines.clients.http import HttpPool
+from rollyard.engines.clients.openai import OpenAIEngine
+from rollyard.engines.clients.prorl import ProrlEngine
+from rollyard.engines.clients.remote import RemoteEngine
+from rollyard.engines.clients.sglang import SglangEngine
+from rollyard.engines.clients.transport import open_http
+from rollyard.engines.clients.vllm import VllmEngine
+from rollyard.engines.routing.admission import SessionCap
+from rollyard.engines.routing.calls import RouterStats
+from rollyard.engines.routing.health import HealthWatch, Vet
+from rollyard.engines.routing.policy_slots import PolicySlots
+from rollyard.engines.routing.pool import EngineCall, EnginePool, EngineStatus, Health, PoolMember
+from rollyard.engines.routing.session import RoutedSession
+from rollyard.engines.routing.settings import RouterSettings
+from rollyard.engines.weights.policies import Policies
+from rollyard.engines.weights.state import OnVersion, PolicySettings
+from rollyard.engines.weights.weight_gates import Followers, GatePublisher, WeightGates
+
+log = logging.getLogger("rollyard.engines")
+
+_KINDS: dict[Kind, type[RemoteEngine]] = {
+    Kind.VLLM: VllmEngine,
+    Kind.SGLANG: SglangEngine,
+    Kind.OPENAI: OpenAIEngine,
+    Kind.PRORL: ProrlEngine,
+}
+
+
+def make_engine(spec: EngineSpec, http: HttpPool) -> Engine:
+    return _KINDS[spec.kind](spec, http)
+
+
+class Router:
+    """See the module."""
+
+    def __init__(self, settings: RouterSettings | None = None, *, vet: Vet | None = None) -> None:
+        """`vet` may refuse an engine that answered its probe, with an EngineFailure, before any session has it."""
+        self.settings = settings or RouterSettings()
+        self.stats = RouterStats()
+        self._http: HttpPool | None = None
+        self._members: dict[str, PoolMember] = {}
+        self._reserved: set[str] = set()  # being probed: an id is taken from the first moment
+        self._policies: dict[str, EnginePool] = {}
+        self._book = GatePublisher(self._members, self._policies)
+        self.on_moved: list[Callable[[], None]] = []  # told after each change of a gate or of an engine's health
+        self._judges = EnginePool("the judges", self._moved)
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self.followers: Followers | None = None
+        self._health = self._make_health(vet)
+        self.policies = self._make_policies(PolicySettings(self.settings.control_s, self.settings.abort_grace_s))
+
+    def _make_health(self, vet: Vet | None) -> HealthWatch:
+        return HealthWatch(self.settings, vet, lambda member: self.policies.welcome(member))
+
+    def _make_policies(self, bounds: PolicySettings) -> Policies:
+        return Policies(self._policies, self.pool, self._health.revive, bounds, self._settled)
+
+    async def __aenter__(self) -> Self:
+        self._http = open_http()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.followers = None  # nobody is waited for any more
+        await self.policies.close()
+        await self.clear()
+        if self._http is not None:
+            await self._http.close()
+
+    # --- the engines
+
+    async def add(self, spec: EngineSpec, *, must_answer: bool = True) -> EngineStatus:
+        """Probes an engine and takes it in. Its failure to answer is raised, and it is not taken in.
+
+        With `must_answer` off, an engine that does not answer yet is taken in as down, and watched until it does. One
+        that was paused in an earlier life cannot answer: it is taken in as it was, and probed when it is resumed.
+        """
+        if self._http is None:
+            raise RuntimeError("the router is not open")
+        if spec.id in self._members or spec.id in self._reserved:
+            raise EngineExists(f"there is an engine {spec.id!r} already")
+        pool = self._judges if spec.role is Role.JUDGE else self.pool(spec.policy)
+        member = PoolMember(make_engine(spec, self._http), pool, session_cap=SessionCap.of(spec, self.settings.cap_rules))
+        is_waiting = self.policies.is_waiting(member)
+        self._reserved.add(spec.id)
+        try:
+            try:
+                if not is_waiting:
+                    await self._health.probe(member)
+            except EngineFailure as error:
+                if must_answer or not error.retryable:
+                    raise
+                member.stats.last_error = error.detail
+        finally:
+            self._reserved.discard(spec.id)
+        self._members[spec.id] = member
+        pool.add(member)
+        pool.moved()
+        try:
+            if member.is_probed or is_waiting:
+                await self.policies.welcome(member)
+        except BaseException:
+            await self.remove(spec.id)
+            raise
+        if self._members.get(spec.id) is not member:
+            raise NotFound(f"engine {spec.id!r} was removed while it was being added")
+        self._watches[spec.id] = asyncio.create_task(self._health.watch(member), name=f"watch {spec.id}")
+        log.info("engine added", extra={"engine": spec.id, "policy": spec.policy, "health": str(member.health)})
+        return member.status()
+
+    async def remove(self, engine_id: str) -> None:
+        """No new call goes there; running ones are cut, and go on elsewhere from what they had sampled."""
+        if engine_id not in self._members:
+            raise NotFound(f"there is no engine {engine_id!r}")
+        await self._see_off(*self._take_out(engine_id))
+
+    def _take_out(self, engine_id: str) -> tuple[PoolMember, asyncio.Task[None] | None]:
+        """From now on it is none of ours, and nobody's choice."""
+        member = self._members.pop(engine_id)
+        member.pool.drop(member)
+        self.policies.forget(member)
+        for call in list(member.calls):
+            call.cut()
+        return member, self._watches.pop(engine_id, None)
+
+    async def _see_off(self, member: PoolMember, watch: asyncio.Task[None] | None) -> None:
+        try:
+            if watch is not None:
+                watch.cancel()
+                await asyncio.wait({watch})
+            async with asyncio.timeout(self.settings.abort_grace_s):
+                await member.idle.wait()
+                if member.engine.spec.role is Role.POLICY:
+                    await self._settled()
+        except TimeoutError:
+            log.warning("an engine was removed with calls in flight", extra={"engine": member.id})
+        finally:
+            await member.engine.close()
+        log.info("engine removed", extra={"engine": member.id})
+
+    async def clear(self) -> None:
+        """Removes all of them."""
+        async with asyncio.TaskGroup() as group:
+            for engine_id in list(self._members):
+                group.create_task(self.remove(engine_id))
+
+    def list(self) -> list[EngineStatus]:
+        return [member.status() for member in self._members.values()]
+
+    def engine(self, engine_id: str) -> Engine:
+        """An engine by its id, for checks beside rollouts (its tokenizer, say)."""
+        if engine_id not in self._members:
+            raise NotFound(f"there is no engine {engine_id!r}")
+        return self._members[engine_id].engine
+
+    def pool(self, policy: str) -> EnginePool:
+        if policy not in self._policies:
+            self._policies[policy] = EnginePool(policy, self._moved)
+        return self._policies[policy]
+
+    def _moved(self) -> None:
+        self._book.moved()
+        for listener in self.on_moved:
+            listener()
+
+    def up(self, policy: str) -> frozenset[str]:
+        """Ids of the policy's engines that are up, paused or not."""
+        pool = self._policies.get(policy)
+        return frozenset(id for id, it in pool.members.items() if it.health is Health.UP) if pool else frozenset()
+
+    def unreachable(self, policy: str) -> str:
+        """Why no session of the policy can be served from here; empty: it can, or some engine has not been tried."""
+        pool = self._policies.get(policy)
+        members = pool.members.values() if pool else ()
+        if any(member.health.is_reachable or not member.stats.last_error for member in members):
+            return ""
+        return "; ".join(f"{member.id}: {member.stats.last_error}" for member in members)
+
+    def kinds(self, policy: str) -> frozenset[Kind]:
+        """Of the engines that the policy has now."""
+        pool = self._policies.get(policy)
+        return frozenset(member.engine.spec.kind for member in pool.members.values()) if pool else frozenset()
+
+    # --- sessions
+
+    def seats(self, policy: str) -> PolicySlots:
+        """Who wants a session takes one of these first, and keeps it as long as the session."""
+        return self.pool(policy).seats
+
+    def waiting(self) -> dict[str, int]:
+        """How many wait for a seat, by policy, of those that have engines."""
+        return {name: pool.seats.waiting for name, pool in self._policies.items() if pool.members}
+
+    async def open_session(
+        self, policy: str, session_id: str, *, priority: int = 0, avoid: Collection[str] = ()
+    ) -> RoutedSession:
+        """A seat at the least loaded engine, of those not to be avoided if there is one; waits up to `engine_wait_s`
+        for one. The caller closes it."""
+        pool = self.pool(policy)
+        shunned = [member for member in pool.members.values() if member.id in avoid]
+        member = pool.pick(shunned) or pool.pick() or pool.pick_paused()
+        if member is None:
+            member = await pool.wait_for_one(self.settings.engine_wait_s, self.settings.pause_wait_s)
+        return RoutedSession(pool, member, session_id, priority, self.settings, self.stats)
+
+    @asynccontextmanager
+    async def session(
+        self, policy: str, session_id: str, *, priority: int = 0, avoid: Collection[str] = ()
+    ) -> AsyncGenerator[RoutedSession, None]:
+        session = await self.open_session(policy, session_id, priority=priority, avoid=avoid)
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    # --- weights
+
+    def version(self, policy: str) -> int:
+        """The one that was resumed last."""
+        return self.pool(policy).version
+
+    @property
+    def on_version(self) -> OnVersion:
+        """Told (policy, version) after each resume that names one."""
+        return self.policies.on_version
+
+    def is_paused(self, policy: str) -> bool:
+        return self.pool(policy).is_paused
+
+    async def pause(self, policy: str) -> None:
+        """New calls wait, clocks stand still. Calls that cannot name their versions are cut; waits until they are."""
+        pool = self.pool(policy)
+        pool.shut()
+        cut = [ended for member in pool.members.values() for ended in member.cut(is_sparing=True)]
+        if cut:
+            await asyncio.wait(cut)  # bounded by abort_grace_s, in the sessions whose calls they are
+        await self._settled()
+
+    def resume(self, policy: str, version: int | None = None) -> None:
+        """Lets calls go on, from weights of this version if one is named. Also tells it to a policy not paused."""
+        pool = self.pool(policy)
+        if version is not None:
+            pool.version = version
+            for member in pool.members.values():
+                member.has(version)
+                member.is_given = False  # the caller may have given the engine another number, or none
+        pool.open()
+        if version is not None:
+            self.policies.tell(policy, version)
+
+    # --- those who follow
+
+    def gates(self) -> WeightGates:
+        """As they stand, for those who follow: see `engines/weights/weight_gates.py`."""
+        return self._book.gates()
+
+    @property
+    def on_gates(self) -> list[Callable[[], None]]:
+        """Told after each change of the gates."""
+        return self._book.listeners
+
+    def used(self, engine_id: str, node: str, sessions: int, in_flight: int, tokens: int) -> None:
+        """What a node has of an engine now; its tokens are those that it has had in all."""
+        member = self._members.get(engine_id)
+        if member is not None and member.elsewhere.tell(node, sessions, in_flight, tokens):
+            member.pool.touch(member)
+
+    def left(self, node: str) -> None:
+        """It is gone: nothing of what it had is in use any more."""
+        for member in self._members.values():
+            if member.elsewhere.left(node):
+                member.pool.touch(member)
+
+    async def _settled(self) -> None:
+        """All who follow have the gates as they stand. Bounded by those who take a silent node for gone."""
+        if self.followers is not None:
+            await self.followers.settled()
+
+    # --- judges
+
+    async def ask(self, messages: Sequence[Message]) -> ChatReply:
+        """One answer of the least loaded judge, of another if that fails; JudgeUnreachable if none answers."""
+        settings = self.settings
+        tried: set[PoolMember] = set()
+        why = "no engine of role judge is up"
+        for _ in range(settings.judge_tries):
+            member = self._judges.pick(tried) or self._judges.pick()
+            if member is None:
+                break
+            tried.add(member)
+            call = EngineCall(is_cuttable=False)
+            member.begin(call)
+            try:
+                async with asyncio.timeout(settings.judge_s):
+                    reply = await member.engine.chat(messages, sampling=settings.judge_sampling)
+                member.failures_in_a_row = 0
+                return reply
+            except TimeoutError:
+                why = f"engine {member.id} did not answer in {settings.judge_s} s"
+            except EngineFailure as error:
+                why = error.detail
+            finally:
+                member.end(call)
+            member.failed(why, settings.trip_after)
+        raise JudgeUnreachable(why)

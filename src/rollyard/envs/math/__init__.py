@@ -1,0 +1,1 @@
+"""The `math` environment: a question with a known answer, scored by `math-verify`."""

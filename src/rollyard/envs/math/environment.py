@@ -1,0 +1,82 @@
+"""The `math` environment: a question with a known answer, judged by `math-verify`.
+
+    {"question": "What is 6 × 7?", "answer": "42"}
+
+The reward is 1 if the agent's answer means the same as the known one, else 0. Its answer is what it gave to the
+`finish` tool, or the last \\boxed{} of the last thing it said. No answer, one that cannot be read, or one that takes
+the verifier for ever is 0; a verifier that crashes is not the policy's fault and is no score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rollyard.core import Json, Message, Score, Task
+from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start
+from rollyard.envs.fields import Fields
+from rollyard.envs.math.boxed import HINT, last_boxed
+from rollyard.envs.math.judge import MathJudge
+from rollyard.envs.math.rows import math_row
+from rollyard.tools.base import Tool
+
+
+class MathEnvironment(Environment):
+    """See the module. `system_prompt` in the data takes the place of the hint."""
+
+    name: ClassVar[str] = "math"
+    tools: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self._judge = MathJudge()
+
+    def check(self, task: Task) -> None:
+        _read(task)
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=False, eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        question, _, system_prompt = _read(context.task)
+        if system_prompt is None:
+            return Start(({"role": "user", "content": f"{question}\n\n{HINT}"},))
+        system: Message = {"role": "system", "content": system_prompt}
+        return Start((system, {"role": "user", "content": question}))
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        """Says it as a model without tools would: a known answer that no box can hold is nobody's answer."""
+        _, known, _ = _read(context.task)
+        return Solution(messages=({"role": "assistant", "content": f"The answer is \\boxed{{{known}}}."},))
+
+    def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
+        data = math_row(row, options)
+        self.check(Task(self.name, data))
+        return {"environment": self.name, "data": data}
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        _, known, _ = _read(context.task)
+        answer = given_answer(evidence)
+        if answer is None:
+            return Score(0.0, components={"correct": 0.0}, metrics={"answered": 0.0})
+        # Half of EVAL's time for waiting, else others' hard answers would run out the clock of this one.
+        wait_s = context.task.limits.eval_s / 2
+        correct = float(await self._judge.is_same(known, answer, wait_s=wait_s))
+        return Score(correct, components={"correct": correct}, metrics={"answered": 1.0})
+
+    async def close(self) -> None:
+        await self._judge.close()
+
+
+def given_answer(evidence: Evidence) -> str | None:
+    """What the agent answered, or None."""
+    finished = evidence.trajectory.info.get("answer")
+    if isinstance(finished, str) and finished.strip():
+        return last_boxed(finished) or finished
+    return last_boxed(evidence.answer)
+
+
+def _read(task: Task) -> tuple[str, str, str | None]:
+    fields = Fields(task)
+    read = fields.text("question"), fields.text("answer"), fields.optional_text("system_prompt")
+    fields.done()
+    return read

@@ -1,0 +1,39 @@
+"""Runs `math-verify` in child processes, because it may hang.
+
+It bounds itself by SIGALRM, which works only in a main thread and not inside one long arithmetic operation of C code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollyard.envs.children import Children
+
+ANSWER_S = 30.0
+"""math-verify bounds each of its three steps to 5 s; beyond their sum it hangs."""
+MAX_ANSWER_CHARS = 10_000
+"""A longer one is no answer to anything, and would only keep the parser busy."""
+
+
+class MathJudge:
+    """See the module."""
+
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        self.children = Children("math-verify", "rollyard.envs.math._child", command=command or ())
+        self.answer_s = ANSWER_S
+
+    async def is_same(
+        self, known: str, answer: str, *, tolerance: float | None = None, wait_s: float | None = None
+    ) -> bool:
+        """Whether the two mean the same. VerifierCrashed if nobody can say, EvalDeadline if that takes for ever.
+
+        With a `tolerance` both must be numbers, and differ by at most that share of the known one. `wait_s`
+        bounds the wait for a free process, which is no fault of the answer's.
+        """
+        if len(answer) > MAX_ANSWER_CHARS:
+            return False
+        reply = await self.children.ask([known, answer, tolerance], answer_s=self.answer_s, wait_s=wait_s)
+        return bool(reply.get("same"))
+
+    async def close(self) -> None:
+        await self.children.close()

@@ -1,0 +1,110 @@
+"""The `stem` environment: a question of science with choices, or with a known free answer.
+
+    {"question": "Which gas do plants take in?", "choices": ["oxygen", "carbon dioxide"], "answer": "B", "seed": 7}
+    {"question": "How fast does a stone fall after 1 s?", "answer": 9.81, "unit": "m/s", "tolerance": 0.01}
+    {"question": "Why is the sky blue?", "answer": "Rayleigh scattering", "judge": true}
+
+The reward is 1 if the answer is right, else 0; no answer, or one that can be read in two ways, is 0. With a `seed` the
+choices are shown in an order that depends on it and on the question. A free answer is right if it is the same text; or,
+of numbers and formulas, means the same to `math-verify`, within the `tolerance` if there is one; or, with `judge`,
+means the same to an engine of role judge, whose failure is no score.
+
+The agent has `ipython` and `finish`. Only the tools need a sandbox, and EVAL none: what is judged is what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from rollyard.core import Json, Message, Score, Task
+from rollyard.envs.base import EnvContext, Environment, Evidence, Plan, Solution, Start
+from rollyard.envs.math.judge import MAX_ANSWER_CHARS, MathJudge
+from rollyard.envs.stem.answers import (
+    LETTERS,
+    choice_of,
+    for_math_verify,
+    free_answer_of,
+    is_formula,
+    is_same_text,
+    without_unit,
+)
+from rollyard.envs.stem.data import StemData
+from rollyard.envs.stem.judge import is_same_to_judge
+from rollyard.envs.stem.rows import stem_row
+from rollyard.tools.base import Tool
+
+CHOICE_HINT = 'End with the letter of one choice: call finish with it, or write it as a last line "Answer: X".'
+FREE_HINT = "End with your final answer, and nothing else in it: call finish with it, or put it within \\boxed{}."
+
+
+class StemEnvironment(Environment):
+    """See the module. `system_prompt` in the data takes the place of the hint."""
+
+    name: ClassVar[str] = "stem"
+    tools: ClassVar[tuple[str, ...]] = ("ipython", "finish")
+
+    def __init__(self) -> None:
+        self._math = MathJudge()
+
+    def check(self, task: Task) -> None:
+        StemData.read(task)
+
+    def plan(self, task: Task) -> Plan:
+        return Plan(needs_sandbox=False, eval_needs_sandbox=False)
+
+    async def init(self, context: EnvContext) -> Start:
+        data = StemData.read(context.task)
+        parts = [data.question]
+        if data.choices:
+            parts.append("\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, data.choices, strict=False)))
+        if data.unit is not None:
+            parts.append(f"Give the answer as a number in {data.unit}.")
+        if data.system_prompt is None:
+            parts.append(CHOICE_HINT if data.choices else FREE_HINT)
+        asked: Message = {"role": "user", "content": "\n\n".join(parts)}
+        if data.system_prompt is None:
+            return Start((asked,))
+        return Start(({"role": "system", "content": data.system_prompt}, asked))
+
+    async def solve(self, context: EnvContext, tools: Mapping[str, Tool]) -> Solution:
+        data = StemData.read(context.task)
+        return Solution(answer=LETTERS[data.right] if data.choices else data.answer)
+
+    def from_row(self, row: Mapping[str, Json], options: Mapping[str, str]) -> Mapping[str, Json]:
+        data = stem_row(row, options)
+        self.check(Task(self.name, data))
+        return {"environment": self.name, "data": data}
+
+    async def eval(self, context: EnvContext, evidence: Evidence) -> Score:
+        data = StemData.read(context.task)
+        if data.choices:
+            chosen = choice_of(evidence, data.choices)
+            return _score(chosen == data.right, is_answered=chosen is not None)
+        answer = free_answer_of(evidence)
+        if answer is None:
+            return _score(False, is_answered=False)
+        return _score(await self._is_right(context, data, answer))
+
+    async def _is_right(self, context: EnvContext, data: StemData, answer: str) -> bool:
+        if is_same_text(data.answer, answer):
+            return True
+        if data.is_judged:
+            return await is_same_to_judge(context.judge, data.question, data.answer, answer)
+        if len(answer) > MAX_ANSWER_CHARS:
+            return False
+        given = answer if data.unit is None else without_unit(answer, data.unit)
+        if given is None or not is_formula(data.answer):
+            return False
+        # Half of EVAL's time for waiting, else others' hard answers would run out the clock of this one.
+        wait_s = context.task.limits.eval_s / 2
+        known, given = for_math_verify(data.answer), for_math_verify(given)
+        return await self._math.is_same(known, given, tolerance=data.tolerance, wait_s=wait_s)
+
+    async def close(self) -> None:
+        await self._math.close()
+
+
+def _score(is_right: bool, *, is_answered: bool = True) -> Score:
+    correct = float(is_right)
+    return Score(correct, components={"correct": correct}, metrics={"answered": float(is_answered)})

@@ -1,0 +1,159 @@
+"""A node's calls to its head: HTTP, one at a time per loop, and what it means when one fails.
+
+Three things can go wrong, and each has its own answer. `HeadUnreachable`: nobody answers, or somebody in between does; it may
+come back, here or elsewhere. `NodeUnknown`: the head has forgotten us (it was restarted, or took us for lost): join.
+`NodeRefused`: it will never have us as we are (the token, the name, the protocol): end, and say why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from rollyard.core.address import is_clear, split_pin
+from rollyard.core.failure import InvalidRequest, NodeReplaced, NodeUnknown
+from rollyard.fleet.messages import MEDIA_TYPE, Join, Joined, Orders, Poll, Report, Reported, decode, encode
+
+T = TypeVar("T")
+
+CONNECT_S = 10.0
+ANSWER_S = 60.0
+"""For an answer, until the head has said how long its leases are; a poll gets as much longer as it asked to be held."""
+
+LEAST_ANSWER_S = 5.0
+FILE_S = 60.0  # for a file of the head's
+MOST_LIST_BYTES = 1 << 20
+
+Head = Callable[[], tuple[str, str]]
+"""Where the head is now, and the token for it."""
+
+
+class HeadUnreachable(Exception):
+    """It does not answer now."""
+
+
+class NodeRefused(Exception):
+    """It will not have this node; the message says why."""
+
+
+class NodeNameTaken(NodeRefused):
+    """Another has this node's name."""
+
+
+class HeadConnection:
+    """See the module."""
+
+    def __init__(self, head: Head, *, may_be_clear: bool = False) -> None:
+        """`may_be_clear`: plain HTTP will do, also beyond loopback."""
+        self._where = head
+        self._may_be_clear = may_be_clear
+        self._http: aiohttp.ClientSession | None = None
+        self._is_known = False  # a head has answered us
+        self.answer_s = ANSWER_S  # then shorter than a lease: a connection to a machine that is gone says nothing
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    def _head(self) -> tuple[str, str, aiohttp.Fingerprint | bool]:
+        """Where to call, with which token, and whose certificate is expected there."""
+        url, token = self._where()
+        if not self._may_be_clear and is_clear(url):
+            raise NodeRefused(f"{url} is plain HTTP, and a token would be sent in the clear: use its https:// address")
+        try:
+            plain, pin = split_pin(url)
+        except ValueError as error:
+            raise NodeRefused(f"{url} cannot be used: {error}") from error
+        return plain.rstrip("/"), token, True if pin is None else aiohttp.Fingerprint(pin)
+
+    async def settings(self) -> dict[str, Any]:
+        """What the head says of how rollouts run."""
+        try:
+            return msgspec.json.decode(await self.get_bytes("settings", MOST_LIST_BYTES), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise HeadUnreachable(f"what answers is no head: {error}") from error
+
+    async def join(self, join: Join) -> Joined:
+        return await self._call("join", join, Joined, self.answer_s)
+
+    async def poll(self, poll: Poll, wait_s: float) -> Orders:
+        return await self._call(f"poll?wait_s={wait_s:g}", poll, Orders, wait_s + self.answer_s)
+
+    async def report(self, report: Report) -> Reported:
+        return await self._call("report", report, Reported, self.answer_s)
+
+    async def get(self, path: str, kind: type[T]) -> T:
+        return self._decoded("head", await self.get_bytes(path, MOST_LIST_BYTES), kind)
+
+    async def get_bytes(self, path: str, most_bytes: int) -> bytes:
+        """What the head has there, of at most so many bytes."""
+        assert self._http is not None
+        url, token, trusted = self._head()
+        headers = {"Authorization": f"Bearer {token}"}
+        try:
+            async with (
+                asyncio.timeout(FILE_S),
+                self._http.get(f"{url}/v1/fleet/{path}", headers=headers, ssl=trusted) as reply,
+            ):
+                body = bytearray()
+                async for piece in reply.content.iter_any():
+                    body += piece
+                    if len(body) > most_bytes:
+                        raise HeadUnreachable(f"{url}: more than {most_bytes} bytes came for {path}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise HeadUnreachable(f"{url}: {type(error).__name__}: {error}") from error
+        if reply.status != 200:
+            raise _refusal(url, reply.status, bytes(body))
+        return bytes(body)
+
+    async def _call(self, path: str, message: msgspec.Struct, kind: type[T], within_s: float) -> T:
+        assert self._http is not None
+        url, token, trusted = self._head()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": MEDIA_TYPE}
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self._http.post(f"{url}/v1/fleet/{path}", data=encode(message), headers=headers, ssl=trusted) as reply,
+            ):
+                body = await reply.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise HeadUnreachable(f"{url}: {type(error).__name__}: {error}") from error
+        if reply.status == 200 and reply.content_type == MEDIA_TYPE:
+            self._is_known = True
+            return self._decoded(url, body, kind)
+        if self._is_known and reply.status in (401, 403, 404):  # another head, which will tell us its token, or is none
+            raise HeadUnreachable(f"{url} answers {reply.status}, and had let this node in before")
+        raise _refusal(url, reply.status, body)
+
+    @staticmethod
+    def _decoded(url: str, body: bytes, kind: type[T]) -> T:
+        try:
+            return decode(body, kind)
+        except InvalidRequest as error:
+            raise NodeRefused(f"{url} does not speak our protocol: {error.detail}") from error
+
+
+def _refusal(url: str, status: int, body: bytes) -> Exception:
+    try:
+        problem = msgspec.json.decode(body, type=dict[str, object])
+    except msgspec.DecodeError:
+        return HeadUnreachable(f"{url} answers {status}, and not as a head")
+    code, detail = problem.get("code"), str(problem.get("detail", ""))
+    if code == NodeUnknown.code:
+        return NodeUnknown(detail)
+    if code == NodeReplaced.code:
+        return NodeNameTaken(f"{url}: {detail}")
+    if status in (400, 401, 403, 404, 413, 422):
+        return NodeRefused(f"{url} answers {status}: {detail}")
+    return HeadUnreachable(f"{url} answers {status}: {detail}")

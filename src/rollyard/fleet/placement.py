@@ -1,0 +1,87 @@
+"""Which node gets a rollout. Pure rules, no I/O.
+
+A node says how many rollouts it wants; those are its free places. Among the nodes that want one, the emptiest goes
+first, but one that has what the rollout needs may be somewhat fuller: the set-up that its group's other members stand
+on, which is made once a node, or its image, which is fetched once a node. A node that has lost an attempt of the
+rollout gets it again only if no other wants it.
+
+Invariants. Nobody gets more than it wants, nor what it cannot serve: a rollout that needs a model goes where one of its
+policy's engines can be reached. What a node is remembered to have is bounded, the oldest goes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from rollyard.core import Rollout
+from rollyard.store.codec import to_json
+
+SETUP_WORTH = 0.25
+"""Of a node's places: how much fuller a node may be that has the set-up."""
+
+IMAGE_WORTH = 0.1
+
+REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementKeys:
+    """What a rollout finds at a node that has had one like it: a set-up (environment, data, image), and the image."""
+
+    setup: str
+    image: str | None
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> PlacementKeys:
+        task = rollout.task
+        image = task.sandbox.image
+        text = f"{task.environment}\0{image}\0{to_json(task.data)}"
+        return cls(hashlib.blake2b(text.encode(), digest_size=12).hexdigest(), image)
+
+
+@dataclass(slots=True)
+class NodeRoom:
+    """A node as placing sees it."""
+
+    places: int = 1  # in all
+    want: int = 0  # free ones
+    setups: dict[str, None] = field(default_factory=dict[str, None])  # in order of last use
+    images: dict[str, None] = field(default_factory=dict[str, None])  # likewise
+    reaches: frozenset[str] = frozenset()  # engines that can be used from there
+
+    def remember(self, needs: PlacementKeys) -> None:
+        _remember(self.setups, needs.setup)
+        if needs.image is not None:
+            _remember(self.images, needs.image)
+
+    def serves(self, engines: Collection[str]) -> bool:
+        """One of these will do; none at all is asked for by what needs no model."""
+        return not engines or not self.reaches.isdisjoint(engines)
+
+    def worth(self, needs: PlacementKeys) -> float:
+        has_setup = needs.setup in self.setups
+        has_image = needs.image is not None and needs.image in self.images
+        return self.want / max(1, self.places) + SETUP_WORTH * has_setup + IMAGE_WORTH * has_image
+
+
+def _remember(known: dict[str, None], name: str) -> None:
+    known.pop(name, None)
+    known[name] = None
+    while len(known) > REMEMBERED:
+        del known[next(iter(known))]
+
+
+def place(
+    needs: PlacementKeys, rooms: Iterable[NodeRoom], engines: Collection[str] = (), shunned: Collection[NodeRoom] = ()
+) -> NodeRoom | None:
+    """The best of those that want one and can serve it; the caller counts it down. None: there is no such room."""
+    best, most = None, (False, -1.0)
+    for room in rooms:
+        if room.want <= 0 or not room.serves(engines):
+            continue
+        worth = (all(room is not one for one in shunned), room.worth(needs))
+        if best is None or worth > most:
+            best, most = room, worth
+    return best

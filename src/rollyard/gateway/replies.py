@@ -1,0 +1,180 @@
+"""What a client is told of a turn that the model wrote.
+
+Nearly always just that. But a call without a name, or one whose arguments a dialect cannot carry, is told as the text
+that the model wrote, as inference servers do: the program answers it as it answers any text, and the model hears of it.
+What was told is what comes back in the next request, so it is also what the book remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollyard.core import Message
+from rollyard.engines.base import Generation
+from rollyard.gateway.base import Event, Finish, Reasoning, Reply, Text, TokenLogprob, Usage, tellable
+from rollyard.tokens.base import Parsed, Renderer, ToolCall
+from rollyard.tokens.calls import assistant_message
+from rollyard.tokens.reader import Delta, Reader
+from rollyard.tokens.splice import PreparedTurn
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """How a turn is told: as calls or as text, and up to which texts."""
+
+    takes_raw_arguments: bool
+    tells_calls: bool = True
+    stop: tuple[str, ...] = ()
+
+    def tellable(self, calls: Sequence[ToolCall]) -> tuple[tuple[ToolCall, ...], str]:
+        if not self.tells_calls:
+            return (), "\n".join(call.raw for call in calls)
+        return tellable(calls, takes_raw_arguments=self.takes_raw_arguments)
+
+
+class ReplyBuilder:
+    """One turn, read while it is sampled."""
+
+    def __init__(self, renderer: Renderer, turn: PreparedTurn, manner: ReplyOptions) -> None:
+        self._reader = Reader(renderer, turn.prompt, turn.tools)
+        self._manner = manner
+        self._held = ""  # the end of the text, which may be the beginning of a stop text
+        self._is_stopped = False
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def feed(self, ids: Sequence[int]) -> list[Event]:
+        return self._events(self._reader.feed(ids))
+
+    def finish(self) -> tuple[list[Event], Parsed]:
+        """What was not told yet, and the turn as it was told."""
+        rest, parsed = self._reader.finish()
+        events = [*self._events(rest), *self._said("", is_end=True)]
+        content, calls = "".join(self._content), tuple(self._calls)
+        is_as_written = content == parsed.content and calls == parsed.tool_calls
+        return events, parsed if is_as_written else _parsed(content, parsed.reasoning, calls)
+
+    def _events(self, read: Sequence[Delta | ToolCall]) -> list[Event]:
+        events: list[Event] = []
+        for item in read:
+            if isinstance(item, Delta):
+                if item.kind == "reasoning":
+                    events.append(Reasoning(item.text))
+                    continue
+                text = item.text
+            else:
+                calls, text = self._manner.tellable((item,))
+                if calls:
+                    events += self._said("", is_end=True)
+                    if not self._is_stopped:
+                        self._calls.append(item)
+                        events.append(item)
+                    continue
+                text = f"\n{text}" if self._content else text
+            events += self._said(text)
+        return events
+
+    def _said(self, text: str, *, is_end: bool = False) -> list[Event]:
+        """What can be told of it by now."""
+        stops = self._manner.stop
+        if stops:
+            text, self._held = self._held + text, ""
+            cut, found = cut_at(text, stops)
+            if self._is_stopped or found is not None:
+                text, self._is_stopped = ("" if self._is_stopped else cut), True
+            elif not is_end:
+                keep = _possible(text, stops)
+                text, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        if not text:
+            return []
+        self._content.append(text)
+        return [Text(text)]
+
+
+def tell_whole(parsed: Parsed, manner: ReplyOptions) -> Parsed:
+    """A turn that is told in one piece."""
+    calls, rest = manner.tellable(parsed.tool_calls)
+    content = parsed.content
+    if rest:
+        content = f"{content}\n{rest}" if content else rest
+    content, found = cut_at(content, manner.stop)
+    if found is not None:
+        calls = ()  # they are behind it
+    return parsed if not rest and found is None else _parsed(content, parsed.reasoning, calls)
+
+
+def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the first of these, and which that is."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    if not found:
+        return text, None
+    at, stop = min(found)
+    return text[:at], stop
+
+
+def _possible(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end may be the beginning of one of these."""
+    most = max(map(len, stops)) - 1
+    ends = (size for size in range(min(most, len(text)), 0, -1) if any(it.startswith(text[-size:]) for it in stops))
+    return next(ends, 0)
+
+
+def _ended_by(generation: Generation, renderer: Renderer, stops: Sequence[str]) -> str | None:
+    """The stop text that ended it: the engine ends with the token that completes it."""
+    ids = generation.token_ids
+    if not stops or not ids:
+        return None
+    ids = [token for token in ids if token not in renderer.stop_token_ids]
+    return cut_at(renderer.decode(ids), stops)[1]
+
+
+def told_of(
+    parsed: Parsed,
+    generation: Generation,
+    renderer: Renderer,
+    *,
+    reply_id: str,
+    created: int,
+    prompt_tokens: int,
+    stop: Sequence[str] = (),
+    logprobs: tuple[TokenLogprob, ...] | None = None,
+    warnings: tuple[str, ...] = (),
+) -> Reply:
+    """The whole turn, with its figures."""
+    finish: Finish = "tool_calls" if parsed.tool_calls else "stop"
+    ended_by = _ended_by(generation, renderer, stop)
+    if generation.finish_reason == "length" and ended_by is None:
+        finish = "length"
+    usage = Usage(
+        prompt_tokens, generation.cached_tokens or 0, len(generation.token_ids), _thought(generation, renderer)
+    )
+    return Reply(
+        reply_id,
+        created,
+        parsed.content,
+        parsed.reasoning,
+        parsed.tool_calls,
+        finish,
+        usage,
+        stop_sequence=ended_by,
+        logprobs=logprobs,
+        warnings=warnings,
+    )
+
+
+def _thought(generation: Generation, renderer: Renderer) -> int:
+    """How many of the sampled tokens are reasoning."""
+    markers = renderer.markers
+    if markers is None or markers.think_close is None:
+        return 0
+    try:
+        return generation.token_ids.index(markers.think_close) + 1
+    except ValueError:
+        is_open = markers.think_open is not None and markers.think_open in generation.token_ids
+        return len(generation.token_ids) if is_open else 0
+
+
+def _parsed(content: str, reasoning: str, calls: tuple[ToolCall, ...]) -> Parsed:
+    message: Message = assistant_message(content, reasoning, calls)
+    return Parsed(content, reasoning, calls, message)

@@ -1,0 +1,110 @@
+"""What the connections of one listener share: the app, the bounds, and who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from email.utils import formatdate
+from typing import TYPE_CHECKING
+
+from rollyard.core.failure import TooManyConnections
+from rollyard.http._exchange import AsgiApp
+from rollyard.http._head import Refusal
+from rollyard.http.bounds import ListenerBounds
+from rollyard.http.refusals import Reason, Refusals
+
+if TYPE_CHECKING:
+    from rollyard.http._connection import Connection
+
+
+class ConnectionGroup:
+    """See the module; `HttpServer` says what the options are."""
+
+    def __init__(
+        self, app: AsgiApp, bounds: ListenerBounds, refusals: Refusals, *, owner: str, is_cancelling: bool, is_eager: bool
+    ) -> None:
+        self.app = app
+        self.bounds = bounds
+        self.refusals = refusals
+        self.owner = owner
+        self.is_cancelling = is_cancelling
+        self.is_eager = is_eager
+        self.connections: set[Connection] = set()
+        self.turned_away: set[Connection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.is_ending = False  # nobody is admitted any more
+        self.is_closed = False
+        self._is_empty: asyncio.Event | None = None  # see `empty`
+        self._by_network: dict[str, int] = {}
+        self._date = b""
+        self._dated_at = 0
+
+    @property
+    def date(self) -> bytes:
+        """The header of this second."""
+        if self._dated_at != (now := int(time.time())):
+            self._dated_at = now
+            self._date = b"date: %s\r\n" % formatdate(now, usegmt=True).encode()
+        return self._date
+
+    def admit(self, connection: Connection, address: str) -> Refusal | None:
+        """Counts a connection in, or says why not."""
+        bounds = self.bounds
+        if self.is_ending or len(self.connections) >= bounds.connections:
+            detail = f"{bounds.connections} connections are open, which is all that there may be"
+            return Refusal(Reason.TOO_MANY_CONNECTIONS, TooManyConnections(detail))
+        network = network_of(address)
+        count = self._by_network.get(network, 0)
+        if network and count >= bounds.connections_per_address:
+            detail = f"{network} has {count} connections open, which is all that one address may have"
+            return Refusal(Reason.TOO_MANY_FROM_ADDRESS, TooManyConnections(detail))
+        self._by_network[network] = count + 1
+        self.connections.add(connection)
+        return None
+
+    def leave(self, connection: Connection, address: str) -> None:
+        self.turned_away.discard(connection)
+        if connection in self.connections:
+            self.connections.remove(connection)
+            network = network_of(address)
+            self._by_network[network] -= 1
+            if not self._by_network[network]:
+                del self._by_network[network]
+        if not self.connections and self._is_empty is not None:
+            self._is_empty.set()
+
+    def attend(self, task: asyncio.Task[None]) -> None:
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        if self.is_closed:  # the app itself did that
+            task.cancel()
+
+    async def empty(self) -> None:
+        """Admits nobody any more, and returns when nobody is left: requests that have begun are answered."""
+        self.is_ending = True
+        self._is_empty = asyncio.Event()
+        for connection in list(self.connections):
+            connection.finish()
+        if self.connections:
+            await self._is_empty.wait()
+        if self.tasks:  # an app may go on after its answer; no new one begins without a connection
+            await asyncio.wait(list(self.tasks))
+
+    def close(self) -> None:
+        """At once: every connection is cut, every app cancelled."""
+        self.is_ending = self.is_closed = True
+        for connection in (*self.connections, *self.turned_away):
+            connection.abort()
+        for task in list(self.tasks):
+            task.cancel()
+
+
+def network_of(address: str) -> str:
+    """What counts as one client: an IPv4 address, or a /64 of IPv6, since one host may use all addresses of that."""
+    if ":" not in address:
+        return address
+    given = ipaddress.IPv6Address(address)
+    if given.ipv4_mapped is not None:
+        return str(given.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(given) >> 64 << 64, 64)))

@@ -1,0 +1,95 @@
+"""Cancelling many rollouts at once, and deleting runs.
+
+Queued rollouts end in transactions of `CANCELS` each, so that a long queue does not block other writes for long.
+A run that is being deleted is marked in the store first: from then on nothing of it starts, and the deletion goes on
+after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rollyard.core import Rollout
+from rollyard.pipeline.base import LiveRollout
+from rollyard.pipeline.scheduler import Scheduler
+from rollyard.store.base import Stale, Store
+
+CANCELS = 1000
+"""In one transaction, for which other writes wait."""
+
+PUBLISHED = 64
+"""Records that are read at once to be published."""
+
+AGAIN_S = 0.2
+"""Before a deletion looks again for rollouts that were requeued, or leased, while it cancelled the others."""
+
+
+class CancellationHost(Protocol):
+    """What cancelling needs of the yard."""
+
+    store: Store
+    scheduler: Scheduler
+
+    @property
+    def live(self) -> Mapping[str, LiveRollout]: ...
+
+    async def cancel(self, rollout_id: str, detail: str) -> Rollout | None: ...
+
+    def publish(self, rollout: Rollout) -> None: ...
+
+    async def changed(self) -> None: ...
+
+
+class Cancellation:
+    """See the module. `deleting` are the runs that are being deleted."""
+
+    def __init__(self, yard: CancellationHost) -> None:
+        self._yard = yard
+        self.deleting: set[str] = set()
+
+    async def cancel_many(self, ids: Sequence[str], detail: str) -> None:
+        """Like `cancel` of each."""
+        for first in range(0, len(ids), CANCELS):
+            few = ids[first : first + CANCELS]
+            queued = [rollout_id for rollout_id in few if self._yard.scheduler.remove(rollout_id)]
+            ended = await self._end(queued, detail) if queued else set[str]()
+            for rollout_id in few:
+                if rollout_id not in ended:
+                    await self._yard.cancel(rollout_id, detail)
+
+    async def begin_deletion(self, run_id: str) -> None:
+        """Durable when it returns: nothing of the run starts any more. `delete` does the rest, also after a restart."""
+        await self._yard.store.begin_deletion(run_id)
+        self.deleting.add(run_id)
+        self._yard.scheduler.drop_run(run_id)
+
+    async def delete(self, run_id: str) -> None:
+        """Cancels what has not ended, waits for it, and forgets the run."""
+        detail = "its run was deleted"
+        while True:
+            while ids := await self._yard.store.queued_of(run_id, CANCELS):
+                await self._end(ids, detail)
+            for rollout_id in self._live_of(run_id):
+                await self._yard.cancel(rollout_id, detail)
+            while self._live_of(run_id):
+                await self._yard.changed()
+            try:
+                await self._yard.store.delete_run(run_id)
+            except Stale:
+                await asyncio.sleep(AGAIN_S)
+                continue
+            self.deleting.discard(run_id)
+            return
+
+    def _live_of(self, run_id: str) -> list[str]:
+        return [rollout_id for rollout_id, attempt in self._yard.live.items() if attempt.run.id == run_id]
+
+    async def _end(self, ids: Sequence[str], detail: str) -> set[str]:
+        """Ends those that are queued in the store, and publishes their records."""
+        ended = await self._yard.store.cancel_many(ids, detail)
+        for first in range(0, len(ended), PUBLISHED):
+            for rollout in await self._yard.store.get_many(ended[first : first + PUBLISHED]):
+                self._yard.publish(rollout)
+        return set(ended)

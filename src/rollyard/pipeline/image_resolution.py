@@ -1,0 +1,68 @@
+"""From the image that a task names to what its runtime starts from.
+
+A name with a leading `/` or `.`, or that ends in `.sif`, is a path on this machine: it must lie below the operator's
+image folders. Any other is a name in the store that `rollyard images` fills. Asked at every submit: it looks at files,
+never at a network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollyard.core.failure import ImageMissing, RuntimeNotAllowed
+from rollyard.sandbox.base import ImageKind, Runtime
+from rollyard.sandbox.images import Image, ImageError, ImageStore
+
+_FORMS: dict[ImageKind, str] = {"folder": "a folder", "sif": "a SIF file"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedImage:
+    """`image` is for `ImageStore.hold`; None: nobody of ours keeps it."""
+
+    path: Path
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    image: Image | None = None
+
+
+def resolve_image(name: str, runtime: Runtime, folders: Sequence[Path] | None, store: ImageStore | None) -> ResolvedImage:
+    """What `runtime` starts from. `ImageMissing` says what is not here; `folders` None: any path will do."""
+    if not runtime.image_kinds:
+        raise ImageMissing(f"image {name!r}: the runtime {runtime.name} has no images")
+    if name.startswith(("/", ".")) or name.endswith(".sif"):
+        return ResolvedImage(_checked_path(name, runtime, folders))
+    try:
+        image = store.find(name) if store is not None else None
+    except ImageError as error:
+        raise ImageMissing(f"image {name!r}: {error}") from error
+    if store is None or image is None:
+        raise ImageMissing(f"image {name!r} is not on this machine")
+    for kind in runtime.image_kinds:
+        if kind in image.kinds:
+            return ResolvedImage(store.path(image, kind), image.env, image)
+    raise ImageMissing(
+        f"image {name!r} is here as {' and '.join(_FORMS[kind] for kind in image.kinds)} only, and the runtime"
+        f" {runtime.name} reads {_reads(runtime)}: rollyard images pull {name} --as {runtime.image_kinds[0]}"
+    )
+
+
+def _checked_path(name: str, runtime: Runtime, folders: Sequence[Path] | None) -> Path:
+    path = Path(os.path.realpath(name))
+    if folders is not None and not any(path.is_relative_to(os.path.realpath(folder)) for folder in folders):
+        raise RuntimeNotAllowed(f"image {name!r} does not lie in a folder that the operator's setting `images` names")
+    if path.is_dir():
+        kind: ImageKind = "folder"
+    elif path.is_file() and path.suffix == ".sif":
+        kind = "sif"
+    else:
+        raise ImageMissing(f"image {name!r} is neither a folder nor a .sif file on this machine")
+    if kind not in runtime.image_kinds:
+        raise ImageMissing(f"image {name!r} is {_FORMS[kind]}, and the runtime {runtime.name} reads {_reads(runtime)}")
+    return path
+
+
+def _reads(runtime: Runtime) -> str:
+    return " or ".join(_FORMS[kind] for kind in runtime.image_kinds)

@@ -1,0 +1,118 @@
+"""One rollout without a service: the three stages one after another, nothing stored. For trying tasks out.
+
+The same stages as in a service, the same sandboxes and the same judging; only queues, retries and records are missing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from rollyard.core import (
+    AgentSpec,
+    Blame,
+    Deadline,
+    DeadlineExpired,
+    Failure,
+    Rollout,
+    RollyardError,
+    Run,
+    Score,
+    Task,
+    Trajectory,
+    new_id,
+)
+from rollyard.core.failure import EvalDeadline, PolicyFailure
+from rollyard.pipeline import stages
+from rollyard.pipeline.evaluation import evaluate
+from rollyard.pipeline.resources import StageResources
+from rollyard.pipeline.sandbox_start import ended_by_policy, to_its_end
+
+LEASE_S = 86_400.0
+"""Nobody renews it: the task's own limits end it long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayResult:
+    """What came of it. Without a score: `failure` says why."""
+
+    score: Score | None
+    failure: Failure | None
+    trajectory: Trajectory | None
+    init_s: float = 0.0
+    run_s: float = 0.0
+    eval_s: float = 0.0
+
+
+async def play(shop: StageResources, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None) -> PlayResult:
+    """The task by `agent` (else its own). What a service refuses at submit raises here, too; all else is told."""
+    if agent:
+        task = replace(task, agent=task.agent if agent == task.agent.name else AgentSpec(agent))
+    owner = run or Run("try")
+    rollout = Rollout(rollout_id or new_id("try"), owner.id, task)  # artifacts lie under it
+    shop.check(task, owner)
+    marks = [time.monotonic()]
+    trajectory: Trajectory | None = None
+    try:
+        kit = await stages.init(shop, rollout, Deadline(task.limits.init_s), lease_s=LEASE_S)
+        try:
+            marks.append(time.monotonic())
+            try:
+                clock = Deadline(task.limits.run_s)
+                ran = await stages.run(shop, rollout, owner, kit, stages.RunState(), clock, stages.RunObserver())
+                trajectory = ran.trajectory
+                if ran.failure is not None and ran.failure.blame is not Blame.POLICY:
+                    return _told(marks, None, ran.failure, trajectory)
+                failure = ran.failure
+                gone: PolicyFailure | None = None
+                if not ran.is_sandbox_gone:
+                    try:
+                        saved = await stages.collect(shop, rollout, kit)
+                        trajectory = replace(trajectory, artifacts=tuple(saved))
+                        if kit.plan.eval_mode == "same":
+                            await kit.freeze(shop.layers_of(task))
+                    except PolicyFailure as error:
+                        gone = error
+                gone = gone or ended_by_policy(kit.sandbox)
+                if gone is not None:
+                    return _told(marks, kit.plan.failing_score, failure or gone.failure("run"), trajectory)
+            finally:
+                await to_its_end(kit.close)
+            marks.append(time.monotonic())
+            score, overran = await _scored(shop, rollout, trajectory, kit)
+            return _told(marks, score, overran or failure, trajectory)
+        finally:
+            kit.forget()
+    except RollyardError as error:
+        stage = ("init", "run", "eval")[min(len(marks) - 1, 2)]
+        return _told(marks, None, error.failure(stage), trajectory)
+
+
+async def _scored(
+    shop: StageResources, rollout: Rollout, trajectory: Trajectory, kit: stages.SandboxSession
+) -> tuple[Score, Failure | None]:
+    clock = Deadline(rollout.task.limits.eval_s)
+    try:
+        score = await evaluate(
+            shop,
+            rollout,
+            trajectory,
+            clock,
+            lease_s=LEASE_S,
+            watch=lambda _: None,
+            layers=kit.eval_layers,
+            ran_on=kit.sandbox.spec if kit.sandbox is not None else None,
+        )
+        return score, None
+    except DeadlineExpired:
+        failure = EvalDeadline(f"EVAL was not done in {clock.budget_s:g} s").failure("eval")
+        return kit.plan.failing_score, failure
+    except PolicyFailure as error:
+        return kit.plan.failing_score, error.failure("eval")
+
+
+def _told(marks: list[float], score: Score | None, failure: Failure | None, trajectory: Trajectory | None) -> PlayResult:
+    times = [*marks, time.monotonic()]
+    spent = [end - begin for begin, end in pairwise(times)]
+    return PlayResult(score, failure, trajectory, *[round(seconds, 3) for seconds in spent[:3]])

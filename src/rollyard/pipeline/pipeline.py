@@ -1,0 +1,534 @@
+"""The yard: takes rollouts in, lets each through the stages when there is room, and tells how it stands.
+
+INIT admits a rollout when INIT has a slot, the budget of live rollouts has room, and the READY buffer could take
+it: so a slow EVAL slows admission and never a running rollout, and RUN finds set-up sandboxes waiting.
+It passes over runs whose policy's engines are full: of those only some wait in READY for a seat, beside the buffer, so
+that one policy's rollouts never keep another's from RUN.
+
+Invariants. Everything accepted is durable first. A live rollout is exactly one `Attempt` in one task. The process
+may die at any instant: the store's recovery makes it right. The file is long because submitting, admission and the
+background loops share the state of one class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import TracebackType
+
+from rollyard.core import Ending, Outcome, Position, Rollout, Run, State, WorkClock
+from rollyard.core.access import Quota
+from rollyard.core.failure import (
+    Cancelled,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    QuotaExceeded,
+    Stalled,
+)
+from rollyard.observe.metrics import Metrics
+from rollyard.observe.spans import Tracer
+from rollyard.pipeline.attempt import Attempt
+from rollyard.pipeline.base import LiveRollout, Shutdown
+from rollyard.pipeline.cancellation import Cancellation
+from rollyard.pipeline.event_log import EventLog
+from rollyard.pipeline.rescoring import Rescoring
+from rollyard.pipeline.resources import StageResources
+from rollyard.pipeline.scheduler import Scheduler
+from rollyard.pipeline.settings import PipelineSettings
+from rollyard.pipeline.worker_pool import WorkerPool
+from rollyard.store.base import QueuedRow, Retention, Store, StoreUnusable, Submission, SweepResult
+
+log = logging.getLogger("rollyard.pipeline")
+
+SWEEP_EVERY_S = 60.0
+
+
+class Pipeline:
+    """See the module. `async with` recovers what an earlier process left, and drains at the end."""
+
+    def __init__(
+        self, store: Store, shop: StageResources, settings: PipelineSettings, *, metrics: Metrics, tracer: Tracer
+    ) -> None:
+        self.store = store
+        self.shop = shop
+        self.settings = settings
+        self.metrics = metrics
+        self.tracer = tracer
+        self.clock = WorkClock()
+        self._opened, self._opened_at = time.monotonic(), time.time()
+        self.hub = EventLog(store.epoch)
+        self.scheduler = Scheduler()
+        self.init_pool = WorkerPool("init", settings.init_slots, self.wake)
+        self.run_pool = WorkerPool("run", settings.run_slots, self.wake)
+        self.eval_pool = WorkerPool("eval", settings.eval_slots, self.wake)
+        self.ready_slots = settings.ready_slots
+        self.ready = 0
+        self.unseated = 0  # of those: they wait for a seat at their policy
+        self._ahead: dict[str, int] = {}  # by policy: admitted, and without a seat yet
+        self.is_draining = False
+        self.live: dict[str, LiveRollout] = {}
+        self.quarantined = 0  # live places lost to sandboxes that could not be proven gone
+        self._taking: dict[str, str] = {}  # admitted, and being read from the store: each one's run
+        self._arriving = 0  # being stored: their places in the queue are taken
+        self._arriving_by: Counter[str] = Counter()  # owner
+        self._arriving_in: Counter[str] = Counter()  # run
+        self.overfull: set[str] = set()  # owners that have stored as much as they may
+        self.quota_of: Callable[[str], Quota] = lambda _: Quota()  # of an owner
+        self.rescoring = Rescoring(self)
+        self.cancelling = Cancellation(self)
+        self._max_live = settings.max_live
+        self._runs: dict[str, Run] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._loops: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+        self.on_end: list[Callable[[Rollout], None]] = []  # told every terminal record, after its commit
+        self.on_swept: list[Callable[[SweepResult], None]] = []  # told what retention has deleted
+        self.broken: StoreUnusable | None = None
+        self.broke = asyncio.Event()  # the store cannot be used any more: whoever runs us should end
+        self._is_awake = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Pipeline:
+        await self._tasks.__aenter__()
+        self.clock.start()
+        for run in await self.store.list_runs():
+            self.know(run)
+        self.cancelling.deleting.update(await self.store.deleting_runs())
+        for row in await self.store.queued():
+            self.scheduler.push(row)
+        for rollout_id in self.store.recovered.evals:
+            rollout = await self.store.get(rollout_id)
+            self.scheduler.adopt(rollout.run)
+            self._own(partial(self._live, Attempt(self, rollout, self._runs[rollout.run])))
+        self._loops = [self._own(self._tick, is_vital=True), self._own(self._sweep, is_vital=True)]
+        self.wake()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop_now()
+        self.clock.stop()
+        for loop in self._loops:
+            loop.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def drain(self, within_s: float | None = None) -> None:
+        """Admits nothing more, gives back what has not begun RUN, and waits for the rest, at most so long."""
+        self.is_draining = True
+        for attempt in list(self.live.values()):
+            if attempt.state in (State.QUEUED, State.INIT, State.READY):
+                attempt.stop(Shutdown())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_s if within_s is None else within_s):
+                while self.here or self._taking:
+                    self._idle.clear()
+                    await self._idle.wait()
+
+    def stop_now(self) -> None:
+        """Gives back everything that is live; each attempt still proves its sandbox gone."""
+        self.is_draining = True
+        for attempt in list(self.live.values()):
+            attempt.stop(Shutdown())
+
+    # --- what clients ask -----------------------------------------------------------------------------
+
+    def know(self, run: Run) -> None:
+        self._runs[run.id] = run
+        self.scheduler.set_quota(run)
+        self.scheduler.set_owner(run.owner, self.quota_of(run.owner).live)
+
+    def quota_changed(self, owner: str) -> None:
+        """Applies what `quota_of` returns for this owner from now on."""
+        self.scheduler.set_owner(owner, self.quota_of(owner).live)
+        self.wake()
+
+    def run_of(self, run_id: str) -> Run | None:
+        return self._runs.get(run_id)
+
+    @property
+    def runs(self) -> Collection[Run]:
+        return self._runs.values()
+
+    async def submit(self, submissions: Sequence[Submission]) -> Sequence[Rollout]:
+        """Durable when it returns. The caller has checked the tasks."""
+        with self.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
+            stored = await self.store.submit(submissions)
+        self.enqueue(stored)
+        return stored
+
+    @contextmanager
+    def arriving(self, count: int, run_id: str) -> Generator[None, None, None]:
+        """Around the storing of so many new rollouts of a run, whoever does it. `Draining`, `QueueFull`,
+        `QuotaExceeded`."""
+        if self.is_draining:
+            raise Draining("the service is shutting down")
+        if count > self.room:
+            raise QueueFull(f"{count} rollouts do not fit: the queue has room for {max(0, self.room)}")
+        if count > (room := self.room_of(run_id)):
+            if self._owner_of(run_id) in self.overfull:
+                raise QuotaExceeded(
+                    "the token has stored as much as it may: acknowledge what you have, or delete a run"
+                )
+            raise QuotaExceeded(
+                f"{count} rollouts do not fit: the quota of the token or run has room for {max(0, room)} in the queue"
+            )
+        owner = self._owner_of(run_id)
+        self._arriving += count
+        self._arriving_by[owner] += count
+        self._arriving_in[run_id] += count
+        try:
+            yield
+        finally:
+            self._arriving -= count
+            self._arriving_by[owner] -= count
+            self._arriving_in[run_id] -= count
+            if not self._arriving_in[run_id]:
+                del self._arriving_in[run_id]  # there may be any number of runs over time
+
+    @property
+    def room(self) -> int:
+        """Rollouts that the queue could take."""
+        return self.settings.max_queued - len(self.scheduler) - self._arriving
+
+    def room_of(self, run_id: str) -> int:
+        """Rollouts of that run that the queue could take."""
+        owner = self._owner_of(run_id)
+        if owner in self.overfull:
+            return 0
+        room, run = self.room, self._runs.get(run_id)
+        if (most := self.quota_of(owner).queued) is not None:
+            room = min(room, most - self.scheduler.queued_by(owner) - self._arriving_by[owner])
+        if run is not None and run.max_queued is not None:
+            room = min(room, run.max_queued - self.scheduler.queued_of(run_id) - self._arriving_in[run_id])
+        return room
+
+    def _owner_of(self, run_id: str) -> str:
+        run = self._runs.get(run_id)
+        return run.owner if run is not None else ""
+
+    def enqueue(self, stored: Sequence[Rollout], waited_s: float = 0.0) -> None:
+        """Takes in what was stored just now, or earlier: what is known already is not taken twice. `waited_s`: in
+        another queue before this one."""
+        for rollout in stored:
+            if rollout.state is State.QUEUED and not self._has(rollout.id):
+                self.scheduler.push(_row(rollout, waited_s))
+                self.hub.publish(rollout)
+            elif rollout.state is State.ENDED:
+                self.hub.publish(rollout)
+                self._tell_end(rollout)
+        self.wake()
+
+    def _has(self, rollout_id: str) -> bool:
+        return rollout_id in self.scheduler or rollout_id in self._taking or rollout_id in self.live
+
+    async def cancel(self, rollout_id: str, detail: str = "cancelled by the client") -> Rollout | None:
+        """Acknowledged when it returns; a live one is gone soon after. None: a tombstone waits for its submit."""
+        was_queued = self.scheduler.remove(rollout_id)
+        rollout = await self.store.request_cancel(rollout_id, detail)
+        if rollout is not None and rollout.state is State.ENDED:
+            was_queued |= self.scheduler.remove(rollout_id)  # its submit, or its requeue, came in between
+        attempt = self.live.get(rollout_id)
+        if attempt is not None:
+            attempt.stop(Cancelled(detail))
+        elif was_queued and rollout is not None and rollout.state is State.ENDED:
+            self.publish(rollout)  # one that is just being admitted finds out, and tells it, by itself
+        return rollout
+
+    async def wait(self, rollout_id: str, within_s: float) -> Rollout:
+        """The record, at its end or when the time is over."""
+        end = self.hub.end_of(rollout_id)
+        rollout = await self.store.get(rollout_id)
+        if rollout.state is State.ENDED or within_s <= 0:
+            return rollout
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(end), within_s)
+        return await self.store.get(rollout_id)
+
+    def cancel_later(self, ids: Sequence[str], detail: str) -> None:
+        """Cancels them in the background."""
+        self._own(partial(self.cancelling.cancel_many, list(ids), detail))
+
+    async def delete_run(self, run_id: str) -> None:
+        """After `cancelling.begin_deletion`: cancels what has not ended, waits for it, and forgets the run."""
+        await self.cancelling.delete(run_id)
+        self._forget_run(run_id)
+
+    async def rescore(self, rollout_id: str) -> Rollout:
+        """Evaluates saved artifacts again. The terminal record stays; the new score is appended."""
+        return await self.rescoring.rescore(rollout_id)
+
+    def queued_of(self, run_id: str) -> int:
+        """Rollouts of a run that have not begun. Together with its live ones, none is missing and none is twice."""
+        return self.scheduler.queued_of(run_id) + sum(run == run_id for run in self._taking.values())
+
+    @property
+    def here(self) -> int:
+        """Live rollouts of this process."""
+        return len(self.live)
+
+    @property
+    def places_free(self) -> int:
+        """Of the budget of live rollouts."""
+        return self.max_live - self.here - len(self._taking) - self.quarantined - self.rescoring.active
+
+    async def changed(self) -> None:
+        """Waits until a place may have become free."""
+        self._idle.clear()
+        await self._idle.wait()
+
+    def left(self) -> None:
+        """A place became free, or there may be more of them."""
+        self._idle.set()
+        self.wake()
+
+    def resize(self, sizes: Mapping[str, int]) -> None:
+        """init, run, eval, ready, live: each optional."""
+        for name, size in sizes.items():
+            if size < 0:
+                raise InvalidRequest(f"pool {name}: a size is 0 or more, not {size}")
+        for pool in (self.init_pool, self.run_pool, self.eval_pool):
+            if pool.name in sizes:
+                pool.resize(sizes[pool.name])
+        self.ready_slots = sizes.get("ready", self.ready_slots)
+        self._max_live = sizes.get("live", self._max_live)
+        self.left()
+
+    @property
+    def max_live(self) -> int:
+        if self._max_live is not None:
+            return self._max_live
+        return self.init_pool.size + self.ready_slots + self.run_pool.size + self.eval_pool.size
+
+    def pools(self) -> dict[str, dict[str, int]]:
+        """The pools as they stand."""
+        pools = {
+            pool.name: {"size": pool.size, "active": pool.active, "waiting": pool.waiting}
+            for pool in (self.init_pool, self.run_pool, self.eval_pool)
+        }
+        pools["ready"] = {"size": self.ready_slots, "active": self.ready, "waiting": self.unseated}
+        pools["live"] = {
+            "size": self.max_live,
+            "active": self.here + self.rescoring.active,
+            "waiting": self.rescoring.waiting,
+            "quarantined": self.quarantined,
+        }
+        pools["queue"] = {"size": self.settings.max_queued, "active": len(self.scheduler), "waiting": 0}
+        return pools
+
+    # --- what attempts ask ----------------------------------------------------------------------------
+
+    def publish(self, rollout: Rollout) -> None:
+        self.hub.publish(rollout)
+        if rollout.ending is not None:
+            self.metrics.rollout_ended(rollout)
+            self._tell_end(rollout)
+
+    def _tell_end(self, rollout: Rollout) -> None:
+        for listener in self.on_end:
+            listener(rollout)
+
+    def requeued(self, rollout: Rollout, delay_s: float) -> None:
+        self.metrics.attempt_lost(rollout.lost[-1])
+        if not self.is_draining:
+            self.scheduler.push(_row(rollout), time.monotonic() + delay_s if delay_s else 0.0)
+
+    def wake(self) -> None:
+        """Looks for admissible work soon; many calls make one look."""
+        if not self._is_awake:
+            self._is_awake = True
+            asyncio.get_running_loop().call_soon(self._admit)
+
+    # --- admission ------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        self._is_awake = False
+        self._fill()
+        due = self.scheduler.next_due()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and not self.is_draining:
+            delay = max(0.0, due - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay + 0.001, self.wake)
+
+    def _fill(self) -> None:
+        """Lets in what there is room for."""
+        while not self.is_draining and self._has_room():
+            row = self.scheduler.pop(time.monotonic(), self._may_go)
+            if row is None:
+                break
+            self.init_pool.try_acquire()
+            self._taking[row.id] = row.run
+            run = self._runs.get(row.run)
+            if run is not None:
+                self._ahead[run.policy] = self._ahead.get(run.policy, 0) + 1
+            self._own(partial(self._take, row, run), row)
+
+    def _has_room(self) -> bool:
+        return (
+            self.init_pool.free > 0
+            and self.places_free > self.rescoring.waiting
+            and self.init_pool.active + self.ready - self.unseated < self.ready_slots + self.run_pool.free
+        )
+
+    def _may_go(self, run_id: str) -> bool:
+        """Whether a rollout of this run would find a seat, or a place among those that wait for one: READY's size, at
+        most half of the budget, shared by the policies whose rollouts are on their way."""
+        run = self._runs.get(run_id)
+        if run is None or (free := self.shop.router.seats(run.policy).free) is None:
+            return True
+        may_wait = max(1, min(self.ready_slots, self.max_live // 2) // max(1, len(self._ahead)))
+        return self._ahead.get(run.policy, 0) < free + may_wait
+
+    def seated(self, policy: str) -> None:
+        left = self._ahead.get(policy, 0) - 1
+        if left > 0:
+            self._ahead[policy] = left
+        else:
+            self._ahead.pop(policy, None)
+        self.wake()
+
+    async def _take(self, row: QueuedRow, run: Run | None) -> None:
+        """From the queue into INIT, unless the rollout has meanwhile gone another way."""
+        rollout: Rollout | None = None
+        try:
+            with suppress(NotFound):
+                rollout = await self.store.get(row.id)
+            if rollout is not None and rollout.state is State.ENDED:
+                self.publish(rollout)  # cancelled on the way from the queue
+        finally:
+            self._taking.pop(row.id, None)
+            is_ours = rollout is not None and rollout.state is State.QUEUED and not self.is_draining
+            is_ours = is_ours and row.run in self._runs
+            if not is_ours or run is None:
+                if run is not None:
+                    self.seated(run.policy)
+                self.init_pool.release()
+                self.scheduler.done(row.run)
+                self._idle.set()  # a drain may wait for just this
+        if is_ours and rollout is not None and run is not None:
+            await self._live(Attempt(self, rollout, run, self.queued_s(row, rollout)))
+
+    def queued_s(self, row: QueuedRow, rollout: Rollout) -> float:
+        """How long it has been in the queue. Only what an earlier process had queued is measured by the time of day, up
+        to our own start."""
+        now = time.monotonic()
+        if row.since is not None:
+            return now - row.since
+        return max(0.0, self._opened_at - rollout.updated_at) + now - self._opened
+
+    async def _live(self, attempt: Attempt) -> None:
+        self.live[attempt.rollout.id] = attempt
+        if self.is_draining:  # since it was made: whoever stopped the others did not see it
+            attempt.stop(Shutdown())
+        try:
+            await attempt.main()
+        finally:
+            del self.live[attempt.rollout.id]
+            if not attempt.is_seated:
+                self.seated(attempt.run.policy)
+            self.scheduler.done(attempt.rollout.run)
+            self.quarantined += attempt.quarantined
+            self._idle.set()
+            self.wake()
+
+    def _own(
+        self,
+        work: Callable[[], Coroutine[object, object, None]],
+        row: QueuedRow | None = None,
+        *,
+        is_vital: bool = False,
+    ) -> asyncio.Task[None]:
+        """An unexpected error ends the rollout of `row`, if given, and is logged. Only of vital work, without which
+        nothing goes on, it ends the service."""
+        return self._tasks.create_task(self._guarded(work, row, is_vital))
+
+    async def _guarded(
+        self, work: Callable[[], Coroutine[object, object, None]], row: QueuedRow | None, is_vital: bool
+    ) -> None:
+        """A store that broke ends everything that is live, once and with one reason; it is not each one's failure."""
+        try:
+            try:
+                await work()  # called here: a task that is cancelled before its first step leaves no coroutine
+            except StoreUnusable:
+                raise
+            except Exception as error:
+                if is_vital:
+                    raise
+                if row is not None:
+                    await self._give_up(row, error)
+                else:
+                    log.exception("a task of the pipeline failed")
+        except StoreUnusable as error:
+            if self.broken is None:
+                log.critical("the store is unusable", extra={"reason": str(error)})
+                self.broken = error
+                self.stop_now()
+                self.broke.set()
+
+    async def _give_up(self, row: QueuedRow, error: Exception) -> None:
+        """Ends a rollout that could not be started."""
+        log.error("a rollout could not be started", exc_info=error, extra={"rollout": row.id})
+        failure = InternalError(f"{type(error).__name__}: {error}").failure(State.QUEUED)
+        try:
+            at = Position(State.QUEUED, row.attempt)
+            self.publish(await self.store.end(row.id, at, Ending(Outcome.FAILED, failure=failure)))
+        except StoreUnusable:
+            raise
+        except Exception:  # it went another way meanwhile, or cannot even be read back
+            log.exception("a rollout that could not be started could not be ended", extra={"rollout": row.id})
+
+    # --- the two loops --------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        """Renews leases, ends what has not moved for longer than its stall bound, and looks after the store."""
+        while True:
+            await asyncio.sleep(self.settings.tick_s)
+            if self.store.broken is not None:
+                raise StoreUnusable(self.store.broken)
+            now = self.clock()
+            self.rescoring.tick()
+            for attempt in list(self.live.values()):
+                idle_s = attempt.tick(now, self.settings.lease_s)
+                bound_s = attempt.rollout.task.limits.stall_s
+                if idle_s is not None and idle_s > bound_s:
+                    attempt.stop(Stalled(f"nothing moved in {attempt.state} for {idle_s:.1f} s (bound: {bound_s:g} s)"))
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Deletes what retention no longer keeps: rows, then the artifacts of what is gone or acknowledged."""
+        known = dict(self._runs)
+        swept = await self.store.sweep(Retention(self.settings.retain_s))
+        for run_id in swept.runs:
+            if self._runs.get(run_id) is known.get(run_id):  # else it was made again meanwhile
+                self._forget_run(run_id)
+        for listener in self.on_swept:
+            listener(swept)
+        for rollout_id in swept.rollouts:
+            await self.shop.artifacts.delete(rollout_id)
+
+    def _forget_run(self, run_id: str) -> None:
+        self._runs.pop(run_id, None)
+        self.scheduler.forget_run(run_id)
+
+
+def _row(rollout: Rollout, waited_s: float = 0.0) -> QueuedRow:
+    since = time.monotonic() - waited_s
+    return QueuedRow(rollout.id, rollout.run, rollout.priority, rollout.seq, rollout.attempt, since)

@@ -1,0 +1,165 @@
+"""Where layers meet the stages: INIT's set-up done once and forked, and EVAL in the files that RUN left.
+
+The key of a set-up covers what its files depend on: the environment's own key (`Environment.layer_key`), Rollyard's
+version, the runtime, and the image as it is now. Deadline and limits are not in it: they decide whether a set-up
+succeeds, not what it writes. A failure is remembered for tasks with the same ones.
+
+Invariants. A rollout's own set-up counts against its init_s, waiting for another's does not. While `prepare` runs, its
+sandbox has the place in the budget of live sandboxes that its rollout's will have: they are never there together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rollyard import __version__
+from rollyard.core import Deadline, DeadlineExpired, Rollout
+from rollyard.core.failure import (
+    EnvironmentBroken,
+    PolicyFailure,
+    SandboxLost,
+    SandboxStartFailed,
+    SetupDeadline,
+    SetupFailed,
+    TaskFailure,
+    ToolUnreachable,
+)
+from rollyard.envs.base import EnvContext, Environment, Plan
+from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
+from rollyard.observe.metrics import Metrics
+from rollyard.pipeline.boundary import boundary
+from rollyard.pipeline.resources import StageResources
+from rollyard.pipeline.sandbox_start import check_whole, start, to_its_end
+from rollyard.sandbox.base import Sandbox, SandboxSpec
+from rollyard.sandbox.egress import Egress
+from rollyard.sandbox.layers import LayerLease
+
+INIT_GRACE_S = 60.0
+"""A sandbox of INIT is not renewed: its lease lasts for the stage's deadline and this."""
+
+
+async def prepared(
+    shop: StageResources, rollout: Rollout, spec: SandboxSpec, clock: Deadline, *, metrics: Metrics | None
+) -> LayerLease | None:
+    """The layer that this task's `prepare` leaves, made or found. None: it is not shared, and still to be done."""
+    task = rollout.task
+    runtime, layers = shop.runtime_of(task), shop.layers_of(task)
+    environment = shop.environment_of(task)
+    with boundary(EnvironmentBroken, f"{task.environment}.layer_key"):
+        own = environment.layer_key(task)
+    if own is None or layers is None:
+        return None
+
+    async def make(target: Path) -> None:
+        await _make(shop, rollout, spec, environment, clock, target, metrics)
+
+    # What a set-up writes depends on what it could fetch.
+    parts = [own, task.environment, __version__, runtime.name, image_identity(spec.image), *_reachable(spec.egress)]
+    key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
+    terms = json.dumps([task.limits.init_s, asdict(spec.limits)])
+    try:
+        lease = await layers.get(key, make, terms=terms)
+    except Exception:
+        if metrics is not None:
+            metrics.layer_used(runtime.name, "failed")
+        raise
+    if metrics is not None:
+        metrics.layer_used(runtime.name, "found" if lease.is_found else "made")
+    return lease
+
+
+def _reachable(egress: Egress | None) -> list[str]:
+    """The part of a key that says what could be reached; none for a set-up that was offline."""
+    if egress is None:
+        return []
+    mirrors = (f"{name}={url}" for name, url in sorted(egress.mirrors.items()))
+    return ["egress", *sorted(map(str, egress.rules)), *egress.methods, *mirrors]
+
+
+async def _make(
+    shop: StageResources,
+    rollout: Rollout,
+    spec: SandboxSpec,
+    environment: Environment,
+    clock: Deadline,
+    target: Path,
+    metrics: Metrics | None,
+) -> None:
+    """A sandbox that `prepare` runs in, frozen. However it fails, it is proven gone."""
+    task = rollout.task
+    phase = "start"
+    try:
+        async with clock.counting():
+            lease_s = task.limits.init_s + INIT_GRACE_S
+            sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
+            try:
+                phase = "set-up"
+                with setting_up(f"{task.environment}.prepare", sandbox):
+                    await environment.prepare(EnvContext(task, rollout.id, sandbox, shop.router))
+                phase = "freeze"
+                with boundary(SandboxStartFailed, "keeping the set-up"):
+                    await sandbox.freeze(target)
+            finally:
+                await to_its_end(sandbox.kill)
+    except DeadlineExpired:
+        raise late(clock, phase) from None
+
+
+def late(clock: Deadline, phase: str) -> SetupDeadline | SandboxStartFailed:
+    """What it means that INIT's time was over in this phase: only a set-up's length is the task's."""
+    detail = f"INIT was not done in {clock.budget_s:g} s; it was in {phase}"
+    return SetupDeadline(detail) if phase == "set-up" else SandboxStartFailed(detail)
+
+
+@contextmanager
+def setting_up(what: str, sandbox: Sandbox | None) -> Generator[None, None, None]:
+    """Attributes what escapes from a set-up. No model was asked: a limit that it hits is the task's doing. A command
+    that was killed is not, nor is a network that did not work: it is tried again, and its failure is remembered for no
+    other task."""
+    with boundary(EnvironmentBroken, what):
+        try:
+            yield
+        except PolicyFailure as error:
+            raise SetupFailed(f"{what}: {error.detail}", code=error.code) from error
+        except TaskFailure as error:
+            if sandbox is not None:
+                check_whole(sandbox)
+                if sandbox.odd_kills:
+                    raise SandboxLost(f"{what}: a command was killed from outside: {error.detail}") from error
+                if sandbox.spec.egress is not None and sandbox.spec.egress.ledger.troubles:
+                    raise ToolUnreachable(f"{what}: a host that it may reach did not answer: {error.detail}") from error
+            raise
+        if sandbox is not None:
+            check_whole(sandbox)
+
+
+def image_identity(image: str | None) -> str:
+    """Another text for another content, as far as a path can tell; other images are named by digest."""
+    if image is None:
+        return ""
+    path = Path(image)
+    try:
+        found = path.stat()
+    except OSError:
+        return image
+    return f"{path.resolve()}:{found.st_dev}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size}"
+
+
+def left_out(plan: Plan, spec: SandboxSpec) -> tuple[str, ...]:
+    """What EVAL `same` does not take over from RUN: `protected`, what the sandbox's own variables have programs,
+    packages and start-up files looked for in, and where the verifier's files go."""
+    binds = (bind.inside for bind in (*spec.binds, *plan.eval_binds))
+    return tuple(dict.fromkeys((*plan.protected, *search_paths(spec.env), *home_paths(spec.env), *binds)))
+
+
+def eval_spec(spec: SandboxSpec, plan: Plan, layers: Sequence[Path]) -> SandboxSpec:
+    """EVAL's sandbox: with `same`, on RUN's files, and with an environment that reads nothing of theirs by itself."""
+    spec = replace(spec, binds=(*spec.binds, *plan.eval_binds))
+    if plan.eval_mode == "same":
+        spec = replace(spec, layers=tuple(layers), env={**spec.env, **EVAL_ENV, **plan.env})
+    return spec

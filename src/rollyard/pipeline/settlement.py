@@ -1,0 +1,119 @@
+"""How an attempt's end is written: exactly one of end, requeue, or leave it to the next process.
+
+By now the sandbox is proven gone and nothing can cancel the attempt any more. Invariant: however often a rollout is
+settled, and by whomever, the store's compare-and-set lets one through; who comes second tells what it finds.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+
+from rollyard.core import Ending, Failure, LostAttempt, Outcome, State, Summary
+from rollyard.core.failure import Cancelled, InternalError, NodeLost, NotFound
+from rollyard.observe.spans import end_rollout_span
+from rollyard.pipeline import retry
+from rollyard.pipeline.base import AttemptHost, Shutdown, Verdict
+from rollyard.pipeline.progress import AttemptProgress
+from rollyard.store.base import Stale, StoreUnusable
+
+log = logging.getLogger("rollyard.pipeline")
+
+
+class Settlement:
+    """See the module."""
+
+    def __init__(self, yard: AttemptHost, progress: AttemptProgress) -> None:
+        self._yard = yard
+        self._progress = progress
+
+    async def settle(self, verdict: Verdict) -> None:
+        progress = self._progress
+        try:
+            if isinstance(verdict, Ending):
+                await self._end(verdict)
+            elif isinstance(verdict, Failure):
+                await self._failed(verdict)
+            elif isinstance(verdict, Shutdown) and self._is_to_be_run_again:
+                await self.give_back(progress.lost("drained", "the service was stopped"), delay_s=0.0, is_excused=True)
+            elif isinstance(verdict, Shutdown) and progress.state is State.EVAL:
+                await self._yard.store.excuse_eval(progress.rollout.id, progress.rollout.position)
+            elif isinstance(verdict, Stale):
+                await self._overtaken()
+        except Stale:
+            await self._overtaken()
+        except StoreUnusable:
+            raise  # nothing can be written any more: the service ends with it
+        except Exception as error:  # what this rollout left cannot be written: its own end, not everybody's
+            log.exception("the end cannot be stored", extra={"rollout": progress.rollout.id})
+            progress.trajectory, progress.summary = None, Summary(node=self._yard.settings.node)
+            broken = InternalError(f"what this rollout left cannot be stored ({type(error).__name__})")
+            with suppress(Stale):
+                await self._end(progress.failed(broken.failure(progress.state)))
+
+    @property
+    def _is_to_be_run_again(self) -> bool:
+        if self._progress.state is State.EVAL:
+            return not self._progress.is_reevaluable
+        return self._progress.state in (State.INIT, State.READY, State.RUN)
+
+    async def _failed(self, failure: Failure) -> None:
+        progress = self._progress
+        if failure.code == Cancelled.code:
+            await self._end(progress.failed(failure, Outcome.CANCELLED))
+            return
+        rollout = progress.rollout
+        delay_s = retry.delay_s(failure, rollout.attempt, rollout.excused, self._yard.settings.max_attempts)
+        has_had_its_tries = progress.state is State.EVAL and failure.code != NodeLost.code  # EVAL has its own
+        if delay_s is None or progress.state is State.QUEUED or has_had_its_tries:
+            await self._end(progress.failed(failure))
+        else:
+            await self.give_back(progress.lost(failure.code, failure.detail), delay_s=delay_s)
+
+    async def _end(self, ending: Ending) -> None:
+        progress = self._progress
+        rollout = progress.rollout
+        progress.rollout = await self._yard.store.end(rollout.id, rollout.position, ending, progress.trajectory)
+        end_rollout_span(progress.span, ending)
+        self._yard.publish(progress.rollout)
+
+    async def give_back(self, lost: LostAttempt, *, delay_s: float, is_excused: bool = False) -> None:
+        """Into the queue again, unless it was cancelled meanwhile. `Stale` if it is not ours."""
+        progress = self._progress
+        rollout = progress.rollout
+        await self._yard.store.requeue(rollout.id, rollout.position, lost, is_excused=is_excused)
+        progress.span.fail(lost.code)
+        progress.span.end()
+        if await self._is_cancelled_now():
+            return
+        progress.rollout = replace(
+            rollout,
+            position=rollout.position.to(State.QUEUED),
+            lost=(*rollout.lost, lost),
+            excused=rollout.excused + is_excused,
+        )
+        self._yard.publish(progress.rollout)
+        self._yard.requeued(progress.rollout, delay_s)
+
+    async def _is_cancelled_now(self) -> bool:
+        """A cancel that was asked for while this attempt was being given back: no other one may begin."""
+        try:
+            found = await self._yard.store.get(self._progress.rollout.id)
+        except NotFound:
+            return True  # it left with its run, or (at a node) is the head's again
+        if found.is_cancel_requested and found.state is State.QUEUED:
+            found = await self._yard.store.request_cancel(found.id, "cancelled by the client") or found
+        if found.state is not State.ENDED:
+            return False
+        self._yard.publish(found)
+        return True
+
+    async def _overtaken(self) -> None:
+        """Somebody else moved the row: a cancel that ended it while it was being admitted. Then we tell it."""
+        rollout = self._progress.rollout
+        log.info("attempt was overtaken", extra={"rollout": rollout.id, "state": rollout.state})
+        with suppress(NotFound):
+            found = await self._yard.store.get(rollout.id)
+            if found.state is State.ENDED:
+                self._yard.publish(found)

@@ -1,0 +1,187 @@
+"""The groups of a draw that are at work, or wait for a batch: what the ends of their rollouts lead to. No I/O.
+
+What a decision changes is gathered in `GroupChanges`, which `draw_runner.py` writes in one step and then makes true.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rollyard.core import Group, GroupState, Rollout
+from rollyard.core.draw import DrawItem
+from rollyard.sampling.draw_state import ActiveGroup, DeliveredGroup, DrawState
+from rollyard.sampling.filters import FilterInput, GroupFilter
+from rollyard.sampling.membership import MemberFate, end_of
+from rollyard.sampling.open_group import OpenGroup
+from rollyard.store.base import Submission
+
+
+@dataclass(slots=True)
+class GroupChanges:
+    """What one decision writes and then does."""
+
+    submissions: list[Submission] = field(default_factory=list[Submission])
+    groups: dict[str, Group] = field(default_factory=dict[str, Group])
+    cancels: list[str] = field(default_factory=list[str])
+    undone_after: int | None = None
+
+
+class ActiveGroups:
+    """See the module. `drawing` is told of every end, and decides what comes of it."""
+
+    def __init__(self, drawing: DrawState, keep: GroupFilter) -> None:
+        self.drawing = drawing
+        self.open: dict[str, OpenGroup] = {}
+        self._keep = keep
+        self._complete: dict[str, Group] = {}
+        self._over: dict[str, tuple[GroupState, int]] = {}  # ended early: state, and rollouts that have not ended yet
+        self._touched: dict[str, None] = {}
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether rollouts of it have not ended."""
+        return bool(self.open or self._over)
+
+    def adopt(self, group: Group) -> ActiveGroup:
+        """A group that an earlier process left; one that is open is looked at once its rollouts have been read."""
+        is_complete = group.state is GroupState.COMPLETE
+        if is_complete:
+            self._complete[group.id] = group
+        else:
+            self.open[group.id] = OpenGroup(group)
+            self._touched[group.id] = None
+        item = DrawItem(group.epoch, group.item, group.tries, group.turn)
+        return ActiveGroup(group.id, group.order, item, group.admitted_version, is_complete)
+
+    def take(self, rollout: Rollout) -> bool:
+        """A rollout has ended; whether that is news here."""
+        group_id = rollout.group or ""
+        opened = self.open.get(group_id)
+        if opened is not None:
+            if not opened.take(rollout):
+                return False
+            self._touched[group_id] = None
+            return True
+        if group_id not in self._over:
+            return False
+        state, left = self._over[group_id]
+        self.drawing.came_late(state, end_of(rollout).sampled_tokens)
+        if left > 1:
+            self._over[group_id] = state, left - 1
+        else:
+            del self._over[group_id]
+        return True
+
+    def look(self, changes: GroupChanges, *, may_begin: bool) -> list[bool]:
+        """What follows from the ends since the last look; for each group that is over, whether infrastructure's fault
+        it was."""
+        touched, self._touched = self._touched, {}
+        found = [self._look(self.open[name], changes, may_begin) for name in touched if name in self.open]
+        return [is_infra for is_infra in found if is_infra is not None]
+
+    def _look(self, opened: OpenGroup, changes: GroupChanges, may_begin: bool) -> bool | None:
+        now = opened.standing()
+        if now.start:
+            if may_begin:
+                changes.submissions += opened.begin(now.start)
+                changes.groups[opened.id] = opened.group
+                self.drawing.progress.figures.rollouts += len(now.start)
+            return None
+        if now.is_over and now.failure is not None:
+            is_infra = now.failure == "short_of_members"
+            self._give_up(opened, GroupState.FAILED, now.failure, changes, is_infra=is_infra)
+            return is_infra
+        if now.is_over:
+            self._judge(opened, now.members, changes)
+            return False
+        if self._is_hopeless(opened):
+            self.drawing.progress.figures.rejected_early += 1
+            self._give_up(opened, GroupState.FILTERED, "hopeless", changes)
+        return None
+
+    def _judge(self, opened: OpenGroup, members: tuple[int, ...], changes: GroupChanges) -> None:
+        """It has all its members: is it kept?"""
+        self.drawing.seen(opened.scored())
+        is_kept = self._keep.keeps(FilterInput(tuple(opened.rewards(members)), opened.task))
+        state = GroupState.COMPLETE if is_kept else GroupState.FILTERED
+        group = opened.over(state, members)
+        assert group.stats is not None
+        self.drawing.ended(opened.id, state, group.stats)
+        changes.groups[opened.id] = group
+        del self.open[opened.id]
+        if is_kept:
+            self._complete[opened.id] = group
+
+    def _is_hopeless(self, opened: OpenGroup) -> bool:
+        """Whether it will be rejected whatever its missing members score. With a lost one, its spare is missing."""
+        stood = [index for index, end in opened.ends.items() if end.fate is MemberFate.STOOD]
+        rewards = opened.rewards(stood)
+        return self._keep.is_hopeless(rewards, max(0, opened.group.size - len(stood)))
+
+    def begin(self, opened: OpenGroup, changes: GroupChanges) -> None:
+        changes.submissions += opened.begin(range(opened.group.size))
+        changes.groups[opened.id] = opened.group
+        self.open[opened.id] = opened
+
+    def hand_out(self, handed: DeliveredGroup, changes: GroupChanges) -> None:
+        group = replace(
+            self._complete.pop(handed.id),
+            state=GroupState.DELIVERED,
+            batch=handed.batch,
+            place=handed.place,
+            batch_version=handed.version,
+            updated_at=time.time(),
+        )
+        self.drawing.delivered(group)
+        changes.groups[group.id] = group
+
+    def end(self, one: ActiveGroup, state: GroupState, reason: str, changes: GroupChanges, *, returns: bool = False) -> None:
+        """Ends one that is open or complete."""
+        opened = self.open.get(one.id)
+        if opened is not None:
+            self._give_up(opened, state, reason, changes, returns=returns)
+            return
+        group = replace(self._complete.pop(one.id), state=state, reason=reason, updated_at=time.time())
+        assert group.stats is not None
+        self.drawing.ended(one.id, state, group.stats, returns=returns)
+        changes.groups[one.id] = group
+
+    def end_all(self, changes: GroupChanges) -> None:
+        for one in list(self.drawing.flying.values()):
+            self.end(one, GroupState.CANCELLED, self.drawing.draw.reason or "closed", changes)
+
+    def rewind(
+        self, to: int, place: int, version: int, taken: Iterable[Group], changes: GroupChanges, *, gone: int = 0
+    ) -> None:
+        """See `DrawState.rewind`; `taken` are the groups of the batches that are undone."""
+        for group in self.drawing.rewind(to, place, version, [*taken, *self._complete.values()], gone=gone):
+            changes.groups[group.id] = replace(group, updated_at=time.time())
+            if group.state is GroupState.COMPLETE:
+                self._complete[group.id] = changes.groups[group.id]
+            else:
+                self._complete.pop(group.id, None)
+        for opened in list(self.open.values()):  # newer weights may be sampling for them this moment
+            self._give_up(opened, GroupState.VOID, "rewound", changes, returns=True)
+
+    def _give_up(
+        self,
+        opened: OpenGroup,
+        state: GroupState,
+        reason: str,
+        changes: GroupChanges,
+        *,
+        is_infra: bool = False,
+        returns: bool = False,
+    ) -> None:
+        """Ends a group whose rollouts may still be at work."""
+        del self.open[opened.id]
+        left = opened.at_work()
+        group = opened.over(state, reason=reason)
+        assert group.stats is not None
+        self.drawing.ended(opened.id, state, group.stats, is_infra=is_infra, returns=returns)
+        changes.groups[opened.id] = group
+        if left:
+            self._over[opened.id] = state, len(left)
+            changes.cancels += left

@@ -1,0 +1,425 @@
+"""A draw, kept going: its decisions (`draw_state.py`) made true with real rollouts, each written before it is seen.
+
+One task per draw. It wakes when a rollout of the draw has ended, a batch was asked for, tasks were pushed, or the
+policy's version changed; decides; writes all of the decision in one step; and only then begins, tells and cancels. So a
+service that is killed at any moment finds a draw whose groups, batches and progress fit together, and goes on.
+
+Invariants. A group is delivered once: its place in the order of delivery is given in the step that puts it into a
+batch, and asking again gives the same groups in the same order. Nobody holds a decision: every change is under one
+lock, and waits for nothing but the store and the source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from rollyard.core import Batch, Draw, Group, GroupState, Json, Rollout, RollyardError, Run, Task
+from rollyard.core.draw import SourceKind
+from rollyard.core.failure import BatchConflict, InvalidRequest, NotFound, VersionConflict
+from rollyard.pipeline import Pipeline
+from rollyard.sampling.active_groups import ActiveGroups, GroupChanges
+from rollyard.sampling.draw_state import ActiveGroup, DrawState
+from rollyard.sampling.filters import GroupFilter
+from rollyard.sampling.notifier import Notifier
+from rollyard.sampling.open_group import OpenGroup, catch_up, check_members
+from rollyard.sampling.task_order import TaskOrder
+from rollyard.store.base import Decision, StoreUnusable
+from rollyard.store.codec import to_json
+
+T = TypeVar("T")
+
+log = logging.getLogger("rollyard.sampling")
+
+MOST_AT_ONCE = 32
+"""Groups that are begun in one step: others get their turn at the event loop, and at the store."""
+
+HOLD_OFF_S = (1.0, 60.0)
+"""After groups that infrastructure failed, the next ones are begun later and later, up to a minute: an outage must not
+use up the tasks' tries."""
+
+FULL_S = 1.0
+"""Between two looks at a queue that had no room for a group."""
+
+MakeTask = Callable[[Mapping[str, Json]], Task]
+"""A task as it is in the source, checked and with the run's defaults; RollyardError says what is wrong with it."""
+
+
+class DrawRunner:
+    """See the module."""
+
+    def __init__(
+        self,
+        yard: Pipeline,
+        draw: Draw,
+        run: Run,
+        keep: GroupFilter,
+        make_task: MakeTask,
+        version: Callable[[], int],
+        *,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.bell = Notifier()  # something was delivered, a batch closed, or the draw ended
+        self._on_change = on_change
+        self.run = run
+        self._yard = yard
+        self._store = yard.store
+        self._make_task = make_task
+        self._version = version
+        self._flock = ActiveGroups(DrawState(draw, TaskOrder(draw.config, draw.config.source.size)), keep)
+        self._news = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._hold_s = 0.0
+        self._held_until = 0.0
+        self._written = ""  # progress and batch, as they stand in the store
+        self._asked: set[asyncio.Task[object]] = set()
+        self._timer: asyncio.TimerHandle | None = None  # one that will still go off
+        self._is_gone = False
+        self.is_kept = False  # `main` is at work, or about to be
+
+    @property
+    def draw(self) -> Draw:
+        return self.drawing.draw
+
+    @property
+    def drawing(self) -> DrawState:
+        return self._flock.drawing
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def load(self, groups: Sequence[Group]) -> None:
+        """Takes up what an earlier process left."""
+        draw, flock = self.draw, self._flock
+        flying = [flock.adopt(group) for group in groups]
+        for opened in list(flock.open.values()):
+            await catch_up(self._store, opened)
+        grown = await self._store.count_items(draw.id) if draw.config.source.size is None else 0
+        batch = await self._store.get_batch(draw.id, draw.progress.batch) if draw.progress.batch else None
+        flock.drawing = DrawState(draw, TaskOrder(draw.config, draw.config.source.size, grown), batch, flying)
+        self.wake()
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def wake_in(self, delay_s: float) -> None:
+        """One timer, for what is due first: the turn that follows sets it anew. One that is due is never put off, not
+        even before the event loop has got round to it."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + delay_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(delay_s, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self.wake()
+
+    async def main(self) -> None:
+        """Until the draw has ended and nothing of it is at work."""
+        try:
+            while (self.draw.is_active or self._flock.is_at_work) and not self._is_gone:
+                await self._news.wait()
+                self._news.clear()
+                async with self._lock:
+                    if not self._is_gone:
+                        await self._turn()
+        finally:
+            self.is_kept = False
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None  # else a draw that a rewind brings back would count on it
+
+    def let_go(self) -> None:
+        """It was closed, and is about to be forgotten: nobody tells it of its rollouts' ends any more."""
+        self._is_gone = True
+        self.wake()
+
+    def ended(self, rollout: Rollout) -> None:
+        """A rollout has ended; perhaps one of this draw."""
+        if self._flock.take(rollout):
+            self.wake()
+
+    # --- what clients ask -----------------------------------------------------------------------------
+
+    async def wholly(self, asked: Coroutine[object, object, T]) -> T:
+        """Carries out what a client asked for to its end, whether or not the client is still there: half a decision
+        would leave memory and store apart."""
+        task = asyncio.create_task(asked, name=f"draw {self.draw.id}")
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        return await asyncio.shield(task)
+
+    async def settled(self) -> None:
+        """When all that was asked for is carried out: it waits for nothing but the store."""
+        if self._asked:
+            await asyncio.wait(self._asked)
+
+    async def ask(self, want: int, number: int | None) -> Batch:
+        """The batch of that number: opened, or as it stands. Without a number: the open one, else the next."""
+        return await self.wholly(self._ask(want, number))
+
+    async def _ask(self, want: int, number: int | None) -> Batch:
+        async with self._lock:
+            last = self.draw.progress.batch
+            current = self.drawing.batch
+            if number is None:
+                number = current.number if current is not None else last + 1
+            if number <= last:
+                found = current if current is not None and current.number == number else None
+                found = found or await self._store.get_batch(self.draw.id, number)
+                if found.want != want:
+                    raise BatchConflict(f"batch {number} was asked for with want {found.want}, not {want}")
+                return found
+            if number > last + 1 or current is not None:
+                raise BatchConflict(
+                    f"batch {number} cannot be opened: "
+                    + (f"batch {current.number} is open" if current is not None else f"the next one is {last + 1}")
+                )
+            if not self.draw.is_active:
+                return self._after_the_end(number, want)
+            self.drawing.set_version(self._version())
+            self.drawing.ask(want, time.time())
+            await self._turn()
+            return self.drawing.batch or await self._store.get_batch(self.draw.id, number)
+
+    async def batch(self, number: int, within_s: float) -> Batch:
+        """A batch, when it is closed, or as it stands when the time is over."""
+        return await self.bell.until(partial(self.found, number), lambda batch: not batch.is_open, within_s)
+
+    async def found(self, number: int) -> Batch:
+        """A batch as it stands. NotFound."""
+        try:
+            return await self._store.get_batch(self.draw.id, number)
+        except NotFound:
+            if self.draw.is_active or number != self.draw.progress.batch + 1:
+                raise
+            return self._after_the_end(number, 0)
+
+    def _after_the_end(self, number: int, want: int) -> Batch:
+        """What there is to get from a draw that has ended: an empty batch, which is in no store."""
+        progress = self.draw.progress
+        return Batch(
+            self.draw.id, number, want, progress.version, progress.place,
+            is_open=False, reason=self.draw.reason, is_last=True,
+        )  # fmt: skip
+
+    async def push(self, tasks: Sequence[tuple[str | None, Mapping[str, Json]]], *, close: bool) -> int:
+        """Adds tasks to a source that grows; how many it has then."""
+        if self.draw.config.source.kind is not SourceKind.PUSH:
+            raise InvalidRequest("tasks can only be pushed to a draw whose source is push")
+        for place, (_, task) in enumerate(tasks):
+            try:
+                check_members(self._make_task(task), self.draw.config.group_size)
+            except RollyardError as error:
+                error.detail = f"tasks.{place}: {error.detail}"
+                raise
+        return await self.wholly(self._push(tasks, close))
+
+    async def _push(self, tasks: Sequence[tuple[str | None, Mapping[str, Json]]], close: bool) -> int:
+        async with self._lock:
+            closed = None
+            if self.draw.progress.is_source_closed:
+                closed = "the source of this draw was closed: nothing can be pushed to it any more"
+            elif not self.draw.is_active:
+                closed = f"this draw has ended ({self.draw.reason}): nothing can be pushed to it any more"
+            total = self.drawing.order.grown
+            if tasks:
+                total = await self._store.push_items(self.draw.id, tasks, closed=closed)
+            self.drawing.order.grown = total
+            self.draw.progress.is_source_closed |= close
+            await self._turn()
+            return total
+
+    async def acknowledge(self, number: int) -> int:
+        """Batches up to there are safe with the trainer. How many groups were let go."""
+        return await self.wholly(self._acknowledge(number))
+
+    async def _acknowledge(self, number: int) -> int:
+        async with self._lock:
+            last = self.draw.progress.batch - (self.drawing.batch is not None)
+            if not 0 <= number <= last:
+                raise InvalidRequest(f"batch {number} cannot be acknowledged: the last one that is closed is {last}")
+            self.draw.progress.acked = max(self.draw.progress.acked, number)
+            await self._write(GroupChanges())
+        return await self._store.acknowledge_draw(self.draw.id, number)
+
+    async def rewind(self, number: int, version: int, policy_version: int | None = None) -> None:
+        """See `DrawState.rewind`. The policy must have the checkpoint's weights already, as what is begun now is sampled
+        by them: under the number `version`, or under `policy_version` if they were given a new one."""
+        await self.wholly(self._rewind(number, version, policy_version))
+
+    async def _rewind(self, number: int, version: int, policy_version: int | None) -> None:
+        async with self._lock:
+            progress = self.draw.progress
+            last = progress.batch - (self.drawing.batch is not None)
+            if not 0 <= number <= last:
+                raise InvalidRequest(f"batch {number} cannot be gone back to: the last one that is closed is {last}")
+            now = self._version()
+            if now > version if policy_version is None else now != policy_version:
+                raise VersionConflict(
+                    f"the policy is at version {now}: write the checkpoint's weights and resume it at version "
+                    f"{version if policy_version is None else policy_version} first"
+                )
+            place = await self._end_of(number)
+            gone = await self._end_of(progress.acked) if number < progress.acked else place
+            changes = GroupChanges(undone_after=number)
+            taken = await self._store.delivered_groups(self.draw.id, place, 1_000_000)
+            self._flock.rewind(number, place, version, taken, changes, gone=gone)
+            progress.acked = min(progress.acked, number)
+            await self._write(changes)
+            await self._turn()
+
+    async def _end_of(self, number: int) -> int:
+        """The place of the last group in that batch and those before it."""
+        if not number:
+            return 0
+        batch = await self._store.get_batch(self.draw.id, number)
+        return batch.after + batch.delivered
+
+    async def close(self, reason: str = "closed", detail: str | None = None) -> None:
+        """Ends it, and what is at work for it."""
+        await self.wholly(self._closed(reason, detail))
+
+    async def _closed(self, reason: str, detail: str | None) -> None:
+        async with self._lock:
+            if self.draw.is_active:
+                await self._end(reason, detail)
+
+    # --- deciding -------------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        """One decision after another, until there is nothing to decide."""
+        is_again, changes = True, GroupChanges()
+        try:
+            while is_again:
+                changes = GroupChanges()
+                for is_infra in self._flock.look(changes, may_begin=not self._yard.is_draining):
+                    self._hold_off(is_infra)
+                is_again = await self._decide(changes)
+                await self._write(changes)
+        except StoreUnusable:
+            raise
+        except Exception as error:  # whoever was driving: half a decision cannot be gone on from
+            log.exception("a draw broke", extra={"draw": self.draw.id})
+            await self._broke(changes, f"{type(error).__name__}: {error}")
+
+    async def _broke(self, changes: GroupChanges, detail: str) -> None:
+        """Ends it with what was decided, less the rollouts that were to begin: they are not in the store, and where
+        their names are taken, those are somebody else's."""
+        unborn = {new.rollout.group for new in changes.submissions if not new.rollout.index}
+        for new in changes.submissions:
+            if (opened := self._flock.open.get(new.rollout.group or "")) is not None:
+                opened.group = replace(opened.group, started=min(opened.group.started, new.rollout.index))
+        changes.submissions.clear()
+        self.drawing.end("internal_error", detail)
+        self._flock.end_all(changes)
+        changes.groups = {name: group for name, group in changes.groups.items() if name not in unborn}
+        await self._write(changes)
+
+    async def _decide(self, changes: GroupChanges) -> bool:
+        """Whether to decide again at once."""
+        drawing = self.drawing
+        drawing.set_version(self._version())
+        drawing.elapsed_s = time.time() - self.draw.created_at
+        if (most_s := self.draw.config.budget.seconds) is not None and most_s > drawing.elapsed_s:
+            self.wake_in(min(3600.0, most_s - drawing.elapsed_s))
+        for one in drawing.too_old():
+            self._flock.end(one, GroupState.DROPPED, "stale", changes)
+        for handed in drawing.hand_out():
+            self._flock.hand_out(handed, changes)
+        for one in drawing.surplus():
+            self._flock.end(one, GroupState.CANCELLED, "surplus", changes, returns=True)
+        if drawing.check_end() is not None:
+            self._flock.end_all(changes)
+        if self._yard.is_draining or not self.draw.is_active:
+            return False
+        held_s = self._held_until - time.monotonic()
+        if held_s > 0:
+            self.wake_in(held_s)
+            return False
+        room = max(0, self._yard.room_of(self.run.id) // self.draw.config.group_size)
+        if not room:  # the queue is full of others' rollouts: nobody tells when it is not
+            self.wake_in(FULL_S)
+        begun = drawing.admit(min(MOST_AT_ONCE, room))
+        for one in begun:
+            await self._begin(one, changes)
+        return bool(begun)
+
+    async def _begin(self, one: ActiveGroup, changes: GroupChanges) -> None:
+        config, now = self.draw.config, time.time()
+        group = Group(
+            id=one.id,
+            run=self.draw.run,
+            size=config.group_size,
+            spares=config.spares,
+            min_members=config.min_members,
+            priority=config.priority,
+            admitted_version=one.version,
+            draw=self.draw.id,
+            order=one.order,
+            epoch=one.item.epoch,
+            item=one.item.index,
+            tries=one.item.tries,
+            turn=one.item.turn,
+            created_at=now,
+            updated_at=now,
+        )
+        try:
+            task = self._make_task(await self._store.get_item(self.draw.id, one.item.index))
+        except RollyardError as error:  # it could be run when it was taken in; now its environment is gone, say
+            failed = OpenGroup(group).over(GroupState.FAILED, reason=error.code)
+            assert failed.stats is not None
+            self.drawing.ended(one.id, GroupState.FAILED, failed.stats)
+            changes.groups[one.id] = failed
+            return
+        self._flock.begin(OpenGroup(group, task), changes)
+
+    def _hold_off(self, is_infra: bool) -> None:
+        if not is_infra:
+            self._hold_s = self._held_until = 0.0
+            return
+        first, most = HOLD_OFF_S
+        self._hold_s = min(most, max(first, 2 * self._hold_s))
+        self._held_until = time.monotonic() + self._hold_s
+
+    async def _end(self, reason: str, detail: str | None) -> None:
+        changes = GroupChanges()
+        self.drawing.end(reason, detail)
+        self._flock.end_all(changes)
+        await self._write(changes)
+
+    # --- writing --------------------------------------------------------------------------------------
+
+    async def _write(self, changes: GroupChanges) -> None:
+        """Writes a decision, then makes it true."""
+        drawing = self.drawing
+        drawing.draw = replace(drawing.draw, progress=drawing.progress, updated_at=time.time())
+        closed, drawing.closed = drawing.closed, []
+        as_it_stands = to_json((drawing.progress, drawing.batch, drawing.draw.is_active))
+        if as_it_stands == self._written and not (changes.groups or closed or changes.undone_after is not None):
+            return
+        batches = (*closed, *((drawing.batch,) if drawing.batch is not None else ()))
+        step = Decision(
+            submissions=tuple(changes.submissions),
+            groups=tuple(changes.groups.values()),
+            draw=drawing.draw,
+            batches=batches,
+            undone_after=changes.undone_after,
+        )
+        try:
+            stored = await self._store.step(step)
+        except Exception:
+            drawing.closed = closed + drawing.closed
+            raise
+        self._written = as_it_stands
+        changes.submissions.clear()
+        self._yard.enqueue(stored)
+        self.bell.ring()  # before the cancels, each a write of its own: a batch that left hundreds over is closed now
+        self._on_change()
+        await self._yard.cancelling.cancel_many(list(changes.cancels), "its group was given up")

@@ -1,0 +1,397 @@
+"""One draw's decisions: what to begin, what to hand out, what to end. No I/O and no clock of its own.
+
+The service drives it with real rollouts (`draw_runner.py`), the benchmark with simulated ones: the rules are the same code.
+
+*Whether a rollout reaches the trainer may depend on its reward, by the declared filter, and on infrastructure; never on
+how long it took.* So every admitted group ends as exactly one of delivered, filtered or failed, whatever batch is open
+meanwhile; complete groups are handed out oldest first; only what the trainer asked for by name (`surplus: cancel`,
+`on_stale: drop`, a rewind, a close) ends otherwise, and is counted.
+
+Pace. A group that is begun now will be handed out after those that wait or are at work, of which the measured share is
+kept. With `want` groups a batch and one new version a batch, it stays within `max_staleness` S if
+
+    complete + open × keep rate  <  want × (S + 1) − handed
+
+where `handed` are those given out since the last batch was opened or the version changed. Under `deliver`, an open
+group that half a batch of later ones has overtaken is not ahead of anybody: a straggler ages, and is handed out when it
+is complete, but it holds up nothing (measured: with one rollout in twenty ten times slower, batches come 1.5 times as
+fast as if it did). Whatever that says, enough is begun to fill the batch that is being waited for, and no more than a
+budget has left: so a draw never stands still while there are tasks, and ends without work that nobody will get.
+
+`on_stale: wait`. The filter's share is taken as 1 there, and a newer group gets a place only if this batch and those to
+come have one left for every older group in time. Then no group is ever too old: at most want × (S + 1) are ahead of a
+new one, S + 1 batches come before it is too old, and each takes `want`, the oldest first where it must. If a trainer
+skips versions or asks for less than before, what is too old then is dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from rollyard.core import Batch, Draw, Group, GroupState, Json
+from rollyard.core.draw import DrawItem, OnStale, Surplus
+from rollyard.core.group import GroupStats
+from rollyard.core.passk import TOLERANCE, is_correct
+from rollyard.sampling.task_order import TaskOrder
+
+RECENT = 256
+"""Judged groups that the keep rate is measured over: a few batches, so that it follows a policy that learns."""
+
+LEAST_RATE = 0.05
+"""A keep rate below it counts as this: the groups at work stay within twenty times what would otherwise be begun."""
+
+MOST_TRIES = 2
+"""Times that a task returns after infrastructure failed it."""
+
+LEAST_PATIENCE = 64
+"""Groups rejected in a row before a draw may give up: a source of three hard tasks is given some chances."""
+
+PUSHED_PATIENCE = 1000
+"""Of a source that has no epochs to go by."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveGroup:
+    """A group that is open, or complete and waiting for a batch."""
+
+    id: str
+    order: int
+    item: DrawItem
+    version: int
+    is_complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveredGroup:
+    """A group that goes into a batch."""
+
+    id: str
+    batch: int
+    place: int
+    version: int  # of the batch
+
+
+class DrawState:
+    """See the module. `draw.progress` is its own, and moves on with every decision."""
+
+    def __init__(self, draw: Draw, order: TaskOrder, batch: Batch | None = None, flying: Iterable[ActiveGroup] = ()) -> None:
+        self.draw = draw
+        self.config = draw.config
+        self.progress = draw.progress
+        self.order = order
+        self.batch = batch if batch is not None and batch.is_open else None
+        self.flying: dict[str, ActiveGroup] = {one.id: one for one in flying}
+        self.closed: list[Batch] = []  # since somebody last looked
+        self.elapsed_s = 0.0  # since the draw was made; whoever drives it says so
+        self._open = sum(not one.is_complete for one in self.flying.values())
+
+    # --- facts ----------------------------------------------------------------------------------------
+
+    def set_version(self, version: int) -> None:
+        if version != self.progress.version:
+            self.progress.version = version
+            self.progress.handed = 0
+
+    def ask(self, want: int, at: float = 0.0) -> Batch:
+        """Opens the next batch. The caller has seen that none is open."""
+        progress = self.progress
+        progress.batch += 1
+        progress.want = want
+        progress.handed = 0
+        self.batch = Batch(self.draw.id, progress.batch, want, progress.version, progress.place, created_at=at)
+        return self.batch
+
+    def ended(
+        self, group_id: str, state: GroupState, stats: GroupStats, *, is_infra: bool = False, returns: bool = False
+    ) -> None:
+        """A group is over, or complete (kept). A task that infrastructure failed returns, twice at most, and one that
+        the draw itself gave up (`returns`); any other is used up for its epoch."""
+        one = self.flying[group_id]
+        figures, progress = self.progress.figures, self.progress
+        if not one.is_complete:
+            self._open -= 1
+            figures.tokens_sampled += stats.sampled_tokens
+            figures.infra_rollouts += stats.infra_failures
+        if state is GroupState.COMPLETE:
+            self.flying[group_id] = replace(one, is_complete=True)
+            self._judged(is_kept=True)
+            return
+        del self.flying[group_id]
+        if state is GroupState.FILTERED:
+            figures.filtered += 1
+            figures.tokens_filtered += stats.sampled_tokens
+            self._judged(is_kept=False)
+            return
+        figures.tokens_lost += stats.sampled_tokens
+        if state is GroupState.FAILED:
+            figures.failed += 1
+            progress.rejected_in_a_row += 1
+            if is_infra and one.item.tries < MOST_TRIES:
+                figures.returned += 1
+                progress.returned.append(replace(one.item, tries=one.item.tries + 1, turn=one.item.turn + 1))
+        elif state is GroupState.DROPPED:
+            figures.dropped += 1
+            figures.dropped_tokens += stats.sampled_tokens
+        elif state is GroupState.VOID:
+            figures.void += 1
+        else:
+            figures.cancelled += 1
+        if returns:
+            progress.returned.append(replace(one.item, turn=one.item.turn + 1))
+
+    def came_late(self, state: GroupState, sampled_tokens: int) -> None:
+        """What a rollout had sampled whose group was over before it ended."""
+        figures = self.progress.figures
+        figures.tokens_sampled += sampled_tokens
+        if state is GroupState.FILTERED:
+            figures.tokens_filtered += sampled_tokens
+        else:
+            figures.tokens_lost += sampled_tokens
+            figures.dropped_tokens += sampled_tokens if state is GroupState.DROPPED else 0
+
+    def seen(self, rewards: Iterable[float]) -> None:
+        """The scores of a group that had all its members, before any filter."""
+        figures, found = self.progress.figures, list(rewards)
+        figures.judged += 1
+        figures.rewards += len(found)
+        figures.reward_sum += math.fsum(found)
+        passes = sum(map(is_correct, found))
+        figures.passes += passes
+        figures.all_zero += bool(found) and all(reward <= TOLERANCE for reward in found)
+        figures.all_one += bool(found) and passes == len(found)
+
+    def _judged(self, *, is_kept: bool) -> None:
+        progress = self.progress
+        progress.recent = (progress.recent + "01"[is_kept])[-RECENT:]
+        progress.rejected_in_a_row = 0 if is_kept else progress.rejected_in_a_row + 1
+
+    # --- decisions ------------------------------------------------------------------------------------
+
+    @property
+    def keep_rate(self) -> float:
+        """The share of judged groups that was kept of late; before there are any, 1."""
+        recent = self.progress.recent
+        return max(LEAST_RATE, (recent.count("1") + 1) / (len(recent) + 1))
+
+    @property
+    def _likely_rate(self) -> float:
+        """The share that pace reckons with. What is judged first is what was fast, often all failures: until twice as
+        many were judged as are open, the open ones count as kept. Otherwise a draw would begin with a thousand groups
+        for its first batch of 32."""
+        recent, figures = self.progress.recent, self.progress.figures
+        unknown = max(0, self._open - (figures.judged + figures.rejected_early) // 2)
+        return max(LEAST_RATE, (recent.count("1") + 1 + unknown) / (len(recent) + 1 + unknown))
+
+    @property
+    def open_count(self) -> int:
+        return self._open
+
+    def admit(self, at_most: int | None = None) -> list[ActiveGroup]:
+        """The groups to begin now; they count as at work from here on."""
+        begun: list[ActiveGroup] = []
+        counted = self._counted()
+        while (
+            (at_most is None or len(begun) < at_most)
+            and self._has_room(counted + len(begun))  # each new one counts, and changes nothing for the others
+            and self.order.has_more(self.progress)
+        ):
+            item, progress = self.order.take(self.progress), self.progress
+            progress.order += 1
+            name = f"{self.draw.id}.{item.epoch}.{item.index}.{item.turn}"
+            one = ActiveGroup(name, progress.order, item, progress.version)
+            self.flying[name] = one
+            self._open += 1
+            progress.figures.admitted += 1
+            progress.figures.rollouts += self.config.group_size
+            begun.append(one)
+        return begun
+
+    def _has_room(self, counted: int) -> bool:
+        config, progress = self.config, self.progress
+        if not self.draw.is_active or self._spent() is not None or progress.rejected_in_a_row >= self._patience:
+            return False
+        opened = self._open
+        if config.max_groups_in_flight is not None and opened >= config.max_groups_in_flight:
+            return False
+        if self.batch is None and config.surplus is Surplus.CANCEL:
+            return False
+        missing = self.batch.want - self.batch.delivered if self.batch else 0
+        room = max(progress.want * (config.max_staleness + 1) - progress.handed, missing)
+        return self._ahead(counted) < min(room, self._left())
+
+    def _left(self) -> float:
+        """Groups that the budget still lets it hand out."""
+        budget, progress = self.config.budget, self.progress
+        left = math.inf if budget.groups is None else budget.groups - progress.figures.delivered
+        if budget.batches is not None:
+            in_batch = self.batch.delivered if self.batch else 0
+            to_come = budget.batches - progress.batch + (self.batch is not None)
+            left = min(left, to_come * progress.want - in_batch)
+        return left
+
+    def _ahead(self, counted: int) -> float:
+        """Groups that are handed out before one that is begun now."""
+        if self.config.on_stale is OnStale.WAIT:
+            return len(self.flying)
+        return len(self.flying) - self._open + counted * self._likely_rate
+
+    def _counted(self) -> int:
+        """Open groups that come before a new one. Under `deliver`, an open group is late that half a batch of those
+        begun after it has overtaken: nothing says that it comes before a new one, and what it waits for is no reason to
+        hold up the others. It still is delivered whenever it is complete."""
+        if self.config.on_stale is not OnStale.DELIVER:
+            return self._open
+        orders = sorted((one.order for one in self.flying.values() if not one.is_complete), reverse=True)
+        most = max(1, self.progress.want // 2)
+        return sum(self.progress.order - order - newer < most for newer, order in enumerate(orders))
+
+    def hand_out(self) -> Iterator[DeliveredGroup]:
+        """Complete groups that go into the open batch now; closes it when it is full. One after another: what the
+        caller says of each (`delivered`) is in the figures of the batch that it closes."""
+        most = self.config.budget.groups
+        complete = [one for one in self.flying.values() if one.is_complete] if self.batch is not None else []
+        for one in sorted(complete, key=lambda one: one.order):
+            if self.batch is None or not self._may_go(one):
+                break
+            if most is not None and self.progress.figures.delivered >= most:
+                break
+            batch, progress = self.batch, self.progress
+            del self.flying[one.id]
+            progress.place += 1
+            progress.handed += 1
+            progress.figures.delivered += 1
+            self.batch = replace(batch, delivered=batch.delivered + 1)
+            yield DeliveredGroup(one.id, batch.number, progress.place, batch.version)
+            if self.batch.delivered >= self.batch.want:
+                self._close(None)
+
+    def _may_go(self, oldest: ActiveGroup) -> bool:
+        """Whether the open batch takes the oldest complete group now."""
+        batch = self.batch
+        assert batch is not None
+        if self.config.on_stale is OnStale.WAIT:
+            left = batch.want - batch.delivered - 1  # places, this one taken
+            for due in range(batch.version - self.config.max_staleness, oldest.version):
+                # By `left` more groups from now, the next batch would be too late for these.
+                if left < sum(one.version <= due and not one.is_complete for one in self.flying.values()):
+                    return False
+                left += batch.want
+        return True
+
+    def too_old(self) -> list[ActiveGroup]:
+        """What the open batch may not have any more; the caller ends it as dropped. None under `deliver`."""
+        if self.batch is None or self.config.on_stale is OnStale.DELIVER:
+            return []
+        oldest = self.batch.version - self.config.max_staleness
+        return [one for one in self.flying.values() if one.version < oldest]
+
+    def surplus(self) -> list[ActiveGroup]:
+        """What is to be cancelled, now that no batch is open."""
+        if self.batch is not None or self.config.surplus is not Surplus.CANCEL:
+            return []
+        return [one for one in self.flying.values() if not one.is_complete]
+
+    def delivered(self, group: Group) -> None:
+        """Counts what was handed out."""
+        figures = self.progress.figures
+        figures.tokens_delivered += group.stats.sampled_tokens if group.stats else 0
+        figures.stale += (group.staleness or 0) > self.config.max_staleness
+
+    def rewind(self, to: int, place: int, version: int, groups: Iterable[Group], *, gone: int = 0) -> list[Group]:
+        """Undoes the batches after `to`, which ended at that place. `groups` are those that they had, and all that are
+        complete; what has tokens of a version after `version` is void, and so is what has its place up to `gone`, as
+        it was acknowledged and its traces deleted; their tasks return. The rest is complete again. Returns them as they
+        are now; what is open, the caller ends as void then."""
+        progress, changed = self.progress, list[Group]()
+        for group in groups:
+            if group.place is not None:
+                progress.figures.delivered -= 1
+                progress.figures.tokens_delivered -= group.stats.sampled_tokens if group.stats else 0
+                progress.figures.stale -= (group.staleness or 0) > self.config.max_staleness
+                item = DrawItem(group.epoch, group.item, group.tries, group.turn)
+                self.flying[group.id] = ActiveGroup(group.id, group.order, item, group.admitted_version, is_complete=True)
+            if group.newest_version > version or (group.place is not None and group.place <= gone):
+                self.ended(group.id, GroupState.VOID, group.stats or GroupStats(), returns=True)
+                changed.append(replace(group, state=GroupState.VOID, reason="rewound", batch=None, place=None))
+            elif group.place is not None:
+                changed.append(replace(group, state=GroupState.COMPLETE, batch=None, place=None, batch_version=None))
+        if to < progress.batch:  # else nothing is undone, and what has ended has ended
+            progress.rejected_in_a_row = 0
+            self.draw = replace(self.draw, is_active=True, reason=None, detail=None)
+        progress.batch, progress.place, progress.version, progress.handed = to, place, version, 0
+        for name in ("delivered", "tokens_delivered", "stale"):  # the next batch's figures do not count the undone
+            then = min(getattr(progress.figures_then, name), getattr(progress.figures, name))
+            setattr(progress.figures_then, name, then)
+        self.batch = None
+        self.closed.clear()
+        return changed
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def check_end(self) -> str | None:
+        """Ends the draw if nothing more can come of it; why. An open batch is closed as it is then.
+
+        What is at work when tasks, rollouts, tokens or time run out still counts, and what is complete is handed out
+        first; only a bound on what is delivered ends everything at once."""
+        if not self.draw.is_active:
+            return None
+        progress, spent = self.progress, self._spent()
+        if spent is not None and spent.startswith(("budget.groups", "budget.batches")):
+            self.end("budget", spent)
+        elif self.flying:
+            return None
+        elif spent is not None:
+            self.end("budget", spent)
+        elif progress.rejected_in_a_row >= self._patience:
+            self.end("nothing_kept", f"{progress.rejected_in_a_row} groups in a row were rejected or failed")
+        elif self.order.is_dry(progress):
+            self.end("exhausted", "the source has no more tasks")
+        return self.draw.reason
+
+    def end(self, reason: str, detail: str | None = None) -> None:
+        self.draw = replace(self.draw, is_active=False, reason=reason, detail=detail)
+        if self.batch is not None:
+            self._close(reason)
+
+    def _close(self, reason: str | None) -> None:
+        assert self.batch is not None
+        now, then = asdict(self.progress.figures), asdict(self.progress.figures_then)
+        since: dict[str, Json] = {name: now[name] - then[name] for name in now}
+        self.progress.figures_then = replace(self.progress.figures)
+        since |= before_filtering(since) | {"keep_rate": round(self.keep_rate, 4)}
+        closed = replace(self.batch, is_open=False, reason=reason, is_last=reason is not None, figures=since)
+        self.closed.append(closed)
+        self.batch = None
+
+    @property
+    def _patience(self) -> int:
+        if self.config.patience is not None:
+            return self.config.patience
+        size = self.config.source.size
+        return PUSHED_PATIENCE if size is None else max(size, LEAST_PATIENCE)
+
+    def _spent(self) -> str | None:
+        budget, figures = self.config.budget, self.progress.figures
+        done = {
+            "groups": (figures.delivered, budget.groups),
+            "rollouts": (figures.rollouts, budget.rollouts),
+            "tokens": (figures.tokens_sampled, budget.tokens),
+            "batches": (self.progress.batch - (self.batch is not None), budget.batches),
+            "seconds": (self.elapsed_s, budget.seconds),
+        }
+        for name, (spent, bound) in done.items():
+            if bound is not None and spent >= bound:
+                return f"budget.{name}: {spent:g} of {bound:g}"
+        return None
+
+
+def before_filtering(figures: Mapping[str, Json]) -> dict[str, Json]:
+    """Mean reward and pass rate of all that was judged, kept or not."""
+    count, total, passes = figures["rewards"], figures["reward_sum"], figures["passes"]
+    assert isinstance(count, (int, float)) and isinstance(total, (int, float)) and isinstance(passes, (int, float))
+    return {
+        "reward_before": total / count if count else None,
+        "pass_rate_before": passes / count if count else None,
+    }

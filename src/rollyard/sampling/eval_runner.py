@@ -1,0 +1,281 @@
+"""One evaluation, kept going: its groups are begun a few at a time, and when all have ended it is judged, once.
+
+One task per evaluation. It wakes when one of its groups has ended or its policy's weights were told; what it does is
+written before it counts: how many groups were begun, the version it is pinned to, its end. So a service that is killed
+goes on where it was, and an end, once written, never changes.
+
+Pinned: it begins when no change of weights is under way, and from then on every token is to be of that version. With
+`hold` the next change of weights waits for its end, unless no engine can serve that version any more (`engines.pins`):
+then it goes on if the change leaves the same version. With `fail`, or if the weights change all the same, it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from rollyard.core import Group, Json, Rollout, RollyardError, Run, Task
+from rollyard.core.failure import Draining, NotFound, QueueFull, QuotaExceeded
+from rollyard.pipeline import Pipeline
+from rollyard.sampling.evaluation import (
+    NOT_BEGUN,
+    VERSION_CHANGED,
+    Rules,
+    TaskSamples,
+    evaluated,
+    label_of,
+    placed,
+    sample_of,
+)
+from rollyard.sampling.groups import Groups, new_group
+from rollyard.sampling.membership import MemberFate
+from rollyard.sampling.notifier import Notifier
+from rollyard.sampling.open_group import rollouts_of
+from rollyard.store.base import EvalRecord, StoreUnusable, eval_items
+
+log = logging.getLogger("rollyard.sampling")
+
+AHEAD = 1024
+"""Samples that are begun and have not ended, or one task's where that is more: the queue is for others, too."""
+
+AT_ONCE = 64
+"""Groups that are begun in one step."""
+
+SPARES = 1
+"""Of each group, beyond the attempts that each rollout has."""
+
+FULL_S = 1.0
+"""Between two looks at a queue that had no room."""
+
+RUNNING = "running"
+
+MakeTask = Callable[[Mapping[str, Json]], Task]
+
+
+class EvalRunner:
+    """See the module. The bell is rung at its end."""
+
+    def __init__(
+        self, yard: Pipeline, groups: Groups, bell: Notifier, record: EvalRecord, run: Run, make_task: MakeTask
+    ) -> None:
+        self.record = record
+        self.over = asyncio.Event()  # it has ended, and its rollouts were cancelled if need be
+        self._bell = bell
+        self._yard = yard
+        self._store = yard.store
+        self._groups = groups
+        self._policies = yard.shop.router.policies
+        self._run = run
+        self._make_task = make_task
+        self._open: set[str] = set()
+        self._news = asyncio.Event()
+        self._lock = asyncio.Lock()
+        if record.version >= 0 and self._policies.steady(record.policy) == record.version:
+            self._pin()
+
+    def load(self, groups: list[str]) -> None:
+        """Takes up the groups that an earlier process left open."""
+        self._open.update(groups)
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def group_over(self, group_id: str) -> None:
+        if group_id in self._open:
+            self._open.discard(group_id)
+            self.wake()
+
+    @property
+    def done(self) -> int:
+        """Samples that have ended, each place counted once."""
+        over = max(
+            0, self._begun - len(self._open)
+        )  # killed before it wrote how many it began, it has more of them open
+        return over * self.record.samples + sum(map(self._places_done, self._open))
+
+    def _places_done(self, group_id: str) -> int:
+        opened = self._groups.opened(group_id)
+        if opened is None:
+            return 0
+        return min(self.record.samples, sum(end.fate is not MemberFate.LOST for end in opened.ends.values()))
+
+    @property
+    def _begun(self) -> int:
+        """Tasks."""
+        begun = self.record.data.get("begun", 0)
+        return begun if isinstance(begun, int) else 0
+
+    async def main(self) -> None:
+        """Until it has ended."""
+        self.wake()
+        while self.record.state == RUNNING:
+            await self._news.wait()
+            self._news.clear()
+            try:
+                async with self._lock:
+                    if self.record.state == RUNNING:
+                        await self._turn()
+            except StoreUnusable:
+                raise
+            except Exception as error:
+                log.exception("an evaluation broke", extra={"evaluation": self.record.id})
+                await self._end("failed", "internal_error", f"{type(error).__name__}: {error}")
+        await self._cancel_groups()
+        self.over.set()
+
+    async def cancel(self, detail: str = "cancelled by the client") -> None:
+        """Ends it without a result, unless it has ended. Its rollouts are cancelled soon after."""
+        async with self._lock:
+            if self.record.state == RUNNING:
+                await self._end("cancelled", "cancelled", detail)
+        self.wake()
+
+    # --- a turn ---------------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        version = self._policies.steady(self.record.policy)
+        if self.record.version < 0:
+            if version is None:
+                return  # the weights are being changed; we are told when that is over
+            await self._write(version=version, pinning=True)
+        elif version not in (None, self.record.version):
+            detail = f"it is pinned to version {self.record.version}, and the weights are {version} now"
+            await self._give_up(VERSION_CHANGED, detail)
+            return
+        elif version is not None:
+            self._pin()  # unless it is: a service that is started in a pause cannot yet say that the version is ours
+        self._share()
+        try:
+            await self._begin()
+        except RollyardError as error:  # it could be run when it was taken in; now its environment is gone, say
+            await self._give_up(error.code, error.detail)
+            return
+        if self._begun == self.record.tasks and not self._open:
+            await self._judge()
+
+    def _pin(self) -> None:
+        if self.record.on_update == "hold":
+            self._policies.pins.pin(self.record.policy, self.record.id, self.record.version)
+
+    def _share(self) -> None:
+        """Its quota follows the size of the RUN pool."""
+        share = self.record.data.get("pool_share")
+        wanted = max(1, round(self._yard.run_pool.size * (share if isinstance(share, int | float) else 1.0)))
+        if wanted != self._run.max_live:
+            self._run = replace(self._run, max_live=wanted)
+            self._yard.know(self._run)
+
+    async def _begin(self) -> None:
+        record = self.record
+        while self._begun < record.tasks:
+            room = max(AHEAD, 2 * (self._run.max_live or 0)) // record.samples - len(self._open)
+            count = min(record.tasks - self._begun, AT_ONCE, max(room, 0 if self._open else 1))
+            if count < 1:
+                return
+            count = max(1, min(count, self._yard.room_of(record.run) // record.samples))
+            numbers = range(self._begun, self._begun + count)
+            wanted = [await self._group(number) for number in numbers]
+            ids = {group.id for group, _, _ in wanted} - self._open
+            self._open |= ids  # first: one may be over as soon as it is stored
+            try:
+                groups = await self._groups.put(wanted)
+            except BaseException as error:
+                self._open -= ids
+                if isinstance(error, QueueFull | QuotaExceeded):
+                    asyncio.get_running_loop().call_later(FULL_S, self.wake)
+                    return
+                if isinstance(error, Draining):
+                    return  # the next process goes on
+                raise
+            self._open -= {group.id for group in groups if self._groups.opened(group.id) is None}
+            await self._write(begun=numbers.stop)
+
+    async def _group(self, number: int) -> tuple[Group, Task, Mapping[str, Json]]:
+        record = self.record
+        task = self._make_task(await self._store.get_item(eval_items(record.id), number))
+        name = group_name(record.id, number)
+        priority = self._run.priority
+        group = new_group(name, record.run, record.samples, SPARES, 1, priority, record.version)
+        return group, task, {"eval": record.id, "item": number}
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    async def _give_up(self, reason: str, detail: str) -> None:
+        """Ends it early, with the figures of what there is."""
+        done, result = self.done, await self._result(reason)  # before: what is cancelled now is missing for this reason
+        await self._cancel_groups()
+        await self._end("failed", reason, detail, result, done)
+
+    async def _judge(self) -> None:
+        result = await self._result(NOT_BEGUN)
+        share, most = result["missing_share"], self.record.max_missing
+        assert isinstance(share, float)
+        if share > most:
+            detail = f"{share:.1%} of the samples have no score, which is more than max_missing ({most:.1%}) allows"
+            await self._end("failed", "too_many_missing", detail, result)
+        else:
+            await self._end("done", None, None, result)
+
+    async def _result(self, otherwise: str) -> dict[str, Json]:
+        record = self.record
+        by = record.data.get("by")
+        tasks = [
+            await self._samples(number, by if isinstance(by, str) else None, otherwise)
+            for number in range(record.tasks)
+        ]
+        rules = Rules(record.k, record.samples, record.threshold, record.seed)
+        return await asyncio.to_thread(evaluated, tasks, rules, has_labels=isinstance(by, str))
+
+    async def _samples(self, number: int, by: str | None, otherwise: str) -> TaskSamples:
+        record = self.record
+        rollouts: list[Rollout] = []
+        if number < self._begun:
+            rollouts = await rollouts_of(self._store, group_name(record.id, number))
+            otherwise = otherwise if rollouts else "forgotten"  # it ended longer ago than records are kept
+        task = Task("")
+        if rollouts:
+            task = rollouts[0].task
+        else:
+            with suppress(RollyardError):
+                task = self._make_task(await self._store.get_item(eval_items(record.id), number))
+        samples = placed((sample_of(one, otherwise) for one in rollouts), record.samples, record.version, otherwise)
+        return TaskSamples(task.environment, samples, "" if by is None else label_of(task.data, by))
+
+    async def _end(
+        self,
+        state: str,
+        reason: str | None,
+        detail: str | None,
+        result: Mapping[str, Json] | None = None,
+        done: int | None = None,
+    ) -> None:
+        data = {**self.record.data, "done": self.done if done is None else done, "detail": detail}
+        ended = replace(self.record, state=state, reason=reason, result=result, ended_at=time.time(), data=data)
+        await self._store.put_eval(ended)
+        self.record = ended
+        self._policies.pins.unpin(ended.policy, ended.id)
+        self._bell.ring()
+        self.wake()
+
+    async def _cancel_groups(self) -> None:
+        for group_id in list(self._open):
+            with suppress(NotFound):
+                await self._groups.cancel(group_id)
+            self._open.discard(group_id)
+
+    async def _write(self, *, version: int | None = None, begun: int | None = None, pinning: bool = False) -> None:
+        if version is not None:
+            self.record = replace(self.record, version=version)
+        if pinning:
+            self._pin()
+        if begun is not None:
+            self.record = replace(self.record, data={**self.record.data, "begun": begun})
+        await self._store.put_eval(self.record)
+
+
+def group_name(eval_id: str, number: int) -> str:
+    return f"{eval_id}.{number}"

@@ -1,0 +1,382 @@
+"""One running sandbox, whichever runtime made it: exec, spawn, files, lease, kill. See `base.Sandbox`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import posixpath
+import signal
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rollyard.core.failure import MemoryLimit, SandboxLost, SandboxStartFailed
+from rollyard.sandbox.base import CONTROL_DIR, KILLED, WORKDIR, ExecResult, SandboxEnd, SandboxSpec
+from rollyard.sandbox.doorway import Doorway
+from rollyard.sandbox.egress.mirrors import OS_RELEASE, OS_RELEASE_BYTES, write_apt_files
+from rollyard.sandbox.egress.proxy import EgressProxy
+from rollyard.sandbox.launcher.init_client import InitClient, InitRequest, pid_of
+from rollyard.sandbox.launcher.message_socket import Message, PipeReader, PipeWriter
+
+END_S = 10.0
+"""How long a timed-out command may take to die. It is SIGKILLed: only one stuck in the kernel takes longer."""
+
+FILE_S = 600.0
+"""A file job is bounded by its size; this bounds a disk that hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxPaths:
+    """Where a sandbox's things are, and how its paths are spelled for the launcher."""
+
+    folder: Path  # the host's, all of it ours to delete
+    upper: Path  # what the sandbox writes, from its root on
+    control: Path
+    env: Mapping[str, str]
+    limits: Mapping[str, int] = field(default_factory=dict[str, int])
+    limits_in_force: dict[str, str] = field(default_factory=dict[str, str])
+    is_mapped: bool = True  # False: WORKDIR and CONTROL_DIR exist only as names for host folders
+    uid: int | None = None  # the host's, where it is not ours
+    groups: Sequence[str] = ()  # folders of its cgroup, to be removed when it is gone
+
+    @property
+    def work(self) -> Path:
+        return self.upper / WORKDIR.strip("/")
+
+    def path(self, path: str) -> str:
+        path = posixpath.join(WORKDIR, path)
+        if not self.is_mapped:
+            for name, host in ((WORKDIR, self.work), (CONTROL_DIR, self.control)):
+                if path == name or path.startswith(f"{name}/"):
+                    return f"{host}{path[len(name) :]}"
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeRequest:
+    """What is to be kept of a sandbox when it ends."""
+
+    target: Path
+    without: tuple[str, ...]
+
+
+class SpawnedProcess:
+    def __init__(self, keeper: InitClient, job: InitRequest, pid: int) -> None:
+        self._keeper, self._job, self._pid = keeper, job, pid
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    async def wait(self) -> int:
+        try:
+            return (await asyncio.shield(self._job.done))["status"]
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception:  # the sandbox went, and it with it
+            return -signal.SIGKILL
+
+    def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        self._keeper.signal(self._job, signum)
+
+
+class LaunchedSandbox:
+    def __init__(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        keeper: InitClient,
+        place: SandboxPaths,
+        *,
+        on_kill: Callable[[LaunchedSandbox, FreezeRequest | None], Awaitable[None]],
+        on_renew: Callable[[LaunchedSandbox], None],
+    ) -> None:
+        self._id, self._spec, self._keeper, self._place = sandbox_id, spec, keeper, place
+        self._on_kill, self._on_renew = on_kill, on_renew
+        self.expires_at = float("inf")
+        self.ending: asyncio.Task[None] | None = None  # the runtime's
+        self._doorway: Doorway | None = None
+        self._egress: EgressProxy | None = None
+        self._oom_seen = 0
+        self.odd_kills = 0
+        self.count_oom_kills: Callable[[], int] = lambda: 0  # the runtime's, where it can tell
+        self.count_host_kills: Callable[[], int] = lambda: 0  # the same
+
+    def __repr__(self) -> str:
+        return f"<sandbox {self._id}>"
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    @property
+    def control_dir(self) -> Path:
+        return self._place.control
+
+    @property
+    def control_path(self) -> str:
+        return self._place.path(CONTROL_DIR)
+
+    @property
+    def limits_in_force(self) -> Mapping[str, str]:
+        return self._place.limits_in_force
+
+    @property
+    def doorway(self) -> Doorway | None:
+        return self._doorway
+
+    @property
+    def _egress_env(self) -> Mapping[str, str]:
+        return {} if self._spec.egress is None else self._spec.egress.env
+
+    def open_doorway(self) -> None:
+        if self._keeper.doorway is not None:
+            port = self._keeper.doorway.getsockname()[1]
+            self._doorway = Doorway(self._keeper.doorway, port=port, owner=self._spec.owner)
+
+    async def open_egress(self) -> None:
+        """Serves the way out, if its spec asks for one."""
+        egress, sock = self._spec.egress, self._keeper.egress
+        if egress is None:
+            return
+        if sock is None:
+            raise SandboxStartFailed("this runtime has no way out for a sandbox; use bubblewrap or apptainer")
+        os_release = b""
+        if "apt" in egress.mirrors:
+            with contextlib.suppress(OSError, ValueError):  # an image without one, or with a strange one
+                os_release = await self.read(OS_RELEASE, limit_bytes=OS_RELEASE_BYTES)
+        write_apt_files(self.control_dir, self.control_path, egress.mirrors, os_release.decode("utf-8", "replace"))
+        self._egress = EgressProxy(sock, egress, owner=self._spec.owner)
+        await self._egress.serve()
+
+    def close_doorway(self) -> None:
+        """Before all else when it ends: an open connection would keep its network namespace."""
+        if self._doorway is not None:
+            self._doorway.close()
+        elif self._keeper.doorway is not None:
+            self._keeper.doorway.close()
+        if self._egress is not None:
+            self._egress.close()
+        elif self._keeper.egress is not None:
+            self._keeper.egress.close()
+
+    @property
+    def pid(self) -> int:
+        """The keeper's, as the host sees it; for /proc only."""
+        return self._keeper.pid
+
+    @property
+    def oom_kills(self) -> int:
+        return self.count_oom_kills()
+
+    @property
+    def host_kills(self) -> int:
+        return self.count_host_kills()
+
+    @property
+    def end(self) -> SandboxEnd | None:
+        return self._keeper.end
+
+    async def ended(self) -> SandboxEnd:
+        return await asyncio.shield(self._keeper.ended)
+
+    def renew(self, lease_s: float) -> None:
+        self.expires_at = asyncio.get_running_loop().time() + lease_s
+        self._on_renew(self)
+
+    async def kill(self) -> None:
+        await self._on_kill(self, None)
+
+    async def freeze(self, target: Path, *, without: Sequence[str] = ()) -> None:
+        await self._on_kill(self, FreezeRequest(target, tuple(without)))
+
+    # --- commands ---
+
+    def _run(
+        self,
+        argv: Sequence[str],
+        fds: Mapping[int, int],
+        *,
+        tty: int | None = None,
+        cwd: str,
+        env: Mapping[str, str] | None,
+        is_spawned: bool,
+    ) -> InitRequest:
+        request: Message = {
+            "op": "run",
+            "argv": list(argv),
+            "cwd": self._place.path(cwd),
+            "env": {**self._keeper.env, **self._place.env, **self._egress_env, **(env or {})},
+            "limits": self._place.limits,
+            "slots": list(fds),
+            "tty": tty is not None,
+            "tell": is_spawned,
+            "reaps": not is_spawned,  # orphans come to an exec'd command, so that a timeout finds them
+        }
+        return self._keeper.request(request, [*fds.values(), *([] if tty is None else [tty])])
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str = WORKDIR,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        output_bytes: int = 1 << 20,
+    ) -> ExecResult:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
+        if not argv:
+            raise ValueError("an empty command")
+        pipes: list[PipeReader | PipeWriter] = []
+        job = None
+        try:
+            pipes.append(out := PipeReader(output_bytes))
+            pipes.append(err := PipeReader(output_bytes))
+            fds = {1: out.writer, 2: err.writer}
+            if stdin:
+                pipes.append(feeder := PipeWriter(stdin))
+                fds[0] = feeder.reader
+            job = self._run(argv, fds, cwd=cwd, env=env, is_spawned=False)
+            for pipe in pipes:
+                pipe.started()
+            done, _ = await asyncio.wait([job.done], timeout=max(timeout_s, 0.0))
+            is_timed_out = not done
+            if is_timed_out:
+                self._keeper.end_job(job)
+                done, _ = await asyncio.wait([job.done], timeout=END_S)
+                if not done:
+                    raise SandboxLost(f"a command did not die within {END_S} s of SIGKILL")
+            status = job.done.result()["status"]
+            out.finish()
+            err.finish()
+            dropped = out.dropped_bytes + err.dropped_bytes
+            duration_s, is_oom = loop.time() - began, self._is_out_of_memory(status)
+            if status in KILLED and not is_timed_out and not is_oom:
+                self.odd_kills += 1
+            return ExecResult(status, bytes(out.data), bytes(err.data), duration_s, is_timed_out, dropped, is_oom)
+        finally:
+            if job is not None:
+                self._keeper.end_job(job)  # nothing if it is done: only for a caller who was cancelled
+            for pipe in pipes:
+                pipe.close()
+
+    def _is_out_of_memory(self, status: int) -> bool:
+        if status not in KILLED:
+            return False
+        before, self._oom_seen = self._oom_seen, self.oom_kills
+        return self._oom_seen > before
+
+    async def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        fds: Mapping[int, int],
+        tty: int | None = None,
+        cwd: str = WORKDIR,
+        env: Mapping[str, str] | None = None,
+    ) -> SpawnedProcess:
+        if not {0, 1, 2} <= fds.keys():
+            raise ValueError("descriptors 0, 1 and 2 must be given")
+        job = self._run(argv, fds, tty=tty, cwd=cwd, env=env, is_spawned=True)
+        try:
+            pidfd = await asyncio.shield(job.started)
+        except asyncio.CancelledError:
+            job.started.add_done_callback(lambda future: future.exception() or os.close(future.result()))
+            self._keeper.end_job(job)
+            raise
+        try:
+            pid = pid_of(pidfd)
+        finally:
+            os.close(pidfd)
+        return SpawnedProcess(self._keeper, job, pid)
+
+    # --- files ---
+
+    def _file_job(self, op: str, path: str, fd: int, **more: int) -> InitRequest:
+        return self._keeper.request({"op": op, "path": self._place.path(path), **more}, [fd])
+
+    async def _answer(self, job: InitRequest, path: str) -> Message:
+        try:
+            done, _ = await asyncio.wait([job.done], timeout=FILE_S)
+            if not done:
+                raise SandboxLost(f"a file job did not end within {FILE_S} s")
+        finally:
+            self._keeper.end_job(job)
+        answer = job.done.result()
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        if "errno" in answer:
+            if answer["errno"] == errno.ELOOP:
+                raise ValueError(f"{path}: {answer['strerror']}")
+            raise OSError(answer["errno"], answer["strerror"], path)
+        if "done" not in answer:
+            if self._is_out_of_memory(answer.get("status", 0)):  # what it packs is the sandbox's, and so is its memory
+                raise MemoryLimit(f"{path} could not be handled within the sandbox's memory")
+            raise SandboxLost(f"a file job was killed (status {answer.get('status')})")
+        return answer
+
+    async def read(self, path: str, *, limit_bytes: int) -> bytes:
+        pipe = PipeReader(limit_bytes)
+        try:
+            job = self._file_job("read", path, pipe.writer, limit=limit_bytes)
+            pipe.started()
+            await self._answer(job, path)
+            await pipe.end()
+            return bytes(pipe.data)
+        finally:
+            pipe.close()
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        pipe = PipeWriter(data)
+        try:
+            job = self._file_job("write", path, pipe.reader, mode=mode)
+            pipe.started()
+            await self._answer(job, path)
+        finally:
+            pipe.close()
+
+    async def upload(self, source: Path, path: str) -> None:
+        fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            await self._answer(self._file_job("upload", path, fd), path)
+        finally:
+            os.close(fd)
+
+    async def unpack(self, archive: Path, path: str) -> None:
+        fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            await self._answer(self._file_job("unpack", path, fd), path)
+        finally:
+            os.close(fd)
+
+    async def download(self, path: str, target: Path, *, limit_bytes: int) -> Literal["file", "tar"]:
+        partial = target.with_name(f".{target.name}.{os.urandom(6).hex()}")
+        with _of_the_host(target):
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            answer = await self._answer(self._file_job("download", path, fd, limit=limit_bytes), path)
+            with _of_the_host(target):
+                partial.replace(target)
+            return "tar" if answer["done"]["kind"] == "tar" else "file"
+        finally:
+            os.close(fd)
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _of_the_host(target: Path) -> Generator[None, None, None]:
+    """A missing folder of the host must not be reported as a missing file of the sandbox."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(errno.EIO, f"the folder to download to is gone: {error.strerror}", str(target)) from error

@@ -1,0 +1,258 @@
+"""File jobs, done inside a sandbox by a forked child of its keeper: read, write, upload, download, unpack.
+
+Standard library only, as `kernel.py`. Nothing may be loaded late: the files there are not ours. The paths are the
+sandbox's; what is not a plain file or folder is refused, never waited for; sizes are bounded.
+"""
+
+# Descriptors and raw paths: pathlib would only be more to load.
+# ruff: noqa: PTH101, PTH103, PTH104, PTH108, PTH112, PTH114, PTH115, PTH116, PTH118, PTH211
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tarfile
+import warnings  # noqa: F401  tarfile and os load it when first needed: too late inside
+from collections.abc import Callable
+from typing import Any
+
+Message = dict[str, Any]
+
+CHUNK = 1 << 20
+LATEST = 1 << 33  # a file's time in an archive: beyond the year 2242 not every file system can set it
+
+
+class Refused(Exception):
+    """Not an error of the system: the file is not what was asked for."""
+
+
+class Unwritten(Exception):
+    """The host's side could not be written: ours to mend, never the sandbox's doing."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class Bounded:
+    """A file of the host's that refuses more than `limit` bytes."""
+
+    def __init__(self, fd: int, limit: int) -> None:
+        self.fd, self.limit, self.count = fd, limit, 0
+
+    def write(self, data: bytes) -> int:
+        self.count += len(data)
+        if self.count > self.limit:
+            raise Refused(f"more than {self.limit} bytes")
+        try:
+            write_all(self.fd, data)
+        except OSError as error:
+            raise Unwritten(error) from None
+        return len(data)
+
+
+def open_regular(path: str) -> tuple[int, os.stat_result]:
+    """Missing, or a folder: an OSError. Whatever else keeps it from being read is what the sandbox made of it."""
+    try:
+        fd = open_allowed(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}") from None
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode):
+        return fd, found
+    os.close(fd)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise Refused(f"{path} is not a regular file")
+
+
+def open_allowed(path: str, flags: int) -> int:
+    """Opens what its owner, who we are here, forbade to itself; its mode stays as it was."""
+    try:
+        return os.open(path, flags)
+    except PermissionError:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        os.chmod(path, mode | 0o400)
+        try:
+            return os.open(path, flags)
+        finally:
+            os.chmod(path, mode)
+
+
+def copy(source: int, write: Callable[[bytes], object]) -> None:
+    while data := os.read(source, CHUNK):
+        write(data)
+
+
+def create(path: str, mode: int, source: int) -> None:
+    """Whole or not at all: a link or FIFO at `path` is replaced, never followed or waited for."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    folder, name = os.path.split(path)
+    os.makedirs(folder or ".", exist_ok=True)
+    partial = os.path.join(folder, f".{name[:200]}.{os.getpid()}.{os.urandom(4).hex()}")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        copy(source, lambda data: write_all(fd, data))
+        os.fchmod(fd, mode)
+        os.rename(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+    finally:
+        os.close(fd)
+
+
+def copy_folder(source: int, path: str) -> None:
+    """The host's folder (a descriptor of it) to `path`: folders, files and links as they are, nothing else."""
+    os.makedirs(path, exist_ok=True)
+    for name in os.listdir(source):
+        found = os.stat(name, dir_fd=source, follow_symlinks=False)
+        inner = os.path.join(path, name)
+        if stat.S_ISLNK(found.st_mode):
+            if os.path.lexists(inner):
+                os.unlink(inner)
+            os.symlink(os.readlink(name, dir_fd=source), inner)
+        elif stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=source)
+            try:
+                if stat.S_ISDIR(found.st_mode):
+                    copy_folder(fd, inner)
+                else:
+                    create(inner, stat.S_IMODE(found.st_mode) & 0o777, fd)
+            finally:
+                os.close(fd)
+    os.chmod(path, stat.S_IMODE(os.fstat(source).st_mode) & 0o777 | 0o700)
+
+
+def listed(folder: str) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name. One that its owner shut is opened, and stays so."""
+    mode = stat.S_IMODE(os.stat(folder).st_mode)
+    if mode & 0o500 != 0o500:
+        os.chmod(folder, mode | 0o700)
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name, reverse=True)
+
+
+def pack_folder(folder: str, archive: tarfile.TarFile) -> None:
+    """Adds what is in `folder`; never asks the sandbox's name service who owns a file.
+
+    Processes of the sandbox may be at work in it: what vanishes is left out, what cannot be read is refused.
+    """
+    left = [("", entry) for entry in listed(folder)]  # a stack: folders can be deeper than calls
+    while left:
+        above, entry = left.pop()
+        name = f"{above}{entry.name}"
+        try:
+            is_folder = pack(entry, name, archive)
+            if is_folder:
+                left += [(f"{name}/", inner) for inner in listed(entry.path)]
+        except FileNotFoundError:
+            continue
+
+
+def pack(entry: os.DirEntry[str], name: str, archive: tarfile.TarFile) -> bool:
+    """Adds one entry. True: it is a folder, and what is in it comes next."""
+    info = tarfile.TarInfo(name)
+    found = entry.stat(follow_symlinks=False)
+    info.mode = stat.S_IMODE(found.st_mode)
+    info.mtime = max(0, min(int(found.st_mtime), LATEST))
+    if entry.is_symlink():
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(entry.path)
+        archive.addfile(info)
+    elif entry.is_dir(follow_symlinks=False):
+        info.type = tarfile.DIRTYPE
+        archive.addfile(info)
+        return True
+    elif entry.is_file(follow_symlinks=False):
+        fd, found = open_regular(entry.path)
+        info.size = found.st_size
+        with open(fd, "rb") as file:
+            try:
+                archive.addfile(info, file)
+            except OSError as error:
+                raise Refused(f"{entry.path} changed while it was read") from error
+    return False
+
+
+def do_read(request: Message, fds: list[int]) -> Message:
+    source, found = open_regular(request["path"])
+    if found.st_size > request["limit"]:  # a sparse terabyte is refused before it is read
+        raise Refused(f"{request['path']} has {found.st_size} bytes, more than {request['limit']}")
+    copy(source, Bounded(fds[0], request["limit"]).write)
+    return {}
+
+
+def do_write(request: Message, fds: list[int]) -> Message:
+    create(request["path"], request["mode"], fds[0])
+    return {}
+
+
+def do_upload(request: Message, fds: list[int]) -> Message:
+    found = os.fstat(fds[0])
+    if stat.S_ISDIR(found.st_mode):
+        copy_folder(fds[0], request["path"])
+    else:
+        create(request["path"], stat.S_IMODE(found.st_mode) & 0o777, fds[0])
+    return {}
+
+
+def do_download(request: Message, fds: list[int]) -> Message:
+    bounded = Bounded(fds[0], request["limit"])
+    try:
+        source, found = open_regular(request["path"])
+    except IsADirectoryError:
+        with tarfile.open(fileobj=bounded, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
+            try:
+                pack_folder(request["path"], archive)
+            except OSError as error:
+                raise Refused(f"{request['path']}: {error.strerror}") from None
+        return {"kind": "tar"}
+    if found.st_size > request["limit"]:
+        raise Refused(f"{request['path']} has {found.st_size} bytes, more than {request['limit']}")
+    copy(source, bounded.write)
+    return {"kind": "file"}
+
+
+def do_unpack(request: Message, fds: list[int]) -> Message:
+    """What `pack_folder` packed. Members lie below the folder by construction: their names came from scandir."""
+    folder = request["path"]
+    os.makedirs(folder, exist_ok=True)
+    with open(fds[0], "rb", closefd=False) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+        for info in archive:
+            path = os.path.join(folder, info.name)
+            if info.isdir():
+                os.makedirs(path, exist_ok=True)
+                os.chmod(path, info.mode & 0o777 | 0o700)
+            elif info.issym():
+                if os.path.lexists(path):
+                    os.unlink(path)
+                os.symlink(info.linkname, path)
+            elif (content := archive.extractfile(info)) is not None:
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                try:
+                    while data := content.read(CHUNK):
+                        write_all(fd, data)
+                    os.fchmod(fd, info.mode & 0o777)
+                    os.utime(fd, (info.mtime, info.mtime))
+                finally:
+                    os.close(fd)
+    return {}
+
+
+FILE_JOBS = {
+    "read": do_read,
+    "write": do_write,
+    "upload": do_upload,
+    "download": do_download,
+    "unpack": do_unpack,
+}

@@ -1,0 +1,1 @@
+"""Resource limits of sandboxes: control groups, and a monitor for what the kernel does not enforce."""

@@ -1,0 +1,344 @@
+"""Limits that the kernel enforces: one control group per sandbox, by the best means that this machine has.
+
+    delegated cgroup v2 ── a v2 scope asked of systemd ── cgroup v1 as root ── None: only rlimits and the warden
+
+All groups of a runtime lie below one folder with its `mark`, inside the group that this process is in already, so that
+whoever limited the service limits its sandboxes too; only where that cannot be divided, in the next one above. In v2 a
+group with processes can give no controllers to groups below it: this process then first moves itself (and its children)
+aside, into a leaf `rollyard-service`.
+
+Invariants. `find` believes nothing that it has not done: it makes a group, sets every limit and removes it.
+`sweep` ends and removes what carries our mark, and nothing else. Groups hold no processes of the host: a group is
+entered by the sandbox's first process, and left by nobody.
+
+Entering. In v1 the single-threaded process writes "0" into each descriptor of `open_procs` itself; these are of the
+`tasks` files, not of `cgroup.procs`: only so does the kernel move it without the lock that stops all forks, whose
+taking waits for an RCU grace period (measured on an idle 6.18 kernel: 0.09 ms for three hierarchies, against 11 to
+16 ms). In v2 a write to `cgroup.procs` has no such way round, but clone3 has: CLONE_INTO_CGROUP with `open_folder`.
+"""
+
+# Kernel files by raw path: pathlib would add more time than the calls take.
+# ruff: noqa: PTH102, PTH118, PTH119, PTH120
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rollyard.sandbox.limits import cgroup_files as files
+
+Means = Literal["cgroup v2", "systemd", "cgroup v1"]
+
+LEAF = "rollyard-service"
+BUS_S = 5.0
+
+_V1_USAGE = "memory.usage_in_bytes"
+_BATCH_BYTES = 8 << 20  # more than the kernel charges at once, with pages of 64 KiB as well
+_CONTROLLERS = {"memory": "memory", "processes": "pids", "cpus": "cpu"}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvents:
+    oom_kills: int  # processes killed at this group's own memory limit
+    host_kills: int  # processes killed because a group above it, or the whole machine, was short of memory
+    processes_refused: int
+    memory_bytes: int  # now, page cache included
+    processes: int  # now, threads included
+
+
+class Group:
+    """One sandbox's. `folders` has one per controller that limits it; in v2 all are the same."""
+
+    def __init__(self, folders: Mapping[str, str], is_v2: bool) -> None:
+        self.folders, self.is_v2 = folders, is_v2
+        self._unique = list(dict.fromkeys(folders.values()))
+
+    @property
+    def unique_folders(self) -> list[str]:
+        return self._unique
+
+    @property
+    def procs_files(self) -> list[str]:
+        """Where "0" is written by the process that enters; see above."""
+        return [os.path.join(folder, "cgroup.procs" if self.is_v2 else "tasks") for folder in self._unique]
+
+    def open_procs(self) -> list[int]:
+        """The same, opened: who may write is decided by who opened, so that an unprivileged process can enter."""
+        return files.open_all(self.procs_files, os.O_WRONLY)
+
+    def open_folder(self) -> int | None:
+        """For clone3 with CLONE_INTO_CGROUP. None in v1, which has no such thing, and where nothing is limited."""
+        if not self.is_v2 or not self._unique:
+            return None
+        return os.open(self._unique[0], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def event_files(self) -> list[str]:
+        """For the warden."""
+        names = {"memory": "memory.events" if self.is_v2 else "memory.oom_control", "pids": "pids.events"}
+        return [os.path.join(folder, names[key]) for key, folder in self.folders.items() if key in names]
+
+    def events(self) -> GroupEvents:
+        """Zero for what is not limited, or when the group is gone."""
+        memory, pids = self.folders.get("memory", ""), self.folders.get("pids", "")
+        kills, used = ("memory.events", "memory.current") if self.is_v2 else ("memory.oom_control", _V1_USAGE)
+        # The kernel counts a kill in the group of the process, whichever group's limit caused it.
+        killed = files.field(os.path.join(memory, kills), "oom_kill")
+        is_own = killed and self._was_full(memory)
+        return GroupEvents(
+            oom_kills=killed if is_own else 0,
+            host_kills=0 if is_own else killed,
+            processes_refused=files.field(os.path.join(pids, "pids.events"), "max"),
+            memory_bytes=files.number(os.path.join(memory, used)),
+            processes=files.number(os.path.join(pids, "pids.current")),
+        )
+
+    def _was_full(self, memory: str) -> bool:
+        """Whether its own limit was ever reached. v1 does not count refusals (Linux 6.18), so there it compares the
+        highest use with the limit, less one batch of pages. Page cache counts as use: in v1, a sandbox that once filled
+        its limit with it is blamed for a later kill by the machine."""
+        if self.is_v2:
+            return files.field(os.path.join(memory, "memory.events"), "oom") > 0
+        limit = files.number(os.path.join(memory, "memory.limit_in_bytes"))
+        return files.number(os.path.join(memory, "memory.max_usage_in_bytes")) >= limit - max(limit >> 5, _BATCH_BYTES)
+
+    def kill(self) -> None:
+        """Kills all that is in it: by cgroup.kill, which no fork outruns, or one by one until a look finds none."""
+        for folder in self._unique:
+            try:
+                files.write(os.path.join(folder, "cgroup.kill"), "1")
+            except OSError:  # v1, or Linux before 5.14
+                files.kill_members(folder)
+
+    def remove(self, bound_s: float = 1.0) -> bool:
+        """False: something in it still dies after `bound_s`. Kills nothing."""
+        left = [folder for folder in self._unique if not files.rmdir(folder, bound_s)]  # each is tried
+        return not left
+
+
+class Cgroups:
+    """The groups of one runtime. Blocking, each call well below a millisecond except `find`, `sweep` and `close`."""
+
+    def __init__(self, means: Means, mark: str, roots: Mapping[str, str], mounts: list[str]) -> None:
+        self.means: Means = means
+        self._name, self._roots, self._mounts = f"rollyard-{mark}", roots, mounts
+
+    @property
+    def enforces(self) -> frozenset[str]:
+        return frozenset(limit for limit, controller in _CONTROLLERS.items() if controller in self._roots)
+
+    @classmethod
+    def find(cls, mark: str) -> Cgroups | None:
+        """The best means that works here for memory and processes; else the first that limits anything at all."""
+        partial: Cgroups | None = None
+        steps: list[Callable[[str], Cgroups | None]] = [find_v2, _find_by_systemd, _find_v1]
+        for step in steps:
+            with contextlib.suppress(OSError):
+                if (found := step(mark)) is None:
+                    continue
+                if {"memory", "processes"} <= found.enforces:
+                    if partial:
+                        partial.close()
+                    return found
+                partial = partial or found
+        return partial
+
+    def plan(
+        self, name: str, memory_bytes: int | None, processes: int | None, cpus: float | None
+    ) -> tuple[Group, list[tuple[str, list[tuple[str, str, bool]]]]]:
+        """A group that is still to be made: each folder, with (file, value, is optional) to write in it.
+
+        None is no limit. One that this means cannot enforce (see `enforces`) is left out: the caller reports it.
+        """
+        wanted = {"memory": memory_bytes, "pids": processes, "cpu": cpus}
+        folders = {
+            controller: os.path.join(root, name)
+            for controller, root in self._roots.items()
+            if wanted[controller] is not None
+        }
+        group = Group(folders, is_v2=self.means != "cgroup v1")
+        work: dict[str, list[tuple[str, str, bool]]] = {folder: [] for folder in folders.values()}
+        for controller, folder in folders.items():
+            settings = files.settings(controller, wanted[controller] or 0, group.is_v2)
+            work[folder] += [(file, value, file in files.SWAP) for file, value in settings]
+        return group, list(work.items())
+
+    def make(self, name: str, memory_bytes: int | None, processes: int | None, cpus: float | None) -> Group:
+        """A new, empty group. OSError, and nothing left, if the kernel refuses one of its limits."""
+        group, work = self.plan(name, memory_bytes, processes, cpus)
+        made: list[str] = []
+        try:
+            for folder, settings in work:
+                os.mkdir(folder)
+                made.append(folder)
+                for file, value, is_optional in settings:
+                    files.write(os.path.join(folder, file), value, is_optional=is_optional)
+        except OSError:
+            for folder in made:
+                files.rmdir(folder, 0.0)
+            raise
+        return group
+
+    def probe(self) -> None:
+        """Makes and removes a group with every limit there is."""
+        group = self.make(f"probe-{os.getpid()}", 1 << 26, 16, 1.0)
+        try:
+            for fd in group.open_procs():
+                os.close(fd)
+        finally:
+            group.remove()
+
+    def sweep(self) -> int:
+        """Ends and removes the groups that an earlier process with our mark left. Before the first `make` only."""
+        roots = dict.fromkeys(self._roots.values())  # our own first: however large the tree, these are not missed
+        roots |= dict.fromkeys(ours for mount in self._mounts for ours in files.folders_named(mount, self._name))
+        left = [os.path.join(ours, entry) for ours in roots for entry in files.folders_in(ours)]
+        for folder in left:
+            group = Group({"any": folder}, is_v2=self.means != "cgroup v1")
+            group.kill()
+            group.remove()
+        for ours in roots:
+            if ours not in self._roots.values():
+                files.rmdir(ours, 0.0)
+        return len(left)
+
+    def close(self) -> None:
+        """Removes the folder of all groups, if they are gone."""
+        for root in dict.fromkeys(self._roots.values()):
+            files.rmdir(root, 0.0)
+
+
+def group_of(pid: int) -> Group:
+    """The one that somebody else, a container engine say, has put a process into; without folders if it shares ours."""
+    ours, theirs = files.own_folders("/proc"), files.own_folders("/proc", str(pid))
+    is_v2 = "memory" not in theirs
+    folders = {key: theirs.get("" if is_v2 else key) for key in ("memory", "pids")}
+    shared = {ours.get(key) for key in ours}
+    return Group({key: at[0] for key, at in folders.items() if at is not None and at not in shared}, is_v2)
+
+
+# --- the means, one by one ----------------------------------------------------------------------------
+
+
+def find_v2(mark: str, *, means: Means = "cgroup v2", proc: str = "/proc") -> Cgroups | None:
+    """A part of the v2 tree that is ours to divide. `proc` is where a test keeps its own tree's description."""
+    at = files.own_folders(proc).get("")
+    if at is None:
+        return None
+    base, mount = at
+    if os.path.basename(base) == LEAF:  # another runtime of this process was here first
+        base = os.path.dirname(base)
+    wanted = set(_CONTROLLERS.values()) & set(files.read(os.path.join(base, "cgroup.controllers")).split())
+    if not wanted or not os.access(os.path.join(base, "cgroup.procs"), os.W_OK):
+        return None
+    given = _give_down(base, wanted)
+    if given != wanted:
+        given = _move_aside_and_give(base, wanted)
+    if not {"memory", "pids"} <= given and (above := _above(base, mount)) is not None:
+        base, given = above
+    if not given:
+        return None
+    root = os.path.join(base, f"rollyard-{mark}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(root)
+    controllers = _give_down(root, given)
+    return _probed(Cgroups(means, mark, {name: root for name in _CONTROLLERS.values() if name in controllers}, [mount]))
+
+
+def _above(base: str, mount: str) -> tuple[str, set[str]] | None:
+    """The nearest group above ours that gives memory and pids down already and lets us write: mostly root's luck.
+
+    Nothing is changed there. What limits our own group does not limit the sandboxes then.
+    """
+    while base != mount and len(base) > len(mount):
+        base = os.path.dirname(base)
+        given = set(_CONTROLLERS.values()) & set(files.read(os.path.join(base, "cgroup.subtree_control")).split())
+        if {"memory", "pids"} <= given and os.access(os.path.join(base, "cgroup.procs"), os.W_OK):
+            return base, given
+    return None
+
+
+def _give_down(folder: str, controllers: set[str]) -> set[str]:
+    """Lets groups below `folder` have these; those that they then have."""
+    path = os.path.join(folder, "cgroup.subtree_control")
+    for controller in controllers - set(files.read(path).split()):
+        with contextlib.suppress(OSError):
+            files.write(path, f"+{controller}")
+    return controllers & set(files.read(path).split())
+
+
+def _move_aside_and_give(base: str, controllers: set[str]) -> set[str]:
+    """The rule of no inner processes: ours go into a leaf. Where others' are left, all is put back as it was."""
+    leaf, moved = os.path.join(base, LEAF), list[int]()
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(leaf)
+    for pid in files.members(base):
+        if files.is_ours(pid):
+            with contextlib.suppress(ProcessLookupError):
+                files.write(os.path.join(leaf, "cgroup.procs"), str(pid))
+                moved.append(pid)
+    given = _give_down(base, controllers)
+    if not given:
+        for pid in moved:
+            with contextlib.suppress(OSError):
+                files.write(os.path.join(base, "cgroup.procs"), str(pid))
+        files.rmdir(leaf, 0.1)
+    return given
+
+
+def _find_by_systemd(mark: str) -> Cgroups | None:
+    """Asks systemd (the user's own, unless we are root) for a delegated scope around this process; that is v2 again.
+
+    `systemd-run --scope` would do the same for a new command; this is the call that it makes, for a running one.
+    """
+    at = files.own_folders("/proc").get("")
+    if at is None or "memory" not in files.read(os.path.join(at[1], "cgroup.controllers")).split():
+        return None  # the v2 tree has no controllers: a scope in it would limit nothing
+    unit = f"rollyard-{mark}-{os.getpid()}.scope"
+    bus = ["busctl", "--system" if os.geteuid() == 0 else "--user", f"--timeout={BUS_S}", "call"]
+    service = ["org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"]
+    properties = ["2", "PIDs", "au", "1", str(os.getpid()), "Delegate", "b", "true"]
+    call = [*bus, *service, "StartTransientUnit", "ssa(sv)a(sa(sv))", unit, "fail", *properties, "0"]
+    try:
+        subprocess.run(call, check=True, capture_output=True, timeout=2 * BUS_S, stdin=subprocess.DEVNULL)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    give_up = time.monotonic() + BUS_S
+    while unit not in files.read("/proc/self/cgroup"):  # the answer only says that the job is queued
+        if time.monotonic() > give_up:
+            return None
+        time.sleep(0.01)
+    return find_v2(mark, means="systemd")
+
+
+def _find_v1(mark: str) -> Cgroups | None:
+    """One hierarchy per controller, each by itself: those that we may write to."""
+    own, roots, mounts = files.own_folders("/proc"), dict[str, str](), list[str]()
+    for controller in _CONTROLLERS.values():
+        if controller not in own:
+            continue
+        base, mount = own[controller]
+        root = os.path.join(base, f"rollyard-{mark}")
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(root)
+            with contextlib.suppress(OSError):  # Linux before 5.11; later it is so by itself
+                files.write(os.path.join(root, "memory.use_hierarchy"), "1")
+            if _probed(Cgroups("cgroup v1", mark, {controller: root}, [mount])):
+                roots[controller] = root
+                mounts.append(mount)
+    return Cgroups("cgroup v1", mark, roots, mounts) if roots else None
+
+
+def _probed(cgroups: Cgroups) -> Cgroups | None:
+    try:
+        cgroups.probe()
+    except OSError:
+        cgroups.close()
+        return None
+    return cgroups if cgroups.enforces else None

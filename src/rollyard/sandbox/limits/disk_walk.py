@@ -1,0 +1,215 @@
+"""How much disk a sandbox has taken, in bytes and in files: what is below its folders, and files that are deleted but
+held open. Bytes are allocated blocks; a file is whatever takes an inode, so folders and links are files too.
+
+A walk is done in slices: `DiskWalk.go_on` works until a moment and goes on from there the next time, so that a million
+files cost the warden no more at once than ten. It ends early once the limit is passed.
+
+Invariants. No link is followed and no name resolved twice: each step opens one name in an open folder, so that what is
+renamed or replaced under the walk leads nowhere else. The upper folders stay open, so that no renaming below loses
+them; deeper than `MAX_OPEN` the way back up is by "..", checked by inode, so that depth costs no descriptors. A file
+with many names counts once; a hole counts nothing. What vanishes counts nothing. What its owner forbade to itself is
+looked into all the same, and has its mode again afterwards.
+
+Not seen: a deleted file that is held only by a mapping.
+"""
+
+# ruff: noqa: PTH101, PTH116, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Generator, Sequence
+
+BLOCK = 512  # st_blocks counts in these, whatever the file system's own size
+MAX_REMEMBERED = 1_000_000
+"""Folders still to visit, or files with several names: beyond that the tree itself is an attack, and over its limit."""
+
+MAX_OPEN = 32
+MAX_FORBIDDEN = 256  # on one way down: these must stay open at any depth; more of them are an attack as well
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_Key = tuple[int, int]
+Tree = Callable[[], list[int]]
+
+
+class DiskWalk:
+    """One walk. `used_bytes` and `used_files` are complete once `is_done`; `over` may come earlier."""
+
+    def __init__(
+        self,
+        folders: Sequence[str],
+        most_bytes: float,
+        tree: Tree,
+        not_disk: Callable[[int], set[int]],
+        most_files: float = math.inf,
+    ) -> None:
+        """`tree` names the sandbox's processes, `not_disk(pid)` devices that it sees and that are memory."""
+        self._most_bytes, self._most_files = most_bytes, most_files
+        self._tree, self._not_disk = tree, not_disk
+        self.used_bytes = self.used_files = 0
+        self.is_done = False
+        self.over = ""  # the limit that it is beyond: "disk" or "files"
+        self._remembered = self._held = 0
+        self._linked: set[_Key] = set()
+        self._steps = self._all(folders)
+
+    def go_on(self, until: float) -> None:
+        """Works until that moment of `time.monotonic`, or to the end."""
+        while not self.is_done:
+            for _ in range(64):  # entries between two looks at the clock
+                is_attack = self._remembered > MAX_REMEMBERED or self._held > MAX_FORBIDDEN
+                if is_attack or self.used_bytes > self._most_bytes:
+                    self.over, self.is_done = "disk", True
+                elif self.used_files > self._most_files:
+                    self.over, self.is_done = "files", True
+                elif next(self._steps, True):
+                    self.is_done = True
+                if self.is_done:
+                    self._steps.close()
+                    return
+            if time.monotonic() >= until:
+                return
+
+    def stop(self) -> None:
+        self._steps.close()
+
+    def _all(self, folders: Sequence[str]) -> Generator[None, None, None]:
+        for folder in folders:
+            yield from self._below(folder)
+        yield from self._deleted()
+
+    def _below(self, folder: str) -> Generator[None, None, None]:
+        if (here := WalkedFolder.opened(folder, None)) is None:
+            return
+        above: list[WalkedFolder] = []
+        try:
+            yield from self._list(here)
+            while True:
+                if here.waiting:
+                    inner = WalkedFolder.opened(here.waiting.pop(), here.fd)
+                    self._remembered -= 1
+                    if inner is not None:
+                        if len(above) >= MAX_OPEN and here.forbidden is None:
+                            here.close()
+                        above.append(here)
+                        self._held += here.forbidden is not None
+                        here = inner
+                        yield from self._list(here)
+                elif above:
+                    outer = above.pop()
+                    self._held -= outer.forbidden is not None
+                    if outer.fd < 0:
+                        outer.reopen(here.fd)
+                    here.close()
+                    while outer.fd < 0:  # moved meanwhile: on with the last one that is still open
+                        self._remembered -= len(outer.waiting)
+                        outer = above.pop()
+                        self._held -= outer.forbidden is not None
+                    here = outer
+                else:
+                    return
+                yield
+        finally:
+            for level in (here, *above):
+                level.close()
+
+    def _list(self, here: WalkedFolder) -> Generator[None, None, None]:
+        """Counts what is directly in `here` (itself included) and notes its folders."""
+        try:
+            self._count(os.fstat(here.fd))
+            with os.scandir(here.fd) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        here.waiting.append(entry.name)
+                        self._remembered += 1
+                    else:
+                        with contextlib.suppress(OSError):
+                            self._count(entry.stat(follow_symlinks=False))
+                    yield
+        except OSError:
+            return  # removed under us
+
+    def _count(self, found: os.stat_result) -> None:
+        if found.st_nlink > 1 and not stat.S_ISDIR(found.st_mode):
+            if _key(found) in self._linked:
+                return
+            self._linked.add(_key(found))
+            self._remembered += 1
+        self.used_bytes += found.st_blocks * BLOCK
+        self.used_files += 1
+
+    def _deleted(self) -> Generator[None, None, None]:
+        """What no folder shows any more, and a process still holds."""
+        held: set[_Key] = set()
+        for pid in self._tree():
+            try:
+                names = os.listdir(f"/proc/{pid}/fd")
+            except OSError:
+                continue
+            memory: set[int] | None = None
+            for name in names:
+                try:
+                    found = os.stat(f"/proc/{pid}/fd/{name}")
+                except OSError:
+                    continue
+                if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 and _key(found) not in held:
+                    memory = self._not_disk(pid) if memory is None else memory
+                    held.add(_key(found))
+                    if found.st_dev not in memory:
+                        self.used_bytes += found.st_blocks * BLOCK
+                        self.used_files += 1
+                yield
+
+
+class WalkedFolder:
+    """A folder on the way down: its descriptor (-1: closed meanwhile), and its folders that are still to be visited.
+
+    `forbidden` is the mode under which its owner, who we are, could not look into it. It has that again once closed.
+    """
+
+    def __init__(self, fd: int, found: os.stat_result, forbidden: int | None) -> None:
+        self.fd, self.key, self.forbidden = fd, _key(found), forbidden
+        self.waiting: list[str] = []
+
+    @classmethod
+    def opened(cls, name: str, above: int | None) -> WalkedFolder | None:
+        """None: it is no folder any more, or not ours to look into."""
+        fd, forbidden, needed = -1, None, stat.S_IRUSR | stat.S_IXUSR
+        try:
+            fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+            found, path = os.fstat(fd), f"/proc/self/fd/{fd}"  # this path is that very folder, whoever renames what
+            if found.st_mode & needed != needed and found.st_uid == os.geteuid() != 0:
+                forbidden = stat.S_IMODE(found.st_mode)
+                os.chmod(path, forbidden | needed)
+            return cls(os.open(path, _FOLDER), found, forbidden)
+        except OSError:
+            return None
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def reopen(self, below: int) -> None:
+        """From a folder in it. Its descriptor stays -1 if that was moved elsewhere."""
+        with contextlib.suppress(OSError):
+            fd = os.open("..", _FOLDER, dir_fd=below)
+            if _key(os.fstat(fd)) == self.key:
+                self.fd = fd
+            else:
+                os.close(fd)
+
+    def close(self) -> None:
+        if self.fd < 0:
+            return
+        if self.forbidden is not None:
+            with contextlib.suppress(OSError):
+                os.fchmod(self.fd, self.forbidden)
+        os.close(self.fd)
+        self.fd = -1
+
+
+def _key(found: os.stat_result) -> _Key:
+    return found.st_dev, found.st_ino

@@ -1,0 +1,1 @@
+"""Sandbox runtimes: bubblewrap, Apptainer, container engines, and plain processes."""

@@ -1,0 +1,113 @@
+"""Sandboxes by Apptainer (or Singularity, the same command line): what an HPC cluster has, with its SIF images.
+
+The keeper has made the namespaces for network, PIDs and users, and has put the root together (a folder, or a SIF
+mounted by squashfuse; layers; an overlay on disk, not Apptainer's 64 MB in memory). Apptainer is run on that root with
+nothing of the host's mounted but what is asked for, and sets the image's environment. Its helper processes are in the
+keeper's PID namespace and die with it, and it needs neither setuid programs nor its own network.
+
+The user inside is root of a user namespace, without any capability; on the host it is whoever runs the service, or an
+unprivileged uid. Without an image the root is the host's /usr, as bubblewrap's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Self
+
+from rollyard.core.failure import SandboxStartFailed
+from rollyard.sandbox.base import CONTROL_DIR, ImageKind, SandboxSpec
+from rollyard.sandbox.launcher.program import MUST_MAP
+from rollyard.sandbox.runtimes.host_root import SYSTEM, make_skeleton
+from rollyard.sandbox.runtimes.launched import PATH
+from rollyard.sandbox.runtimes.namespaced import ALLOW, NamespacedRuntime, StagedParts, Tree
+
+INSTALL = "install Apptainer 1.1 or newer (https://apptainer.org), or load its module, and put it in PATH"
+
+AT_ONCE = 4
+"""Starts at once from one image: more of them fight for the same SIF and the same locks, and all get slower."""
+
+
+class ApptainerRuntime(NamespacedRuntime):
+    name: ClassVar[str] = "apptainer"
+    image_kinds: ClassVar[tuple[ImageKind, ...]] = ("sif", "folder")
+    namespaces: ClassVar[int | None] = 1  # Apptainer's own; none for what runs inside
+    # A batch system sends these to every process of a job that it ends, and Apptainer's own passes them on. An agent
+    # that sends them to itself cannot be told apart, and is tried again: no reward may come of a job's end.
+    outside_statuses: ClassVar[frozenset[int]] = frozenset(
+        128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGCONT, signal.SIGTERM)
+    )
+
+    async def __aenter__(self) -> Self:
+        self._gates: dict[str | None, asyncio.Semaphore] = {}
+        return await super().__aenter__()
+
+    def _gate(self, spec: SandboxSpec) -> asyncio.Semaphore:
+        return self._gates.setdefault(spec.image, asyncio.Semaphore(AT_ONCE))
+
+    def _host_trees(self) -> list[Tree]:
+        return [("skeleton", self._root / "skeleton", MUST_MAP)]
+
+    def _make_host_files(self) -> None:
+        make_skeleton(self._root / "skeleton")
+
+    def _lowers(self) -> tuple[str, ...]:
+        return ("skeleton",)
+
+    def _command(self, spec: SandboxSpec, parts: StagedParts) -> tuple[str, list[str], dict[str, str]]:
+        program = self._find("apptainer", "singularity", remedy=INSTALL)
+        argv = [Path(program).name, "--silent", "exec", "--userns", "--containall", "--uts", "--cleanenv"]
+        argv += [
+            "--no-privs",
+            "--no-mount",
+            "sys,tmp,home,cwd,bind-paths,hostfs",
+            "--no-home",
+            "--writable",
+            "--pwd",
+            "/",
+        ]
+        binds = [(f"{parts.at}/control", CONTROL_DIR, True)]
+        if not parts.has_image:
+            binds.append(("/usr", "/usr", True))
+            binds += [(f"/{name}", f"/{name}", True) for name in SYSTEM if _is_folder(Path("/", name))]
+        binds += [(f"{parts.at}/{name}", inside, is_read_only) for name, inside, is_read_only in parts.binds]
+        for host, inside, is_read_only in binds:
+            argv += ["--bind", f"{host}:{inside}{':ro' if is_read_only else ''}"]
+        return program, [*argv, parts.root, "cat"], _env(f"{parts.at}/own")
+
+    def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
+        step, detail = error.data.get("step"), error.detail
+        if step in ("namespaces", "mounts", "loopback", "proc"):
+            detail = f"{detail}; {ALLOW}"
+        elif step == "overlay" and "squashfuse" in detail:
+            detail = f"{detail}; a SIF image needs /dev/fuse (chmod 666 /dev/fuse, or modprobe fuse)"
+        elif step == "overlay":
+            detail = (
+                f"{detail}; it needs overlayfs in user namespaces (Linux 5.11 or newer), a data_dir that does not lie"
+                " on an overlay or a network file system, and an image that belongs to the user who runs the service"
+            )
+        return SandboxStartFailed(detail, **error.data)
+
+    async def probe(self) -> Mapping[str, str]:
+        results: dict[str, str] = {}
+        try:
+            program = self._find("apptainer", "singularity", remedy=INSTALL)
+        except SandboxStartFailed as error:
+            return {"apptainer": error.detail}
+        version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False)  # noqa: ASYNC221
+        results["apptainer"] = "ok" if version.returncode == 0 else version.stderr.strip()
+        if await self._probe_start(results, "start", SandboxSpec(owner="probe")):
+            await self._probe_features(results)
+        return results
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _env(own: str) -> dict[str, str]:
+    """Nothing of the service's own: a leaked SLURM_* or PMI* could tear down the job that it runs in."""
+    return {"PATH": PATH, "HOME": own, "TMPDIR": own, "APPTAINER_CONFIGDIR": own, "APPTAINER_CACHEDIR": own}

@@ -1,0 +1,422 @@
+"""What all runtimes have in common: opening, starting, leases, ending, freezing, sweeping up after a dead process.
+
+Invariants. A folder below `root` belongs to the one process that holds `root/.lock`. A start that fails, times out
+or is cancelled is cleaned up before it returns. One timer serves all leases. What cannot be proven gone is
+`SandboxStuck`: its folder is kept, so that nothing reuses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from rollyard.core.failure import RollyardError, SandboxLost, SandboxStartFailed, SandboxStuck
+from rollyard.core.ids import new_id
+from rollyard.core.workclock import MOST_LATE_S
+from rollyard.sandbox.base import ImageKind, SandboxEnd, SandboxSpec
+from rollyard.sandbox.launched_sandbox import FreezeRequest, LaunchedSandbox, SandboxPaths
+from rollyard.sandbox.launcher.fork_server import ForkServerClient
+from rollyard.sandbox.launcher.freezing import covering, settle
+from rollyard.sandbox.launcher.init_client import InitClient
+from rollyard.sandbox.launcher.message_socket import Message, readable
+
+log = logging.getLogger("rollyard.sandbox")
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ABANDONED_S = 60.0
+"""A control folder younger than that may just be being made, and not locked yet."""
+
+REMOVE_S = 120.0
+"""Bounds the deletion of a sandbox's files; what takes longer goes on in the launcher's child."""
+
+MOST_LEFT = 10_000
+"""Sandboxes whose files could not be deleted, to be tried again by this process. The next one finds all of them."""
+
+LATE_GRACE_S = 30.0
+"""For the renewals of leases after this process stood still, by more than `MOST_LATE_S`."""
+
+
+class LaunchedRuntime(ABC):
+    name: ClassVar[str]
+    is_isolated: ClassVar[bool]
+    image_kinds: ClassVar[tuple[ImageKind, ...]] = ()
+    is_killed_by_signal: ClassVar[bool] = True  # its namespace dies with the keeper, which we may signal
+    can_reach_out: ClassVar[bool] = True  # it can hold a sandbox to the hosts of `SandboxSpec.egress`
+    outside_statuses: ClassVar[frozenset[int]] = frozenset()  # see `InitClient`
+
+    def __init__(
+        self,
+        *,
+        root: Path,
+        control_root: Path | None = None,
+        start_s: float = 60.0,
+        kill_s: float = 10.0,
+        max_starting: int | None = None,
+    ) -> None:
+        """`root` holds the sandboxes' files; `control_root` (tmpfs) the folders that commands are handed over in."""
+        self._root = root
+        self._control_root = control_root
+        self._start_s, self._kill_s = start_s, kill_s
+        # Starts are bound by the CPU: more at once only makes each of them slower.
+        self._starting = asyncio.Semaphore(max_starting or 4 * (os.cpu_count() or 1))
+        self.waiting = 0  # for room
+        self._zygote = ForkServerClient(self.name)
+        self._live: dict[str, LaunchedSandbox] = {}
+        self._keepers: dict[str, InitClient] = {}
+        self._places: dict[str, SandboxPaths] = {}
+        self._endings: dict[str, asyncio.Task[None]] = {}
+        self._stuck: set[InitClient] = set()  # of sandboxes that were not proven gone
+        self._left: deque[tuple[list[str], Sequence[str]]] = deque(maxlen=MOST_LEFT)  # files that could not be deleted
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._lock = self._control_lock = -1
+        self._control = Path()  # known once open
+
+    # --- what a runtime says of itself ---
+
+    @abstractmethod
+    def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[SandboxPaths, Message]:
+        """Where the sandbox's things go, and the launcher's part of the start. SandboxStartFailed if impossible."""
+
+    def _explain(self, error: SandboxStartFailed) -> SandboxStartFailed:
+        """The same error with what can be done about it."""
+        return error
+
+    async def _wait_for_room(self) -> None:  # noqa: B027
+        """Until the machine can bear one more. Nothing of the sandbox is there yet; `close` ends it."""
+
+    async def _ready_to_start(self, place: SandboxPaths, spec: SandboxSpec) -> None:  # noqa: B027
+        """Preparations that take a while, off the loop."""
+
+    async def _launch(self, config: Message, fds: Sequence[int]) -> None:
+        """Hands the descriptors (socket, lifeline) to a keeper to be. They may be closed after it."""
+        self._zygote.post(config, fds)
+
+    def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:  # noqa: B027
+        """It stands: nobody has it yet."""
+
+    async def _on_gone(self, sandbox_id: str, place: SandboxPaths) -> None:  # noqa: B027
+        """It is proven gone, its files are not."""
+
+    def _gate(self, spec: SandboxSpec) -> asyncio.Semaphore:
+        """What a start waits for."""
+        return self._starting
+
+    @property
+    def layer_root(self) -> Path:
+        return self._root / "layers"
+
+    @abstractmethod
+    async def probe(self) -> Mapping[str, str]: ...
+
+    # --- opening and closing ---
+
+    async def __aenter__(self) -> Self:
+        self._root = self._root.absolute()
+        self.layer_root.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = -1
+            raise RuntimeError(f"{self._root} is in use by another process") from None
+        try:
+            self._control = self._open_control()
+            await self._sweep()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._lock < 0:
+            return
+        lock, self._lock = self._lock, -1  # no start begins from here on
+        while self._live or self._endings:
+            for sandbox in list(self._live.values()):
+                self._end(sandbox, SandboxEnd("killed", "the runtime closed"))
+            await asyncio.wait(list(self._endings.values()))  # those too whose files are still being deleted
+        for keeper in [*self._stuck]:
+            keeper.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for _ in range(len(self._left)):
+            await self._try_remove(*self._left.popleft())
+        await self._zygote.close()
+        with contextlib.suppress(OSError):
+            self._control.rmdir()
+        if self._control_lock >= 0:
+            os.close(self._control_lock)
+        os.close(lock)
+
+    def _open_control(self) -> Path:
+        base = self._control_root or Path(os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm")
+        folder = base / f"rollyard-{os.geteuid()}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:  # /dev/shm is everyone's
+            raise RuntimeError(f"{folder} must be a folder of our own with mode 0700")
+        control = folder / blake2b(os.fsencode(self._root), digest_size=8).hexdigest()
+        control.mkdir(mode=0o700, exist_ok=True)
+        self._control_lock = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._control_lock, fcntl.LOCK_SH)
+        return control
+
+    # --- starting ---
+
+    async def room(self) -> None:
+        self.waiting += 1
+        try:
+            await self._wait_for_room()
+        finally:
+            self.waiting -= 1
+
+    async def start(self, spec: SandboxSpec, *, lease_s: float) -> LaunchedSandbox:
+        async with self._gate(spec):
+            try:
+                return await self._start(spec, lease_s)
+            except SandboxStartFailed as error:
+                if error.data.get("step") != "launcher":
+                    raise self._explain(error) from None
+            return await self._start(spec, lease_s)  # the launcher died under it; there is a new one by now
+
+    async def _start(self, spec: SandboxSpec, lease_s: float) -> LaunchedSandbox:
+        await self._wait_for_room()
+        if self._lock < 0:
+            raise SandboxStartFailed("the runtime is closed")
+        sandbox_id = new_id("sbx")
+        keeper = InitClient(self.outside_statuses)
+        try:
+            place, config = self._prepare(sandbox_id, spec)
+        except BaseException:
+            keeper.finish(SandboxEnd("killed", "it was never asked for"), by_signal=False)
+            keeper.sent()
+            raise
+        sandbox = LaunchedSandbox(
+            sandbox_id, spec, keeper, place, on_kill=self._kill, on_renew=lambda sandbox: self._arm(sandbox.expires_at)
+        )
+        self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, keeper, place
+        keeper.ended.add_done_callback(lambda _: sandbox.close_doorway())
+        try:
+            try:
+                await self._ready_to_start(place, spec)
+                config = {**config, "op": "start", "record": str(place.folder / "record.json")}
+                async with asyncio.timeout(self._start_s):
+                    await self._launch(config, keeper.remote_fds)
+            finally:
+                keeper.sent()
+            async with asyncio.timeout(self._start_s):
+                await asyncio.shield(keeper.ready)
+            if sandbox.ending is not None or keeper.end is not None:
+                raise SandboxStartFailed("it ended as soon as it stood")
+            self._on_started(sandbox, place)
+            sandbox.open_doorway()
+            await sandbox.open_egress()
+        except BaseException as error:
+            ending = self._end(sandbox, SandboxEnd("killed", "its start did not succeed"))
+            await asyncio.wait([ending])
+            if isinstance(error, TimeoutError):
+                raise SandboxStartFailed(f"it did not stand within {self._start_s} s") from None
+            raise
+        sandbox.renew(lease_s)
+        log.debug("sandbox started", extra={"sandbox": sandbox_id, "owner": spec.owner, "runtime": self.name})
+        return sandbox
+
+    # --- ending ---
+
+    async def _kill(self, sandbox: LaunchedSandbox, frozen: FreezeRequest | None) -> None:
+        if frozen is not None and sandbox.ending is not None:
+            raise SandboxLost("it ended before it could be frozen")
+        await asyncio.shield(self._end(sandbox, SandboxEnd("killed"), frozen))
+
+    def _end(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None = None) -> asyncio.Task[None]:
+        """The one task that ends this sandbox; the first reason stands."""
+        task = sandbox.ending
+        if task is None:
+            task = sandbox.ending = self._own(sandbox.id, self._finish(sandbox, end, frozen))
+        return task
+
+    def _own(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        def done(task: asyncio.Task[None]) -> None:
+            self._endings.pop(name, None)
+            if not task.cancelled() and (error := task.exception()):
+                log.error("a sandbox could not be ended: %s", error, extra={"sandbox": name})
+
+        task = asyncio.get_running_loop().create_task(work)
+        self._endings[name] = task
+        task.add_done_callback(done)
+        return task
+
+    async def _finish(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None) -> None:
+        keeper, place = self._keepers[sandbox.id], self._places[sandbox.id]
+        sandbox.close_doorway()
+        keeper.finish(end, by_signal=self.is_killed_by_signal)
+        try:
+            async with asyncio.timeout(self._kill_s):
+                await asyncio.shield(keeper.ended)
+        except TimeoutError:
+            self._stuck.add(keeper)
+            keeper.ended.add_done_callback(lambda _: self._stuck.discard(keeper))
+            raise SandboxStuck(
+                f"sandbox {sandbox.id} was not gone {self._kill_s} s after its kill", pid=keeper.pid
+            ) from None
+        finally:
+            for table in (self._live, self._keepers, self._places):
+                table.pop(sandbox.id, None)
+        try:
+            if frozen is not None:
+                if not frozen.target.parent.is_relative_to(self.layer_root):
+                    raise ValueError(f"a layer lies below {self.layer_root}")
+                await self._keep(sandbox.id, place.upper, frozen)
+        finally:
+            try:
+                await self._on_gone(sandbox.id, place)
+            finally:
+                await self._remove([str(place.folder), str(place.control)], place.groups)
+
+    async def _keep(self, sandbox_id: str, upper: Path, frozen: FreezeRequest) -> None:
+        """What a dead sandbox wrote, less what it wrote where it must not count, becomes a layer."""
+        hidden = await asyncio.to_thread(covering, upper, frozen.without)
+        if hidden and not await self._zygote.remove([str(path) for path in hidden]):
+            raise SandboxLost("what it wrote could not be cleared of the paths that must not count")
+        await asyncio.to_thread(settle, upper, frozen.target)
+
+    async def remove(self, paths: Sequence[Path]) -> bool:
+        """Deletes folders of ours (layers), whatever is in them. False: something is left."""
+        return await self._zygote.remove([str(path) for path in paths])
+
+    async def _remove(self, paths: list[str], groups: Sequence[str] = ()) -> None:
+        """Whoever is deleted tries one more that could not be: for want of a descriptor, say. The rest is tried again
+        when we close, and when the folder is opened next."""
+        if await self._try_remove(paths, groups) and self._left:
+            await self._try_remove(*self._left.popleft())
+
+    async def _try_remove(self, paths: list[str], groups: Sequence[str]) -> bool:
+        is_gone = False
+        with contextlib.suppress(TimeoutError, OSError):  # OSError: no descriptor, no process to be had
+            async with asyncio.timeout(REMOVE_S):
+                is_gone = await self._zygote.remove(paths, groups)
+        if not is_gone:
+            self._left.append((paths, groups))
+            log.warning("files of a sandbox could not be deleted", extra={"paths": paths})
+        return is_gone
+
+    # --- leases ---
+
+    def _arm(self, when: float) -> None:
+        if when < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = when
+            self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        now = asyncio.get_running_loop().time()
+        is_late = now - self._timer_at > MOST_LATE_S
+        self._timer, self._timer_at = None, float("inf")
+        for sandbox in list(self._live.values()):
+            if is_late:  # we stood still ourselves: nobody could have renewed it
+                sandbox.expires_at = max(sandbox.expires_at, now + LATE_GRACE_S)
+            if sandbox.expires_at <= now:
+                log.warning("a lease ran out", extra={"sandbox": sandbox.id, "owner": sandbox.spec.owner})
+                self._end(sandbox, SandboxEnd("lease", "its lease was not renewed"))
+            elif sandbox.ending is None:
+                self._arm(sandbox.expires_at)
+
+    # --- what an earlier process left ---
+
+    async def _sweep(self) -> None:
+        paths: list[str] = []
+        for folder in self._root.glob("sbx_*"):
+            if await self._end_recorded(folder / "record.json"):
+                paths += [str(folder), str(self._control / folder.name)]
+            else:
+                log.error("a sandbox of an earlier process cannot be ended", extra={"folder": str(folder)})
+        paths += [str(path) for path in self._control.iterdir() if str(path) not in paths]
+        paths += [str(path) for path in self._control.parent.iterdir() if _is_abandoned(path)]
+        if paths:
+            log.info("swept what an earlier process left", extra={"paths": len(paths)})
+            await self._remove(paths)
+
+    async def _end_recorded(self, record: Path) -> bool:
+        """Ends the keeper that the record names, if it still is that process. True: it is gone."""
+        try:
+            entry = json.loads(record.read_bytes())  # noqa: ASYNC240  (a hundred bytes, once, at opening)
+            pidfd = os.pidfd_open(entry["pid"])
+        except (OSError, ValueError, KeyError):
+            return True  # no process, or it died before it had one
+        try:
+            if not _is_recorded(entry):
+                return True
+            if not self.is_isolated:  # it ends its descendants by itself, now that its lifeline is cut
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._kill_s):
+                        await readable(pidfd)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            async with asyncio.timeout(self._kill_s):
+                await readable(pidfd)
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            os.close(pidfd)
+
+    async def _probe_start(self, results: dict[str, str], name: str, spec: SandboxSpec) -> bool:
+        """Starts one for real, runs a command in it, ends it."""
+        try:
+            sandbox = await self.start(spec, lease_s=60.0)
+            try:
+                result = await sandbox.exec("echo ok", timeout_s=10.0)
+            finally:
+                await sandbox.kill()
+            results[name] = "ok" if result.stdout == b"ok\n" else f"echo gave status {result.status}"
+        except RollyardError as error:
+            results[name] = error.detail
+        return results[name] == "ok"
+
+
+def _is_recorded(entry: Mapping[str, Any]) -> bool:
+    """Same start time, same PID namespace: the number was not given to another process."""
+    try:
+        stat = Path(f"/proc/{entry['pid']}/stat").read_bytes().rpartition(b")")[2].split()
+        if stat[19].decode() != entry["start_time"]:
+            return False
+        with contextlib.suppress(PermissionError):  # hidden from an ordinary user; the start time has to do
+            return Path(f"/proc/{entry['pid']}/ns/pid").stat().st_ino == entry["pid_namespace"]
+        return True
+    except OSError:
+        return False
+
+
+def _is_abandoned(control: Path) -> bool:
+    """Whether nobody holds this control folder: its process died, and its root was never opened again."""
+    with contextlib.suppress(OSError):
+        if time.time() - control.stat().st_mtime < ABANDONED_S:
+            return False
+        fd = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(fd)
+    return False

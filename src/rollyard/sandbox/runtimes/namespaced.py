@@ -1,0 +1,278 @@
+"""What bubblewrap and Apptainer have in common: the parts that a sandbox is put together from, and its limits.
+
+The keeper (see `sandbox/launcher/program.py`) gets a *stage*: trees of the host's under short names, at one place. `own` is the
+sandbox's folder (`upper` and `work` of its overlay), `image` or `sif` its image, `l0`… its layers, `b0`… its binds,
+`control` the folder of commands. From them it mounts `root`, which bwrap or Apptainer is run on.
+
+A service run as root gives each sandbox an unprivileged uid of its own. On disk everything is root's; the mounts show
+it as the sandbox's (idmapped mounts, Linux 5.19 for overlays), so that a layer made by one uid serves another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import shutil
+import tempfile
+from abc import abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from rollyard.core.failure import SandboxStartFailed
+from rollyard.sandbox.base import CONTROL_DIR, WORKDIR, Bind, ImageKind, SandboxEnd, SandboxSpec
+from rollyard.sandbox.doorway import DOORWAY_PORT
+from rollyard.sandbox.egress.base import EGRESS_PORT
+from rollyard.sandbox.launched_sandbox import LaunchedSandbox, SandboxPaths
+from rollyard.sandbox.launcher import seccomp
+from rollyard.sandbox.launcher.message_socket import Message
+from rollyard.sandbox.launcher.program import AS_IT_IS, MAY_MAP, MUST_MAP
+from rollyard.sandbox.limits.limiter import Limiter
+from rollyard.sandbox.runtimes.launched import LaunchedRuntime
+from rollyard.sandbox.runtimes.sif import squashfs_offset
+
+HOME = "/home/agent"
+
+UIDS = range(200_000, 265_536)
+"""Uids on the host for the sandboxes of a service run as root. None of them has an account."""
+
+Tree = tuple[str, Path, int]
+"""A name at the stage, what is shown there, and whether it is to be the sandbox's user's own."""
+
+_STAGES = ("/media", "/srv", "/mnt", "/boot", "/home")
+"""Folders of every Linux that neither bwrap nor Apptainer needs: hidden from them, and from no one else."""
+
+_BAD = frozenset(":,\\")
+ALLOW = (
+    "user namespaces are forbidden here. Ubuntu 24.04: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an"
+    " AppArmor profile for this runtime and this Python; elsewhere: sysctl -w user.max_user_namespaces=15000; in"
+    " Docker: --security-opt seccomp=unconfined --security-opt systempaths=unconfined"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedParts:
+    """What a runtime makes its command line from: names at the stage."""
+
+    at: str  # the stage
+    has_image: bool
+    root: str  # where the sandbox's own files are seen: the overlay, or the upper folder itself
+    binds: tuple[tuple[str, str, bool], ...]  # (name at the stage, inside, is read-only)
+
+
+class NamespacedRuntime(LaunchedRuntime):
+    is_isolated: ClassVar[bool] = True
+    image_kinds: ClassVar[tuple[ImageKind, ...]] = ("folder", "sif")
+    namespaces: ClassVar[int | None] = None  # user namespaces that may be made inside the keeper's; None: not bounded
+
+    def __init__(
+        self,
+        *,
+        root: Path,
+        control_root: Path | None = None,
+        program: str | None = None,
+        uids: range | None = UIDS,
+        limiter: Limiter | None = None,
+        shm_bytes: int = 256 << 20,
+        start_s: float = 60.0,
+        kill_s: float = 10.0,
+        max_starting: int | None = None,
+    ) -> None:
+        """`program` is the runtime's path if not in PATH; `uids` are for a service run as root (None: stay root)."""
+        super().__init__(
+            root=root, control_root=control_root, start_s=start_s, kill_s=kill_s, max_starting=max_starting
+        )
+        self._program = program
+        self._found: str | None = None
+        self._shm_bytes = shm_bytes
+        self._uids = list(reversed(uids)) if uids is not None and os.geteuid() == 0 else []
+        self._has_uids = bool(self._uids)
+        self._limiter = limiter or Limiter()
+        self._refused = ""
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        try:
+            await self._limiter.open(self._root, self._over_limit)
+            self._refused = base64.b64encode(seccomp.program(refuse_memfd=self._limiter.is_memory_watched)).decode()
+            await asyncio.to_thread(self._make_host_files)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        await super().close()
+        await self._limiter.close()
+
+    # --- what a runtime says of itself ---
+
+    @abstractmethod
+    def _command(self, spec: SandboxSpec, parts: StagedParts) -> tuple[str, list[str], dict[str, str]]:
+        """Program, arguments and environment that make the inner namespaces, with an idle process in them."""
+
+    @abstractmethod
+    def _host_trees(self) -> list[Tree]:
+        """What makes a root of the host's own programs, at the stage: for a sandbox without an image."""
+
+    @abstractmethod
+    def _make_host_files(self) -> None:
+        """Those of them that are files of ours; made anew whenever the runtime is opened."""
+
+    @abstractmethod
+    def _lowers(self) -> tuple[str, ...]:
+        """Those of them that are the lowest layer of the overlay; none: an overlay is made for layers only."""
+
+    def _user_env(self) -> dict[str, str]:
+        return {}
+
+    def _find(self, *names: str, remedy: str) -> str:
+        if self._found is None:
+            wanted = (self._program,) if self._program else names
+            self._found = next((found for name in wanted if (found := shutil.which(name))), None)
+        if self._found is None:
+            raise SandboxStartFailed(f"{self._program or names[0]} was not found; {remedy}", step="program")
+        return self._found
+
+    # --- a start ---
+
+    def _prepare(self, sandbox_id: str, spec: SandboxSpec) -> tuple[SandboxPaths, Message]:
+        folder, control = self._root / sandbox_id, self._control / sandbox_id
+        upper = folder / "own" / "upper"
+        trees: list[Tree] = [("own", folder / "own", MUST_MAP), ("control", control, AS_IT_IS)]
+        lowers = [f"l{number}" for number in range(len(spec.layers))]
+        for name, layer in zip(lowers, spec.layers, strict=True):
+            trees.append((name, layer / "upper", MUST_MAP))
+        root: Message = {}
+        if spec.image is None:
+            trees += self._host_trees()
+            lowers += self._lowers()
+        else:
+            trees.append(self._image(Path(spec.image), root))
+            lowers.append("image")
+        binds = tuple((f"b{number}", bind.inside, bind.is_read_only) for number, bind in enumerate(spec.binds))
+        for (name, _, _), bind in zip(binds, spec.binds, strict=True):
+            if not bind.host.exists():
+                raise SandboxStartFailed(f"{bind.host}, which is to be bound, does not exist", step="bind")
+            trees.append((name, bind.host.absolute(), MAY_MAP))
+        at = self._stage()
+        places = [(WORKDIR, 0o755), ("/tmp", 0o1777), (HOME, 0o700)]
+        folders = [
+            (folder, 0o700),
+            (control, 0o755),
+            (folder / "own", 0o700),
+            (upper, 0o755),
+            (folder / "own/work", 0o700),
+        ]
+        if lowers:
+            mountpoints = [*places, ("/dev", 0o755), ("/proc", 0o755), (CONTROL_DIR, 0o755)]
+            mountpoints += [(b.inside, 0o755 if b.host.is_dir() else 0) for b in spec.binds]
+            root |= {"lowers": lowers, "make": mountpoints}
+        else:
+            folders += [(upper / "home", 0o755), *((upper / path.strip("/"), mode) for path, mode in places)]
+        base = f"{at}/root" if lowers else f"{at}/own/upper"
+        program, argv, env = self._command(spec, StagedParts(at, spec.image is not None, base, binds))
+        uid = self._take_uid()
+        limits, in_force = self._limiter.rlimits(spec.limits)
+        in_force = {**in_force, "calls": "seccomp", "user": "own" if uid is not None else "the service's"}
+        cgroup, groups = self._limiter.group(sandbox_id, spec.limits)
+        config: Message = {
+            "user": uid,
+            "folders": [(str(path), mode) for path, mode in folders],
+            "doorway": DOORWAY_PORT if spec.has_doorway else 0,
+            "egress": EGRESS_PORT if spec.egress is not None else 0,
+            "stage": {"at": at, "trees": [(name, str(path), mode) for name, path, mode in trees]},
+            "root": root if lowers else None,
+            "namespaces": self.namespaces,
+            "cgroup": cgroup,
+            "shm_bytes": self._shm_bytes,
+            "seccomp": self._refused,
+            "program": program,
+            "argv": argv,
+            "env": env,
+        }
+        user_env = {"HOME": HOME, "LANG": "C.UTF-8", **self._user_env(), **spec.env}
+        return SandboxPaths(folder, upper, control, user_env, limits, in_force, uid=uid, groups=groups), config
+
+    def _image(self, image: Path, root: Message) -> Tree:
+        if set(str(image)) & _BAD:
+            raise SandboxStartFailed(f"{image}: an image's path must not contain ':', ',' or '\\'", step="image")
+        if image.is_dir():
+            return ("image", image.absolute(), MUST_MAP)
+        if not image.is_file():
+            raise SandboxStartFailed(f"image {image} is not there", step="image")
+        try:
+            offset = squashfs_offset(image)
+        except ValueError as error:
+            raise SandboxStartFailed(f"image {image}: {error}", step="image") from error
+        program = shutil.which("squashfuse_ll") or shutil.which("squashfuse") or _libexec("squashfuse_ll")
+        if program is None:
+            raise SandboxStartFailed("squashfuse was not found; install it: apt-get install squashfuse", step="image")
+        root["sif"] = {"program": program, "offset": offset}
+        return ("sif", image.absolute(), MAY_MAP)
+
+    def _stage(self) -> str:
+        program = os.path.realpath(self._found or "/")
+        for folder in _STAGES:
+            if Path(folder).is_dir() and not program.startswith(f"{folder}/"):
+                return folder
+        raise SandboxStartFailed(f"none of {', '.join(_STAGES)} is there to put a sandbox's parts in", step="stage")
+
+    def _take_uid(self) -> int | None:
+        if not self._has_uids:
+            return None
+        if not self._uids:
+            raise SandboxStartFailed("every uid for sandboxes is in use; give a wider range", step="user")
+        return self._uids.pop()
+
+    async def _wait_for_room(self) -> None:
+        await self._limiter.wait_for_room()
+
+    def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
+        self._limiter.watch(sandbox.id, sandbox.pid, place.upper, sandbox.spec.limits)
+        sandbox.count_oom_kills = lambda: self._limiter.oom_kills(sandbox.id)
+        sandbox.count_host_kills = lambda: self._limiter.host_kills(sandbox.id)
+        keeper = self._keepers[sandbox.id]
+        keeper.count_oom_kills = sandbox.count_oom_kills
+        keeper.count_refused_forks = lambda: self._limiter.refused_forks(sandbox.id)
+
+    async def _on_gone(self, sandbox_id: str, place: SandboxPaths) -> None:
+        if place.uid is not None:
+            self._uids.append(place.uid)
+        self._limiter.forget(sandbox_id)
+
+    def _over_limit(self, sandbox_id: str, limit: str, detail: str) -> None:
+        sandbox = self._live.get(sandbox_id)
+        if sandbox is not None and (limit == "memory" or limit == "processes" or limit == "disk" or limit == "files"):
+            self._end(sandbox, SandboxEnd(limit, detail))
+
+    # --- trying it ---
+
+    async def _probe_features(self, results: dict[str, str]) -> None:
+        """What every sandbox of a namespaced runtime is made with."""
+        results |= self._limiter.describe()
+        with tempfile.TemporaryDirectory(dir=self._root, prefix="probe-") as folder:
+            image = probe_image(Path(folder) / "image")
+            if image is not None:
+                await self._probe_start(results, "overlay", image)
+        if results.get("overlay", "ok") == "ok" and os.geteuid() == 0:
+            results["uids"] = (
+                "ok" if self._has_uids else "sandboxes run as root, without capabilities; set sandbox_uids"
+            )
+
+
+def _libexec(name: str) -> str | None:
+    places = [f"/usr/libexec/apptainer/bin/{name}", f"/usr/libexec/singularity/bin/{name}"]
+    return next((path for path in places if os.access(path, os.X_OK)), None)
+
+
+def probe_image(image: Path) -> SandboxSpec | None:
+    """The smallest image that can start: links into the host's /usr. None where /usr is not merged."""
+    if not Path("/bin").is_symlink():
+        return None
+    (image / "usr").mkdir(parents=True, exist_ok=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        if Path("/", name).is_symlink() and not (image / name).is_symlink():
+            (image / name).symlink_to(f"usr/{name}")
+    return SandboxSpec(image=str(image), binds=(Bind(Path("/usr"), "/usr"),), owner="probe")

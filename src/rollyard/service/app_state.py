@@ -1,0 +1,112 @@
+"""Everything a running service has, in one place for the routes: what `build.open_house` made."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from rollyard.agents.session import SessionAgent
+from rollyard.core import DEFAULT_RUN, Json, Run, check_id, key_of
+from rollyard.core.access import AuditEntry
+from rollyard.core.failure import AmbiguousId, Forbidden, NotFound
+from rollyard.engines.routing.router import Router
+from rollyard.fleet.head import HeadPipeline
+from rollyard.fleet.ray_host import RayHost
+from rollyard.fleet.tokenizer_files import TokenizerServer
+from rollyard.pipeline import Pipeline, StageResources
+from rollyard.sampling.sampler import Sampler
+from rollyard.service.access import Caller, caller_of, owns_policy
+from rollyard.service.keys import SessionKeys
+from rollyard.service.settings import Settings
+from rollyard.service.tokens import Tokens
+from rollyard.store.base import ItemKind, Store
+
+_NAMES = {ItemKind.ROLLOUT: "rollout", ItemKind.GROUP: "group", ItemKind.DRAW: "draw", ItemKind.EVAL: "evaluation"}
+
+
+@dataclass(slots=True)
+class AppState:
+    """See the module. `closing` is set when the drain is over: whoever still waits is answered then."""
+
+    settings: Settings
+    tokens: Tokens
+    store: Store
+    router: Router
+    shop: StageResources
+    yard: Pipeline
+    sampler: Sampler
+    keys: SessionKeys
+    sessions: SessionAgent  # knows those that are open
+    runtimes: Mapping[str, Mapping[str, str]]  # what each runtime's probe found at start
+    refused_engines: dict[str, str]  # configured or remembered ones that could not be taken in, and why
+    owners: dict[str, str]  # of policies: who may change their weights
+    ray: RayHost | None = None  # of a fleet on Ray
+    tokenizers: TokenizerServer = field(default_factory=TokenizerServer)
+    started_at: float = field(default_factory=time.monotonic)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, caller: Caller, run_id: str) -> Run:
+        """A run that the caller may read; "default" is the caller's own default run, which is made on first use."""
+        name = caller.default_run if run_id == DEFAULT_RUN else check_id(run_id, "run")
+        found = self.yard.run_of(name)
+        if found is None and run_id == DEFAULT_RUN and caller.can_write:
+            owner = "" if name == DEFAULT_RUN else caller.name
+            found = await self.store.put_run(Run(name, created_at=time.time(), owner=owner), {})
+            self.yard.know(found)
+        if found is None or not caller.reads(found):
+            raise NotFound(f"there is no run {run_id!r}; make it with POST /v1/runs")
+        return found
+
+    def readable(self, caller: Caller) -> list[Run]:
+        """All runs that the caller may read."""
+        return [run for run in self.yard.runs if caller.reads(run)]
+
+    async def find(self, caller: Caller, kind: ItemKind, id: str, run_id: str | None) -> str:
+        """The key of what has that id, in that run or in any that the caller may read."""
+        name = _NAMES[kind]
+        check_id(id, f"{name} id")
+        if run_id is None:
+            found = await self.store.named(kind, id)
+            keys = [key for key, name in found.items() if (run := self.yard.run_of(name)) and caller.reads(run)]
+        else:
+            run = await self.run(caller, run_id)
+            found = await self.store.runs_of(kind, [key_of(run.id, id), id])  # id: of a store that is older than keys
+            keys = [key for key, name in found.items() if name == run.id]
+        if not keys:
+            raise NotFound(f"there is no {name} {id!r}")
+        if len(keys) > 1:
+            within = sorted(found[key] for key in keys)
+            raise AmbiguousId(f"the runs {', '.join(within)} each have a {name} {id!r}: add ?run=", runs=[*within])
+        return keys[0]
+
+    async def own_policy(self, request: Request, policy: str) -> None:
+        """`Forbidden` unless the caller may change its weights. One that has no owner has this one from now on."""
+        caller = caller_of(request)
+        self.router.policies.status(policy)  # NotFound
+        if not owns_policy(caller, policy, self.owners, self.tokens.callers):
+            raise Forbidden(f"the weights of policy {policy!r} are for its owner and for admins to change")
+        if not caller.is_admin and policy not in self.owners:
+            self.owners[policy] = caller.name
+            await self.store.put_owner(policy, caller.name)
+
+    async def audit(self, request: Request, action: str, target: str, **detail: Json) -> None:
+        """Writes down what an administrator did."""
+        await self.store.add_audit(AuditEntry(time.time(), caller_of(request).name, action, target, detail))
+
+    @property
+    def head(self) -> HeadPipeline:
+        """The yard, of a service that has a fleet; `NotFound` otherwise."""
+        if not isinstance(self.yard, HeadPipeline):
+            raise NotFound("this service has no fleet: start it with --fleet")
+        return self.yard
+
+    def wait_s(self, asked_s: float) -> float:
+        return min(asked_s, self.settings.max_wait_s)
+
+
+def house_of(request: Request) -> AppState:
+    return request.app.state.house

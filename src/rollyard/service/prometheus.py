@@ -1,0 +1,91 @@
+"""What Prometheus gets of this wing: each call by its route, and the house's state when it scrapes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollyard.core import State
+from rollyard.engines.routing.pool import Health
+from rollyard.engines.routing.router import Router
+from rollyard.engines.weights.state import PolicyState
+from rollyard.fleet.head import HeadPipeline
+from rollyard.observe.metrics import EngineState, Metrics, NodeState, PolicyWeights, PoolState, Snapshot
+from rollyard.pipeline import Pipeline
+
+NO_ROUTE = "none"
+"""For paths that we do not have: what strangers ask for must not become labels."""
+
+
+class CallCounter:
+    """ASGI: counts every call, refused ones too, with its status and time."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 499  # nothing was sent: the client had gone
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", NO_ROUTE)
+            method = scope["method"] if route != NO_ROUTE else NO_ROUTE
+            self._metrics.http_request(method, route, status, time.perf_counter() - started)
+
+
+def snapshot(yard: Pipeline, router: Router) -> Snapshot:
+    """How it stands now, from what is in memory."""
+    states = Counter(attempt.state.value for attempt in yard.live.values())
+    states[State.QUEUED.value] += len(yard.scheduler)
+    pools = yard.pools()
+    nodes = yard.nodes.by_name.values() if isinstance(yard, HeadPipeline) else ()
+    return Snapshot(
+        rollouts={state.value: states[state.value] for state in State if state is not State.ENDED},
+        pools={
+            name: PoolState(pools[name]["size"], pools[name]["active"], pools[name]["waiting"])
+            for name in ("init", "run", "eval")
+        },
+        nodes={
+            node.name: NodeState(
+                len(node.out),
+                node.room.want,
+                node.heard_s_ago,
+                node.is_drained,
+                {use.engine: use.is_reachable for use in node.standing.engines},
+            )
+            for node in nodes
+        },
+        unserved=tuple(yard.unserved) if isinstance(yard, HeadPipeline) else (),
+        engines={
+            status.spec.id: EngineState(
+                status.stats.sessions,
+                status.stats.in_flight,
+                status.health is Health.UP,
+                status.cap,
+                status.load.kv_use if status.load else None,
+            )
+            for status in router.list()
+        },
+        seats_waiting=router.waiting(),
+        policies={
+            policy.name: PolicyWeights(policy.version, policy.state is not PolicyState.RUNNING)
+            for policy in router.policies.all()
+        },
+        layer_bytes={name: layers.size_bytes for name, layers in yard.shop.layers.items()},
+        waiting_for_room={name: runtime.waiting for name, runtime in yard.shop.runtimes.items()},
+        open_breakers=dict.fromkeys(yard.shop.runtimes, 0) | yard.shop.breakers.open_by_runtime(),
+    )

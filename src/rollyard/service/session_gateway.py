@@ -1,0 +1,148 @@
+"""The gateway for agents elsewhere: a call with a session's key goes to that session's own gateway.
+
+It stands before the routes (it is the hot path of every step of every such agent) and speaks as the SDK that calls it
+expects, errors included. A key comes as OpenAI's SDK sends it (`Authorization: Bearer KEY`) or as Anthropic's does
+(`x-api-key: KEY`).
+
+Invariants. These paths know session keys and no other token; a session's key opens nothing but these paths. A body is
+counted as it streams in, as everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from rollyard.agents.session import SessionAgent
+from rollyard.core import RollyardError, id_of
+from rollyard.gateway.app import GatewayApp, dialect_of, refuse, short_path
+from rollyard.gateway.base import Problem
+from rollyard.service.keys import SessionKeys
+
+log = logging.getLogger("rollyard.service")
+
+CALLS: Mapping[str, tuple[str, str]] = {
+    "/v1/chat/completions": ("post", "A completion, as OpenAI's Chat Completions."),
+    "/v1/responses": ("post", "A completion, as OpenAI's Responses."),
+    "/v1/messages": ("post", "A completion, as Anthropic's Messages."),
+    "/v1/messages/count_tokens": ("post", "How many tokens such a message has, as Anthropic's API counts them."),
+    "/v1/models": ("get", "The one model that there is."),
+}
+
+_MODELS = "/v1/models"
+
+
+class AnsweredRoute:
+    """For the metrics: by which template a call was answered."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+ROUTES = {path: AnsweredRoute(path) for path in CALLS}
+
+
+class SessionGateway:
+    """ASGI: see the module."""
+
+    def __init__(self, keys: SessionKeys, sessions: SessionAgent, *, limit_bytes: int) -> None:
+        self._keys = keys
+        self._sessions = sessions
+        self._limit_bytes = limit_bytes
+
+    @staticmethod
+    def has(path: str) -> bool:
+        return path in CALLS or path.startswith(f"{_MODELS}/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        path = scope["path"] if scope["path"] in ROUTES else _MODELS
+        scope["route"] = ROUTES[path]
+        dialect = dialect_of(short_path(path), headers)
+        is_begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal is_begun
+            is_begun = True
+            await send(message)
+
+        try:
+            app = self._app(headers)
+            self._check_length(headers)
+            await app(scope, self._bounded(receive), watched)
+        except Problem as problem:
+            await refuse(send, dialect, problem)
+        except Exception as error:
+            if is_begun:
+                raise  # half a reply is out: only closing the connection can tell the client
+            log.exception("a gateway call broke", extra={"path": path})
+            await refuse(send, dialect, Problem("internal", f"{type(error).__name__}; see the service's log"))
+
+    def refusal(self, scope: Scope, error: RollyardError) -> Response:
+        """What the gate has against a call, in the words of these paths."""
+        dialect = dialect_of(short_path(scope["path"]), dict(scope["headers"]))
+        body = dialect.error(Problem("unauthorized", error.detail, code=error.code))
+        return Response(body, error.status, {"x-should-retry": "false"}, "application/json")
+
+    def _app(self, headers: Mapping[bytes, bytes]) -> GatewayApp:
+        given = _given(headers)
+        if not given:
+            raise Problem("unauthorized", "this call needs a session's key (POST /v1/sessions)")
+        found = next(filter(None, map(self._keys.session_of, given)), None)
+        if found is None:
+            raise Problem("unauthorized", "this is no session's key")
+        session, nonce = found
+        live = self._sessions.live(session)
+        if live is None:
+            detail = f"session {id_of(session)} is not open: it has not begun yet, or it has ended"
+            raise Problem("unavailable", detail, code="not_open")
+        if live.nonce != nonce:
+            raise Problem("unauthorized", "this key is of an earlier session with this id")
+        return GatewayApp(live.gateway, watches=True)
+
+    def _check_length(self, headers: Mapping[bytes, bytes]) -> None:
+        told = headers.get(b"content-length", b"0")
+        if told.isdigit() and int(told) > self._limit_bytes:
+            raise self._too_large()
+
+    def _bounded(self, receive: Receive) -> Receive:
+        seen_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal seen_bytes
+            message = await receive()
+            seen_bytes += len(message.get("body", b""))
+            if seen_bytes > self._limit_bytes:
+                raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> Problem:
+        return Problem("too_large", f"the body is larger than {self._limit_bytes} bytes", code="body_too_large")
+
+
+def _given(headers: Mapping[bytes, bytes]) -> list[str]:
+    """What was sent as a key. Both headers count: an SDK may find another token of its own for one of them."""
+    scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return [key for key in (bearer, headers.get(b"x-api-key", b"").decode("latin-1").strip()) if key]
+
+
+def describe(paths: dict[str, Any]) -> None:
+    """Adds these calls to the API's description."""
+    for path, (method, meaning) in CALLS.items():
+        paths[path] = {
+            method: {
+                "tags": ["gateway"],
+                "summary": meaning,
+                "description": f"{meaning} With a session's key, as `Authorization: Bearer` or `x-api-key`; errors are "
+                "in the dialect's own shape.",
+                "security": [{"session_key": []}, {"session_x_api_key": []}],
+                "responses": {"200": {"description": "As that API documents it"}},
+            }
+        }

@@ -1,0 +1,87 @@
+"""Text from ids as they come: whole characters only, and no white space at the ends.
+
+Ids are decoded together with the piece before them (some tokenizers write a token otherwise at the beginning), so each
+id is decoded a few times, however long the text becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_WINDOW = 32
+"""Ids that end in no whole character before a cut between them is looked for. A character has at most 4 bytes."""
+
+
+class CharacterStream:
+    """Whole characters."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._before: list[int] = []  # the last piece that was decoded whole
+        self._pending: list[int] = []
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is half a character that could not be taken yet."""
+        return bool(self._pending)
+
+    def add(self, token: int) -> None:
+        self._pending.append(token)
+
+    def take(self) -> str:
+        """What can be told now."""
+        if not self._pending:
+            return ""
+        text = self._behind(self._pending)
+        if not text.endswith("\ufffd"):
+            self._before, self._pending = self._pending, []
+            return text
+        if len(self._pending) <= _WINDOW:
+            return ""
+        for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):  # no text at all: invalid bytes
+            head, tail = self._behind(self._pending[:cut]), self._decode(self._pending[cut:])
+            if tail and head + tail == text:
+                self._before, self._pending = self._pending[:cut], self._pending[cut:]
+                return head
+        return ""
+
+    def rest(self) -> str:
+        """What is left to tell where the text ends."""
+        pending, self._pending = self._pending, []
+        return self._behind(pending) if pending else ""
+
+    def _behind(self, ids: Sequence[int]) -> str:
+        if not self._before:
+            return self._decode(ids)
+        return self._decode([*self._before, *ids])[len(self._decode(self._before)) :]
+
+
+class Trim:
+    """`str.strip` of a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._held = ""  # white space that is told if more comes
+        self._has_begun = False
+
+    def take(self, text: str) -> str:
+        text = self._held + text
+        if not self._has_begun:
+            text = text.lstrip()
+        told = text.rstrip()
+        self._held = text[len(told) :]
+        self._has_begun = self._has_begun or bool(told)
+        return told
+
+
+class TextStream(CharacterStream):
+    """Both."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        super().__init__(decode)
+        self._trim = Trim()
+
+    def take(self) -> str:
+        return self._trim.take(super().take())
+
+    def rest(self) -> str:
+        return self._trim.take(super().rest())

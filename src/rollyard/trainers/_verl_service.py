@@ -1,0 +1,204 @@
+"""The service, as verl's process holds it: a client in a thread of its own, two runs, verl's engines, and the weights.
+
+Invariant: while verl has the weights, the policy is paused. It is paused when the last group that verl waits for has
+ended, before verl is told of that group, since what verl does next is to write weights; and it is resumed, with the
+version's number, when verl hands over prompts again. (verl tells nobody before it updates; and where no rollout is
+left, that is soon enough. Where rollouts are left, it is paused by `verl_sampler.py`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from rollyard.client import AsyncClient
+from rollyard.client.groups import Group
+from rollyard.trainers._verl_prompts import PromptGroup, plain
+from rollyard.trainers._verl_settings import Settings, defaults_of
+
+T = TypeVar("T")
+
+POLL_S = 60.0  # of one wait for a group
+HOLDER = "verl"  # of its pauses: more than one process of a trainer makes them
+
+
+class VerlService:
+    """See the module. `config` is verl's whole configuration; `llm_client` knows its rollout servers."""
+
+    def __init__(self, config: Any, settings: Settings, llm_client: Any) -> None:
+        self._settings = settings
+        self._rollout = config.actor_rollout_ref.rollout
+        self._model = config.actor_rollout_ref.model
+        self._llm_client = llm_client
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end = asyncio.Event()
+        self._yard: AsyncClient | None = None
+        self._is_prepared = False
+        self._version: int | None = None  # that is sampled from; None: none is, or not by our word
+        self._open = 0  # groups that verl waits for
+        self._weights = asyncio.Lock()
+
+    # --- its thread -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Raises what keeps the service from being reached."""
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live(opened)), name="rollyard-verl", daemon=True
+        )
+        self._thread.start()
+        opened.result()
+
+    def stop(self) -> None:
+        """Ends the thread. verl has no word for that: its process ends with it."""
+        if self._thread is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join()
+            self._thread = self._loop = None
+
+    async def _live(self, opened: Future[None]) -> None:
+        settings = self._settings
+        try:
+            async with AsyncClient(settings.url, settings.token, retry_s=settings.retry_s) as yard:
+                await yard.status()
+                self._yard, self._loop = yard, asyncio.get_running_loop()
+                opened.set_result(None)
+                await self._end.wait()
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs it there."""
+        if self._loop is None:
+            work.close()
+            raise RuntimeError("the manager was not started: it is made by create()")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C here must not leave the call running there
+            future.cancel()
+            raise
+
+    # --- groups ---------------------------------------------------------------------------------------
+
+    async def begin(self, asks: Sequence[PromptGroup]) -> None:
+        """All handed in, to be sampled from the weights that verl has by now. What is refused is raised, and of the
+        others nothing is left running."""
+        if not asks:
+            return
+        async with self._weights:
+            await self._prepare()
+            await self._resume(asks[0].version)
+            self._open += len(asks)
+        results = await asyncio.gather(*(self._hand_in(ask) for ask in asks), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, BaseException)]
+        if refused:
+            await asyncio.gather(
+                *(self._client.cancel_group(ask.group, run=ask.run) for ask in asks), return_exceptions=True
+            )
+            await self._close(len(asks))
+            raise refused[0]
+
+    async def _hand_in(self, ask: PromptGroup) -> Group:
+        # One member at least: what verl can do with a short group, the manager knows better than the service.
+        options: dict[str, Any] = {"size": ask.size, "spares": self._settings.spares, "min_members": 1}
+        return await self._client.group(ask.task, id=ask.group, run=ask.run, **options)
+
+    @asynccontextmanager
+    async def ended(self, ask: PromptGroup) -> AsyncIterator[Group]:
+        """The group at its end, with its traces; verl may be told of it after the context."""
+        try:
+            while not (await self._client.get_group(ask.group, wait_s=POLL_S, run=ask.run)).is_ended:
+                pass
+            yield await self._client.get_group(ask.group, traces=True, run=ask.run)
+        finally:
+            await self._close(1)
+
+    async def _close(self, count: int) -> None:
+        async with self._weights:
+            self._open -= count
+            if self._open == 0:
+                await self._pause()
+
+    async def _pause(self) -> None:
+        await self._policy.pause(mode="abort", lease_s=self._settings.lease_s)
+        self._version = None
+
+    async def _resume(self, version: int) -> None:
+        is_running = (await self._policy.status())["state"] == "running"  # others pause it, too: `verl_sampler.py`
+        if is_running and version == self._version:
+            return
+        if is_running:  # the first time: nobody is to sample from weights whose number changes
+            await self._pause()
+        await self._policy.resume(version)
+        self._version = version
+
+    # --- runs and engines -----------------------------------------------------------------------------
+
+    async def _prepare(self) -> None:
+        """Not before the first prompts: only then has verl woken its servers."""
+        if self._is_prepared:
+            return
+        settings = self._settings
+        for is_validation in (False, True):
+            await self._client.create_run(
+                settings.run + (".val" if is_validation else ""),
+                mode="eval" if is_validation else "train",
+                policy=settings.policy,
+                defaults=plain(defaults_of(self._rollout, settings, is_validation=is_validation)),
+            )
+        await self._add_engines()
+        self._is_prepared = True
+
+    async def _add_engines(self) -> None:
+        settings = self._settings
+        urls = settings.engines
+        if urls is None:
+            urls = tuple(f"http://{server}" for server in await asyncio.to_thread(_servers, self._llm_client))
+        if not urls:
+            return
+        mine = f"{settings.policy}.verl"
+        there = {str(each.get("id")): str(each.get("url")).rstrip("/") for each in await self._client.engines()}
+        wanted = {f"{mine}{i}": url.rstrip("/") for i, url in enumerate(urls)}
+        for id, url in there.items():
+            if id.startswith(mine) and wanted.get(id) != url:
+                await self._client.remove_engine(id)  # of a trainer before this one
+        for id, url in wanted.items():
+            if there.get(id) != url:
+                await self._client.add_engine(
+                    url,
+                    id=id,
+                    kind=str(self._rollout.name),
+                    policy=settings.policy,
+                    tokenizer=settings.tokenizer or str(self._model.path),
+                    renderer=settings.renderer,
+                )
+
+    @property
+    def _policy(self) -> Any:
+        return self._client.policy(self._settings.policy, holder=HOLDER)
+
+    @property
+    def _client(self) -> AsyncClient:
+        assert self._yard is not None
+        return self._yard
+
+
+def _servers(llm_client: Any) -> list[str]:
+    """Where verl's rollout servers listen: its load balancer knows them by their addresses."""
+    import ray  # type: ignore[import-not-found]
+
+    balancer = getattr(llm_client, "_load_balancer", None)
+    if balancer is None:
+        raise ValueError("verl gave no rollout servers: name their URLs in rollyard.engines")
+    return [str(server) for server in ray.get(balancer.get_all_servers.remote())]
