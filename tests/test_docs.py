@@ -38,10 +38,10 @@ async def test_the_example_environment_runs(tmp_path: Path):
     exec(compile(solve, "write-an-environment.md", "exec"), {"Solution": Solution}, more := {})
     example = type("Example", (names["CountLines"],), more)
     environments = Environments({"count_lines": example()})
-    async with site(tmp_path, script, environments=environments) as yard:
-        right = await yard.rolled(Task("count_lines", {"lines": 42}))
-        wrong = await yard.rolled(Task("count_lines", {"lines": 43}))
-        oracle = await yard.rolled(Task("count_lines", {"lines": 43}, agent=AgentSpec("oracle")))
+    async with site(tmp_path, script, environments=environments) as pipeline:
+        right = await pipeline.rolled(Task("count_lines", {"lines": 42}))
+        wrong = await pipeline.rolled(Task("count_lines", {"lines": 43}))
+        oracle = await pipeline.rolled(Task("count_lines", {"lines": 43}, agent=AgentSpec("oracle")))
         for rollout, reward in ((right, 1.0), (wrong, 0.0), (oracle, 1.0)):
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.COMPLETED

@@ -16,8 +16,8 @@ ACK_EVERY = 5  # a death between two acknowledgements has batches delivered agai
 
 
 async def main(url: str, token: str, journal: Path, on_stale: str, batches: int, tasks: Path) -> None:
-    async with AsyncClient(url, token, retry_s=120) as yard:
-        draw = await yard.draw(
+    async with AsyncClient(url, token, retry_s=120) as pipeline:
+        draw = await pipeline.draw(
             "default",
             [json.loads(line) for line in tasks.read_text().splitlines()],
             id="d",
@@ -26,7 +26,7 @@ async def main(url: str, token: str, journal: Path, on_stale: str, batches: int,
             on_stale=on_stale,
             spares=4,
         )
-        policy = yard.policy("default")
+        policy = pipeline.policy("default")
         while True:
             batch = await draw.batch(WANT)
             with journal.open("a") as file:

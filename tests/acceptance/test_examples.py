@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollyard.cli._tasks import read_tasks
-from tests.envs.yard import RUNTIMES, rewards, workshop
+from tests.envs.stage_resources import RUNTIMES, open_resources, rewards
 
 pytestmark = pytest.mark.slow
 
@@ -18,6 +18,6 @@ async def test_oracle_and_noop_of_every_example(runtime: str):
     tasks = read_tasks([str(EXAMPLES)])
     environments = {"shell", "math", "stem", "code", "reasoning_gym", "yardwork"}
     assert {str(line.task["environment"]) for line in tasks} == environments
-    async with workshop(runtime) as shop:
+    async with open_resources(runtime) as resources:
         for line in tasks:
-            assert (line.place, *await rewards(shop, line.task)) == (line.place, 1.0, 0.0)
+            assert (line.place, *await rewards(resources, line.task)) == (line.place, 1.0, 0.0)

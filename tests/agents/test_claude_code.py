@@ -30,11 +30,11 @@ async def rolled(
     folder: Path, shelf: AgentInstalls, turns: Sequence[str], task: Task | None = None
 ) -> tuple[Rollout, Trajectory]:
     """How it ended, and what it left, proven."""
-    async with site(folder, plays(turns), agents=Agents(shelf=shelf)) as yard:
-        rollout = await yard.rolled(task or greeting_task(NAME), within_s=90)
-        await yard.idle()
-        yard.nothing_left()
-        trajectory = await yard.store.trajectory(rollout.id)
+    async with site(folder, plays(turns), agents=Agents(shelf=shelf)) as pipeline:
+        rollout = await pipeline.rolled(task or greeting_task(NAME), within_s=90)
+        await pipeline.idle()
+        pipeline.nothing_left()
+        trajectory = await pipeline.store.trajectory(rollout.id)
     assert rollout.ending is not None
     assert trajectory is not None
     verify(trajectory)

@@ -50,10 +50,10 @@ async def rolled(
     folder: Path, shelf: AgentInstalls, turns: Sequence[str] | Script, options: Any = None, **limits: Any
 ) -> tuple[Rollout, Trajectory]:
     script = turns if callable(turns) else plays(turns)
-    async with site(folder, script, agents=Agents(shelf=shelf)) as yard:
-        rollout = await yard.rolled(greeting_task(NAME, options, **limits), within_s=50)
-        trajectory = await yard.store.trajectory(rollout.id)
-        yard.nothing_left()
+    async with site(folder, script, agents=Agents(shelf=shelf)) as pipeline:
+        rollout = await pipeline.rolled(greeting_task(NAME, options, **limits), within_s=50)
+        trajectory = await pipeline.store.trajectory(rollout.id)
+        pipeline.nothing_left()
     assert rollout.ending is not None and trajectory is not None
     verify(trajectory)
     return rollout, trajectory

@@ -270,9 +270,9 @@ async def test_a_task_without_a_solution_is_told(tmp_path: Path):
 
 
 async def test_an_engine_that_speaks_only_text_cannot_serve(tmp_path: Path):
-    async with site(tmp_path, None, engines=0) as yard, ScriptedEngine(lambda turn: "hi") as engine:
-        await yard.router.add(EngineSpec("e0", engine.url, Kind.OPENAI))
-        ending = (await yard.rolled(yardwork(CHAIN))).ending
+    async with site(tmp_path, None, engines=0) as pipeline, ScriptedEngine(lambda turn: "hi") as engine:
+        await pipeline.router.add(EngineSpec("e0", engine.url, Kind.OPENAI))
+        ending = (await pipeline.rolled(yardwork(CHAIN))).ending
         assert ending is not None and ending.failure is not None
         assert ending.failure.code == "engine_refused" and "speaks only text" in ending.failure.detail
 
@@ -280,8 +280,8 @@ async def test_an_engine_that_speaks_only_text_cannot_serve(tmp_path: Path):
 async def test_only_tool_calls_are_demonstrated(tmp_path: Path):
     async with stage(tmp_path, tokenizer_dir()) as on:
         with pytest.raises(TaskInvalid, match="only tools was expected"):
-            on.site.yard.shop.check(yardwork(CHAIN, format="bash_block"), Run("run"))
-        on.site.yard.shop.check(yardwork(CHAIN, format="tools"), Run("run"))
+            on.site.pipeline.resources.check(yardwork(CHAIN, format="bash_block"), Run("run"))
+        on.site.pipeline.resources.check(yardwork(CHAIN, format="tools"), Run("run"))
 
 
 # --- through the service

@@ -28,11 +28,11 @@ def shelf() -> AgentInstalls:
 
 @pytest.mark.parametrize("kind", [BubblewrapRuntime, ApptainerRuntime])
 async def test_it_edits_a_file_over_several_turns_in_one_exact_trace(tmp_path: Path, shelf: AgentInstalls, kind: Any):
-    async with site(tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), kind=kind) as yard:
-        rollout = await yard.rolled(greeting_task(NAME), within_s=90)
-        trajectory = await yard.store.trajectory(rollout.id)
-        await yard.idle()
-        yard.nothing_left()
+    async with site(tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), kind=kind) as pipeline:
+        rollout = await pipeline.rolled(greeting_task(NAME), within_s=90)
+        trajectory = await pipeline.store.trajectory(rollout.id)
+        await pipeline.idle()
+        pipeline.nothing_left()
     assert rollout.ending is not None and trajectory is not None
     harness, gateway = trajectory.info["harness"], trajectory.info["gateway"]
     assert isinstance(harness, dict) and isinstance(gateway, dict)
@@ -54,9 +54,9 @@ async def test_a_reply_without_a_call_which_it_forgets_has_a_trace_of_its_own(tm
     def script(turn: Turn) -> str:
         return turns[min(turn.call, len(turns) - 1)] if turn.session_id else "ok"
 
-    async with site(tmp_path, script, agents=Agents(shelf=shelf), pythons=pythons()) as yard:
-        rollout = await yard.rolled(greeting_task(NAME), within_s=90)
-        trajectory = await yard.store.trajectory(rollout.id)
+    async with site(tmp_path, script, agents=Agents(shelf=shelf), pythons=pythons()) as pipeline:
+        rollout = await pipeline.rolled(greeting_task(NAME), within_s=90)
+        trajectory = await pipeline.store.trajectory(rollout.id)
     assert rollout.ending is not None and trajectory is not None
     assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
     verify(trajectory)
@@ -67,8 +67,8 @@ async def test_a_reply_without_a_call_which_it_forgets_has_a_trace_of_its_own(tm
 
 async def test_a_full_context_ends_it_as_the_context_limit(tmp_path: Path, shelf: AgentInstalls):
     turns = (call("bash", command="seq 3000"),)
-    async with site(tmp_path, plays(turns), agents=Agents(shelf=shelf), pythons=pythons()) as yard:
-        rollout = await yard.rolled(greeting_task(NAME, max_context=9000), within_s=90)
+    async with site(tmp_path, plays(turns), agents=Agents(shelf=shelf), pythons=pythons()) as pipeline:
+        rollout = await pipeline.rolled(greeting_task(NAME, max_context=9000), within_s=90)
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.outcome, rollout.ending.failure.code) == (Outcome.TRUNCATED, "context_limit")
     assert rollout.ending.score is not None and rollout.ending.is_trainable

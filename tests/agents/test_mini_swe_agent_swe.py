@@ -38,12 +38,12 @@ async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, shelf: Ag
     task = replace(task, agent=AgentSpec(NAME), limits=limits)
     async with (
         Environments() as environments,
-        site(tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), environments=environments) as yard,
+        site(tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), environments=environments) as pipeline,
     ):
-        rollout = await yard.rolled(task, within_s=120)
-        trajectory = await yard.store.trajectory(rollout.id)
-        await yard.idle()
-        yard.nothing_left()
+        rollout = await pipeline.rolled(task, within_s=120)
+        trajectory = await pipeline.store.trajectory(rollout.id)
+        await pipeline.idle()
+        pipeline.nothing_left()
     assert rollout.ending is not None and trajectory is not None
     assert (rollout.ending.outcome, rollout.ending.failure) == (Outcome.COMPLETED, None), trajectory.info["harness"]
     assert rollout.ending.score is not None

@@ -37,14 +37,14 @@ async def test_what_vllm_sampled_for_the_program_is_one_trace_that_proves_itself
     task = replace(greeting_task(NAME, run_s=300, model_s=200, max_turns=TURNS), sampling=sampling)
     async with (
         overheard(vllm_url) as (url, prompts),
-        site(tmp_path, says("ok"), agents=agents, pythons=pythons()) as yard,
+        site(tmp_path, says("ok"), agents=agents, pythons=pythons()) as pipeline,
     ):
-        await yard.router.remove("e0")
-        await yard.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
-        rollout = await yard.rolled(task, within_s=350)
-        trajectory = await yard.store.trajectory(rollout.id)
-        await yard.idle()
-        yard.nothing_left()
+        await pipeline.router.remove("e0")
+        await pipeline.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
+        rollout = await pipeline.rolled(task, within_s=350)
+        trajectory = await pipeline.store.trajectory(rollout.id)
+        await pipeline.idle()
+        pipeline.nothing_left()
     ending = rollout.ending
     assert ending is not None and trajectory is not None and ending.failure is not None
     assert (ending.outcome, ending.failure.code) == (Outcome.TRUNCATED, "turn_limit"), ending

@@ -45,7 +45,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.fixture
-async def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Yard, None]:
+async def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Yard, None]:
     """A service that the CLI finds by its environment."""
     async with served(tmp_path / "yard") as running:
         for name, value in running.environ().items():

@@ -132,7 +132,7 @@ async def test_more_samples_than_k_a_table_and_the_trajectories(cli: Cli, knowin
     assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 8
 
 
-async def test_partial_rewards_count_from_the_threshold(cli: Cli, yard: Yard, tmp_path: Path):
+async def test_partial_rewards_count_from_the_threshold(cli: Cli, pipeline: Yard, tmp_path: Path):
     data = {"instruction": "Write done.", "checks": ["test -f done", "false"]}
     tasks = lines(tmp_path / "t.jsonl", {"environment": "shell", "data": data}, TASKS[0])
     for threshold, passed in ((0.5, 0.5), (0.6, 0.0)):
@@ -211,11 +211,11 @@ def test_a_large_k_is_shown_by_powers_of_two():
     assert shown_ks(3) == [1, 2, 3] and shown_ks(10) == [1, 2, 4, 8, 10] and shown_ks(16) == [1, 2, 4, 8, 16]
 
 
-async def test_an_interrupt_says_how_to_go_on(yard: Yard, tmp_path: Path):
+async def test_an_interrupt_says_how_to_go_on(pipeline: Yard, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task("NEVER"))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollyard", "eval", str(file), "--k", "1", "--run", "stopped",
-        env={**os.environ, **yard.environ()}, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **pipeline.environ()}, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
     async with asyncio.timeout(90):

@@ -16,7 +16,7 @@ async def test_a_node_is_listed_drained_resumed_and_leaves(cli: Cli, tmp_path: P
     async with open_head(tmp_path) as site:
         where = ("--url", site.url, "--token", site.token)
         assert (await cli("nodes", "list", *where)).err.startswith("no node has joined yet")
-        node = ProcessNode(site.url, site.served.house.settings.node_token_path, tmp_path, "n1", run_slots=3)
+        node = ProcessNode(site.url, site.served.app_state.settings.node_token_path, tmp_path, "n1", run_slots=3)
         try:
             await until(site, "n1")
             (found,) = (await cli("nodes", "list", "--json", *where)).json

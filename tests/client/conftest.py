@@ -8,12 +8,12 @@ from tests.client.served import Yard, served
 
 
 @pytest.fixture
-async def yard(tmp_path: Path) -> AsyncGenerator[Yard, None]:
+async def pipeline(tmp_path: Path) -> AsyncGenerator[Yard, None]:
     async with served(tmp_path) as running:
         yield running
 
 
 @pytest.fixture
-async def client(yard: Yard) -> AsyncGenerator[AsyncClient, None]:
-    async with AsyncClient(yard.url, yard.token, timeout_s=20) as opened:
+async def client(pipeline: Yard) -> AsyncGenerator[AsyncClient, None]:
+    async with AsyncClient(pipeline.url, pipeline.token, timeout_s=20) as opened:
         yield opened

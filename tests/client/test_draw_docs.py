@@ -52,9 +52,9 @@ class Trainer:
 
 
 @pytest.fixture
-def page(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def page(pipeline: Yard, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names that the page's blocks define."""
-    for name, value in yard.environ().items():
+    for name, value in pipeline.environ().items():
         monkeypatch.setenv(name, value)
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):

@@ -13,7 +13,7 @@ from rollyard.core.engine import Admission
 from rollyard.engines import GenerateRequest, Health, Router
 from rollyard.engines.clients.load import EngineLoad
 from rollyard.engines.routing.admission import CapRules
-from rollyard.engines.routing.policy_slots import PolicySlot, PolicySlots
+from rollyard.engines.routing.seats import Seat, Seats
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import QUICK, routed, spec_of
 
@@ -25,9 +25,9 @@ MOVES = st.lists(
 @given(MOVES)
 @settings(max_examples=60)
 async def test_nobody_waits_while_a_seat_is_free_and_nobody_enters_without_one(moves: list[tuple[str, int]]) -> None:
-    seats = PolicySlots()
+    seats = Seats()
     seats.set_bound(2)
-    held: list[PolicySlot] = []
+    held: list[Seat] = []
     waiting: list[asyncio.Task[None]] = []
 
     async def take(rank: int) -> None:
@@ -67,7 +67,7 @@ async def _quiet() -> None:
 
 
 async def test_the_lowest_rank_goes_first() -> None:
-    seats = PolicySlots()
+    seats = Seats()
     seats.set_bound(1)
     seat = await seats.acquire()
     order: list[int] = []
@@ -86,7 +86,7 @@ async def test_the_lowest_rank_goes_first() -> None:
 
 
 async def test_a_seat_given_to_one_that_is_just_cancelled_goes_to_the_next() -> None:
-    seats = PolicySlots()
+    seats = Seats()
     seats.set_bound(1)
     seat = await seats.acquire()
     first, second = (asyncio.create_task(seats.acquire((number, 0))) for number in (1, 2))

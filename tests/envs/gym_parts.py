@@ -60,8 +60,8 @@ async def gym_of(server: GymServer) -> AsyncGenerator[GymEnvironment, None]:
 
 @asynccontextmanager
 async def gym_site(folder: Path, script: Any, server: GymServer, **options: Any) -> AsyncGenerator[Site, None]:
-    async with gym_of(server) as gym, site(folder, script, environments=Environments({"gym": gym}), **options) as yard:
-        yield yard
+    async with gym_of(server) as gym, site(folder, script, environments=Environments({"gym": gym}), **options) as pipeline:
+        yield pipeline
 
 
 async def opened(gym: GymEnvironment, name: str = "increment_counter", **limits: Any) -> tuple[Tool, dict[str, Any]]:

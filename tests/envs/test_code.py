@@ -17,7 +17,7 @@ from rollyard.envs.code import grading
 from rollyard.pipeline import StageResources
 from rollyard.pipeline.evaluation import evaluate
 
-from .yard import RUNTIMES, played, rewards, to_play, workshop
+from .stage_resources import RUNTIMES, open_resources, played, rewards, to_play
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -38,34 +38,34 @@ ASSERTED = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shop():
-    async with workshop("bubblewrap") as made:
+async def resources():
+    async with open_resources("bubblewrap") as made:
         yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=RUNTIMES)
-async def any_shop(request: pytest.FixtureRequest):
-    async with workshop(request.param) as made:
+async def any_resources(request: pytest.FixtureRequest):
+    async with open_resources(request.param) as made:
         yield made
 
 
-async def scored(shop: StageResources, data: dict[str, Any], solution: str | None = None, **sandbox: Any) -> Score:
+async def scored(resources: StageResources, data: dict[str, Any], solution: str | None = None, **sandbox: Any) -> Score:
     """Of this solution; that there is a score, whatever the solution does, is part of every test here."""
-    given = to_play({"environment": "code", "data": data, "sandbox": sandbox}, shop.default_runtime)
+    given = to_play({"environment": "code", "data": data, "sandbox": sandbox}, resources.default_runtime)
     rollout = Rollout(new_id("try"), "try", given)
     said = {"role": "assistant", "content": f"```\n{solution or data['solution']}\n```"}
     trajectory = Trajectory(rollout.id, 1, messages=(said,))
     clock = Deadline(given.limits.eval_s)
-    return await evaluate(shop, rollout, trajectory, clock, lease_s=600.0, watch=lambda _: None)
+    return await evaluate(resources, rollout, trajectory, clock, lease_s=600.0, watch=lambda _: None)
 
 
-async def test_the_oracle_gets_all_and_the_no_op_nothing(any_shop: StageResources):
+async def test_the_oracle_gets_all_and_the_no_op_nothing(any_resources: StageResources):
     bodies = [{"environment": "code", "data": data} for data in (PROGRAM, CALLED, ASSERTED)]
-    assert await asyncio.gather(*(rewards(any_shop, body) for body in bodies)) == [(1.0, 0.0)] * 3
+    assert await asyncio.gather(*(rewards(any_resources, body) for body in bodies)) == [(1.0, 0.0)] * 3
 
 
-async def test_the_asserts_are_hidden_in_each_runtime(any_shop: StageResources):
-    assert (await scored(any_shop, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.0
+async def test_the_asserts_are_hidden_in_each_runtime(any_resources: StageResources):
+    assert (await scored(any_resources, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.0
 
 
 # --- scores -------------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ async def test_the_asserts_are_hidden_in_each_runtime(any_shop: StageResources):
 HALF = "a, b = map(int, input().split())\nprint(a + b if a < 3 else 0)\n"
 
 
-async def test_the_reward_is_for_all_tests_or_for_their_share(shop: StageResources):
-    score = await scored(shop, PROGRAM, HALF)
+async def test_the_reward_is_for_all_tests_or_for_their_share(resources: StageResources):
+    score = await scored(resources, PROGRAM, HALF)
     assert (score.reward, score.components) == (0.0, {"passed": pytest.approx(2 / 3)})
     assert score.metrics == {
         "tests": 3,
@@ -85,19 +85,19 @@ async def test_the_reward_is_for_all_tests_or_for_their_share(shop: StageResourc
         "skipped": 0,
         "has_solution": 1,
     }
-    assert (await scored(shop, {**PROGRAM, "reward": "share"}, HALF)).reward == pytest.approx(2 / 3)
+    assert (await scored(resources, {**PROGRAM, "reward": "share"}, HALF)).reward == pytest.approx(2 / 3)
 
 
-async def test_any_of_several_outputs_is_accepted(shop: StageResources):
+async def test_any_of_several_outputs_is_accepted(resources: StageResources):
     data = {**PROGRAM, "tests": [{"input": "1 2", "outputs": ["4", "3"]}]}
-    assert (await scored(shop, data)).reward == 1.0
+    assert (await scored(resources, data)).reward == 1.0
 
 
-async def test_other_languages_run_by_their_own_programs_or_a_given_command(shop: StageResources):
+async def test_other_languages_run_by_their_own_programs_or_a_given_command(resources: StageResources):
     bash = {**PROGRAM, "language": "bash", "solution": "read a b; echo $((a + b))"}
-    assert (await scored(shop, bash)).reward == 1.0
+    assert (await scored(resources, bash)).reward == 1.0
     awk = {**PROGRAM, "language": "awk", "file": "sum.awk", "command": "awk -f sum.awk", "solution": "{print $1 + $2}"}
-    assert (await scored(shop, awk)).reward == 1.0
+    assert (await scored(resources, awk)).reward == 1.0
     made = {
         **PROGRAM,
         "language": "m4ke",
@@ -106,21 +106,21 @@ async def test_other_languages_run_by_their_own_programs_or_a_given_command(shop
         "command": "sh made.sh",
         "solution": "read a b; echo $((a PLUS b))",
     }
-    assert (await scored(shop, made)).reward == 1.0
-    score = await scored(shop, {**made, "compile": "exit 1"})
+    assert (await scored(resources, made)).reward == 1.0
+    score = await scored(resources, {**made, "compile": "exit 1"})
     assert (score.reward, score.metrics["skipped"]) == (0.0, 3)
 
 
-async def test_many_tests_are_all_run(shop: StageResources):
+async def test_many_tests_are_all_run(resources: StageResources):
     tests = [{"input": f"{n} 1", "output": str(n + 1)} for n in range(12)]
-    assert (await scored(shop, {**PROGRAM, "tests": tests})).metrics["passed"] == 12
+    assert (await scored(resources, {**PROGRAM, "tests": tests})).metrics["passed"] == 12
 
 
-async def test_a_program_that_ends_with_a_status_fails_whatever_it_printed(shop: StageResources):
-    assert (await scored(shop, PROGRAM, f"{ADD}raise SystemExit(1)")).reward == 0.0
+async def test_a_program_that_ends_with_a_status_fails_whatever_it_printed(resources: StageResources):
+    assert (await scored(resources, PROGRAM, f"{ADD}raise SystemExit(1)")).reward == 0.0
 
 
-async def test_asserts_see_changed_arguments_objects_and_exceptions(shop: StageResources):
+async def test_asserts_see_changed_arguments_objects_and_exceptions(resources: StageResources):
     data = {
         **ASSERTED,
         "entry_point": "first",
@@ -153,41 +153,41 @@ def kinds(): return 1, {2}, b"x", 1j, 10 ** 5000, frozenset(), {(1, 2): None}, f
 def squares(n): return (k * k for k in range(n))
 def add(a, b): return a + b
 """
-    score = await scored(shop, data, solution)
+    score = await scored(resources, data, solution)
     assert score.metrics["passed"] == len(data["asserts"]), score
 
 
-async def test_wrong_functions_fail_each_assert_by_itself(shop: StageResources):
+async def test_wrong_functions_fail_each_assert_by_itself(resources: StageResources):
     solution = "import os\ndef add(a, b):\n    return 3 if a == 1 else os._exit(0)"
-    score = await scored(shop, ASSERTED, solution)
+    score = await scored(resources, ASSERTED, solution)
     assert (score.reward, score.metrics["passed"], score.metrics["failed"]) == (0.0, 1, 1)
     scores = await asyncio.gather(
-        scored(shop, ASSERTED, "def ("),
-        scored(shop, ASSERTED, "x = 1"),
-        scored(shop, CALLED, "def add(a, b): return object()"),
+        scored(resources, ASSERTED, "def ("),
+        scored(resources, ASSERTED, "x = 1"),
+        scored(resources, CALLED, "def add(a, b): return object()"),
     )
     assert [score.reward for score in scores] == [0.0] * 3
 
 
-async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(shop: StageResources):
+async def test_a_result_in_a_list_is_no_result_unless_the_task_says_so(resources: StageResources):
     solution = "def add(a, b): return [a + b]"
-    assert (await scored(shop, CALLED, solution)).reward == 0.0
+    assert (await scored(resources, CALLED, solution)).reward == 0.0
     data = {**CALLED, "tests": [{"input": [1, 2], "outputs": [3, [3]]}]}
-    assert (await scored(shop, data, solution)).reward == 1.0
+    assert (await scored(resources, data, solution)).reward == 1.0
 
 
 # --- limits -------------------------------------------------------------------------------------------
 
 
 async def test_what_waits_too_long_fails_and_after_three_the_rest_is_skipped(
-    shop: StageResources, monkeypatch: pytest.MonkeyPatch
+    resources: StageResources, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(code_data, "WAIT_S", 0.3)
     tests = [{"input": "1 1", "output": "2"}] * 5
-    program = scored(shop, {**PROGRAM, "tests": tests, "time_s": 0.1}, f"import time\ntime.sleep(60)\n{ADD}")
+    program = scored(resources, {**PROGRAM, "tests": tests, "time_s": 0.1}, f"import time\ntime.sleep(60)\n{ADD}")
     asserts = ["assert add(1, 2) == 3"] * 5
     function = scored(
-        shop,
+        resources,
         {**ASSERTED, "asserts": asserts, "time_s": 0.1},
         "import time\ndef add(a, b):\n    time.sleep(60)\n    return 3",
     )
@@ -195,57 +195,57 @@ async def test_what_waits_too_long_fails_and_after_three_the_rest_is_skipped(
         assert (score.reward, score.metrics["timed_out"], score.metrics["skipped"]) == (0.0, 3, 2)
 
 
-async def test_what_computes_too_long_is_ended_by_its_cpu_time(shop: StageResources, monkeypatch: pytest.MonkeyPatch):
+async def test_what_computes_too_long_is_ended_by_its_cpu_time(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(code_data, "WAIT_S", 600.0)  # so that nothing else can end it within this test's own time
     endless = "def add(a, b):\n    while True: pass\nadd(1, 1)"
     called = "def add(a, b):\n    while True: pass"
     ignores = f"import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n{endless}"
     scores = await asyncio.gather(
-        scored(shop, {**PROGRAM, "time_s": 0.5, "tests": PAIRS[:1]}, endless),
-        scored(shop, {**CALLED, "time_s": 0.5, "tests": CALLED["tests"][:1]}, called),
-        scored(shop, {**ASSERTED, "time_s": 0.5, "asserts": ASSERTED["asserts"][:1]}, called),
-        scored(shop, {**PROGRAM, "time_s": 0.5, "tests": PAIRS[:1]}, ignores),
+        scored(resources, {**PROGRAM, "time_s": 0.5, "tests": PAIRS[:1]}, endless),
+        scored(resources, {**CALLED, "time_s": 0.5, "tests": CALLED["tests"][:1]}, called),
+        scored(resources, {**ASSERTED, "time_s": 0.5, "asserts": ASSERTED["asserts"][:1]}, called),
+        scored(resources, {**PROGRAM, "time_s": 0.5, "tests": PAIRS[:1]}, ignores),
     )
     ended = [(score.reward, score.metrics["timed_out"], score.metrics["failed"]) for score in scores]
     assert ended == [(0.0, 1, 0), (0.0, 1, 0), (0.0, 1, 0), (0.0, 0, 1)]
 
 
-async def test_memory_is_limited(shop: StageResources):
+async def test_memory_is_limited(resources: StageResources):
     limit = {"memory_bytes": 256 << 20}
     big = "def add(a, b):\n    x = bytes(1 << 29)\n    return a + b"
     for data, solution in ((PROGRAM, f"x = bytes(1 << 29)\n{ADD}"), (CALLED, big), (ASSERTED, big)):
-        right, wrong = await asyncio.gather(scored(shop, {**data, **limit}), scored(shop, {**data, **limit}, solution))
+        right, wrong = await asyncio.gather(scored(resources, {**data, **limit}), scored(resources, {**data, **limit}, solution))
         assert (right.reward, wrong.metrics["failed"]) == (1.0, right.metrics["tests"])
 
 
-async def test_a_flood_of_output_is_bounded_and_wrong(shop: StageResources):
+async def test_a_flood_of_output_is_bounded_and_wrong(resources: StageResources):
     flood = f"import sys\n{ADD}sys.stdout.flush()\nfor _ in range(200): sys.stdout.write(' ' * (1 << 16))"
-    assert (await scored(shop, PROGRAM, flood)).metrics["failed"] == 3
+    assert (await scored(resources, PROGRAM, flood)).metrics["failed"] == 3
     loud = f"import sys\n{ADD}sys.stderr.write('x' * (4 << 20))"
-    assert (await scored(shop, PROGRAM, loud)).reward == 1.0
+    assert (await scored(resources, PROGRAM, loud)).reward == 1.0
 
 
-async def test_a_right_answer_may_be_much_longer_than_the_expected_one(shop: StageResources, monkeypatch: pytest.MonkeyPatch):
+async def test_a_right_answer_may_be_much_longer_than_the_expected_one(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grading, "OUTPUT_BYTES", 1000)
     data = {**PROGRAM, "tests": [{"input": "", "output": "0.5\n" * 1000}]}
-    assert (await scored(shop, data, "print(('0.5' + '0' * 20 + '\\n') * 1000)")).reward == 1.0
+    assert (await scored(resources, data, "print(('0.5' + '0' * 20 + '\\n') * 1000)")).reward == 1.0
     data = {**CALLED, "tests": [{"input": [1, 2], "output": [[]] * 1000}]}
-    assert (await scored(shop, data, "def add(a, b): return [()] * 1000")).reward == 1.0
+    assert (await scored(resources, data, "def add(a, b): return [()] * 1000")).reward == 1.0
 
 
-async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(shop: StageResources):
+async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(resources: StageResources):
     data = {**CALLED, "tests": [{"input": [[1], [2]], "output": [1, 2]}], "reward": "share"}
     solution = "def add(a, b):\n    c = a + b\n    a.extend([0] * 1_000_000)\n    return c"
-    assert (await scored(shop, data, solution)).reward == 1.0
+    assert (await scored(resources, data, solution)).reward == 1.0
     for given in (data, {**ASSERTED, "asserts": ["assert add([1], [2]) == [1, 2]"]}):
-        assert (await scored(shop, given, "def add(a, b):\n    c = a + b\n    a.append(a)\n    return c")).reward == 1.0
+        assert (await scored(resources, given, "def add(a, b):\n    c = a + b\n    a.append(a)\n    return c")).reward == 1.0
 
 
-async def test_a_fork_bomb_is_bounded_and_fails(shop: StageResources, monkeypatch: pytest.MonkeyPatch):
+async def test_a_fork_bomb_is_bounded_and_fails(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
     bomb = "import os, time\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(0.1)"
     with monkeypatch.context() as patched:
         patched.setattr(code_data, "WAIT_S", 0.5)
-        score = await scored(shop, {**PROGRAM, "time_s": 0.1, "tests": PAIRS[:2], "reward": "share"}, bomb)
+        score = await scored(resources, {**PROGRAM, "time_s": 0.1, "tests": PAIRS[:2], "reward": "share"}, bomb)
     assert score.reward == 0.0
     many = f"""
 import subprocess
@@ -256,19 +256,19 @@ try:
 except OSError:
     pass
 """
-    assert (await scored(shop, {**PROGRAM, "tests": PAIRS[:1]}, many)).reward == 1.0
+    assert (await scored(resources, {**PROGRAM, "tests": PAIRS[:1]}, many)).reward == 1.0
 
 
-async def test_a_solution_that_ends_the_sandbox_has_a_score(shop: StageResources):
+async def test_a_solution_that_ends_the_sandbox_has_a_score(resources: StageResources):
     solution = "import time\nopen('big', 'wb').write(bytes(80 << 20))\ntime.sleep(60)"
     kinds = (PROGRAM, CALLED, ASSERTED)
-    for score in await asyncio.gather(*(scored(shop, data, solution, disk_bytes=20 << 20) for data in kinds)):
+    for score in await asyncio.gather(*(scored(resources, data, solution, disk_bytes=20 << 20) for data in kinds)):
         assert (score.reward, score.metrics["failed"], score.metrics["skipped"] > 0) == (0.0, 1, True)
 
 
-async def test_a_program_has_all_the_stack_that_there_is(shop: StageResources):
+async def test_a_program_has_all_the_stack_that_there_is(resources: StageResources):
     given = "import resource\nprint(len(set(resource.getrlimit(resource.RLIMIT_STACK))))"
-    assert (await scored(shop, {**PROGRAM, "tests": [{"input": "", "output": "1"}]}, given)).reward == 1.0
+    assert (await scored(resources, {**PROGRAM, "tests": [{"input": "", "output": "1"}]}, given)).reward == 1.0
 
 
 # --- cheats -------------------------------------------------------------------------------------------
@@ -344,39 +344,39 @@ CHEATS = {
 }
 
 
-async def test_no_verdict_of_an_assert_can_be_forged(shop: StageResources):
+async def test_no_verdict_of_an_assert_can_be_forged(resources: StageResources):
     data = {**ASSERTED, "reward": "share"}
-    scores = await asyncio.gather(*(scored(shop, data, cheat) for cheat in CHEATS.values()))
+    scores = await asyncio.gather(*(scored(resources, data, cheat) for cheat in CHEATS.values()))
     passed = {name: (score.reward, score.metrics["passed"]) for name, score in zip(CHEATS, scores, strict=True)}
     assert passed == dict.fromkeys(CHEATS, (0.0, 0))
 
 
-async def test_a_solution_cannot_end_a_loop_of_the_asserts(shop: StageResources):
+async def test_a_solution_cannot_end_a_loop_of_the_asserts(resources: StageResources):
     """By StopIteration, a `map` ends: and nothing of what it has not given is false."""
     data = {**ASSERTED, "asserts": ["assert all(map(lambda n: add(n, n) == 2 * n, [1, 2]))"]}
-    assert (await scored(shop, data)).reward == 1.0
-    assert (await scored(shop, data, "def add(a, b): raise StopIteration")).reward == 0.0
+    assert (await scored(resources, data)).reward == 1.0
+    assert (await scored(resources, data, "def add(a, b): raise StopIteration")).reward == 0.0
 
 
-async def test_no_result_of_a_call_can_be_forged(shop: StageResources):
+async def test_no_result_of_a_call_can_be_forged(resources: StageResources):
     data, names = (
         {**CALLED, "reward": "share"},
         ("exits", "answers for the worker", "nests deeply", "starves the tester"),
     )
-    scores = await asyncio.gather(*(scored(shop, data, CHEATS[name]) for name in names))
+    scores = await asyncio.gather(*(scored(resources, data, CHEATS[name]) for name in names))
     assert {name: score.reward for name, score in zip(names, scores, strict=True)} == dict.fromkeys(names, 0.0)
 
 
-async def test_the_cheat_that_looks_would_find_an_open_door(shop: StageResources, monkeypatch: pytest.MonkeyPatch):
+async def test_the_cheat_that_looks_would_find_an_open_door(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
     """The cheat is a real one: it succeeds as soon as the tester's memory is not shut."""
     source = grading._source
     monkeypatch.setattr(
         grading, "_source", lambda name: source(name).replace("PR_SET_DUMPABLE, 0", "PR_SET_DUMPABLE, 1")
     )
-    assert (await scored(shop, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.5
+    assert (await scored(resources, {**ASSERTED, "reward": "share"}, LOOK)).reward == 0.5
 
 
-async def test_what_an_assert_leaves_running_is_gone_at_the_next(shop: StageResources):
+async def test_what_an_assert_leaves_running_is_gone_at_the_next(resources: StageResources):
     solution = """
 import os, time
 
@@ -396,12 +396,12 @@ def alive():
         **ASSERTED,
         "asserts": ["assert leave() == 3", "assert alive() == 2"],
     }  # the tester, the worker, what is left
-    assert (await scored(shop, data, solution)).metrics["passed"] == 2
+    assert (await scored(resources, data, solution)).metrics["passed"] == 2
 
 
-async def test_a_task_without_a_solution_has_no_oracle(shop: StageResources):
+async def test_a_task_without_a_solution_has_no_oracle(resources: StageResources):
     data = {name: value for name, value in PROGRAM.items() if name != "solution"}
-    result = await played(shop, {"environment": "code", "data": data}, "oracle")
+    result = await played(resources, {"environment": "code", "data": data}, "oracle")
     assert result.failure is not None
     assert result.failure.code == TaskInvalid.code
     assert "this task holds no solution" in result.failure.detail

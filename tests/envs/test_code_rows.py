@@ -14,7 +14,7 @@ from rollyard.core.failure import TaskInvalid
 from rollyard.envs.code import CodeEnvironment, rows
 from rollyard.service.models import to_task
 
-from .yard import played, workshop
+from .stage_resources import open_resources, played
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -110,22 +110,22 @@ def made(row: dict[str, Any], **options: str) -> Any:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shop():
-    async with workshop("bubblewrap") as there:
+async def resources():
+    async with open_resources("bubblewrap") as there:
         yield there
 
 
-async def test_a_row_s_own_solution_gets_all(shop):
+async def test_a_row_s_own_solution_gets_all(resources):
     rows = (APPS, APPS_CALLED, HUMAN_EVAL, MBPP, MBPP_SET_UP, MBPP_SANITIZED, OURS)
-    results = await asyncio.gather(*(played(shop, made(row), "oracle") for row in rows))
+    results = await asyncio.gather(*(played(resources, made(row), "oracle") for row in rows))
     assert [result.score and result.score.reward for result in results] == [1.0] * len(rows), results
 
 
-async def test_a_cheat_cannot_redefine_what_a_prompt_defines(shop):
+async def test_a_cheat_cannot_redefine_what_a_prompt_defines(resources):
     """HumanEval's tests may use the prompt's functions: those are the dataset's, not the solution's."""
     cheat = "class Same(str):\n    __eq__ = lambda *_: True\nshift = lambda s: ''\ndef unshift(s): return ''"
     body = made(HUMAN_EVAL)
-    result = await played(shop, {**body, "data": {**body["data"], "solution": cheat}}, "oracle")
+    result = await played(resources, {**body, "data": {**body["data"], "solution": cheat}}, "oracle")
     assert result.score is not None and result.score.reward == 0.0, result
 
 

@@ -15,7 +15,7 @@ from rollyard.testing.gym_server import GymServer
 
 from .conftest import context, evidence
 from .gym_parts import PERFECT, QUICK, body, calls, gym_of, gym_site, gym_task, opened, says
-from .yard import RUNTIMES, played, rewards, workshop
+from .stage_resources import RUNTIMES, open_resources, played, rewards
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ async def server():
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime, server, monkeypatch):
     monkeypatch.setenv("ROLLYARD_GYM_SERVERS", json.dumps({"other": "http://127.0.0.1:9", "counter": server.url + "/"}))
-    async with workshop(runtime) as shop:
-        assert await rewards(shop, body()) == (1.0, 0.0)
-        result = await played(shop, body(5, 4), "oracle")
+    async with open_resources(runtime) as resources:
+        assert await rewards(resources, body()) == (1.0, 0.0)
+        result = await played(resources, body(5, 4), "oracle")
         assert result.score is not None
         assert result.score.components == {"counted": 1.0, "told": 1.0}
         assert result.score.metrics == {"calls": 2.0}
@@ -42,21 +42,21 @@ async def test_a_task_without_an_oracle_says_so(server, monkeypatch):
     monkeypatch.setenv("ROLLYARD_GYM_SERVERS", json.dumps({"counter": server.url}))
     bare = body()
     del bare["data"]["oracle"]
-    async with workshop("bubblewrap") as shop:
-        result = await played(shop, bare, "oracle")
+    async with open_resources("bubblewrap") as resources:
+        result = await played(resources, bare, "oracle")
     assert result.failure is not None
     assert (result.failure.code, result.score) == ("task_invalid", None)
     assert "data.oracle: this task holds no solution" in result.failure.detail
 
 
 async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
-    async with gym_site(tmp_path, PERFECT, server) as yard:
-        rollout = await yard.rolled(gym_task())
+    async with gym_site(tmp_path, PERFECT, server) as pipeline:
+        rollout = await pipeline.rolled(gym_task())
         assert rollout.ending is not None
         assert (rollout.ending.outcome, rollout.ending.failure) == (Outcome.COMPLETED, None)
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
     assert trajectory is not None
     said = [message.get("content") for message in trajectory.messages if message.get("role") == "tool"]
     assert said == ['{"success": true}', '{"success": true}', '{"count": 6}']
@@ -68,9 +68,9 @@ async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
 
 
 async def test_what_the_row_expects_and_who_asks_is_not_told_to_the_model(tmp_path, server):
-    async with gym_site(tmp_path, says(calls("get_counter_value"), "I give up."), server) as yard:
-        rollout = await yard.rolled(gym_task())
-        trajectory = await yard.store.trajectory(rollout.id)
+    async with gym_site(tmp_path, says(calls("get_counter_value"), "I give up."), server) as pipeline:
+        rollout = await pipeline.rolled(gym_task())
+        trajectory = await pipeline.store.trajectory(rollout.id)
     assert rollout.ending is not None and rollout.ending.score is not None
     assert rollout.ending.score.reward == 0.0
     assert trajectory is not None
@@ -82,8 +82,8 @@ async def test_what_the_row_expects_and_who_asks_is_not_told_to_the_model(tmp_pa
 
 async def test_a_model_cannot_ask_for_its_own_verdict(tmp_path, server):
     forged = calls("verify", expected_count=3, response={"output": []}) + calls("seed_session", initial_count=6)
-    async with gym_site(tmp_path, says(forged, "It stands at 6."), server) as yard:
-        rollout = await yard.rolled(gym_task())
+    async with gym_site(tmp_path, says(forged, "It stands at 6."), server) as pipeline:
+        rollout = await pipeline.rolled(gym_task())
     assert rollout.ending is not None and rollout.ending.score is not None
     assert rollout.ending.score.reward == 0.0
     assert (len(server.counters), len(server.verified)) == (1, 1)
@@ -138,14 +138,14 @@ async def test_without_the_sessions_cookies_nothing_is_verified(server):
 
 
 async def test_a_server_that_the_operator_has_not_named_is_refused_at_submit(tmp_path, server):
-    async with gym_site(tmp_path, PERFECT, server) as yard:
+    async with gym_site(tmp_path, PERFECT, server) as pipeline:
         other: dict[str, Any] = body()
         for wanted in ("http://169.254.169.254", "http://127.0.0.1:1", server.url + "/verify", "nobody"):
             other["data"]["server"] = wanted
             with pytest.raises(TaskInvalid, match=r"no resources server .* here; the operator has named: counter$"):
-                yard.yard.shop.check(to_task(other, {}), yard.run)
+                pipeline.pipeline.resources.check(to_task(other, {}), pipeline.run)
         other["data"]["server"] = server.url + "/"
-        rollout = await yard.rolled(replace(to_task(other, {}), limits=QUICK))
+        rollout = await pipeline.rolled(replace(to_task(other, {}), limits=QUICK))
         assert rollout.ending is not None and rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0
 

@@ -14,15 +14,15 @@ from rollyard.pipeline import StageResources
 from tests.sandbox.egress.site import served
 
 from .harbor_folders import SOLVE, TEST, TOML, imported, local, ready, write
-from .yard import RUNTIMES, played, rewards, workshop
+from .stage_resources import RUNTIMES, open_resources, played, rewards
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shop() -> AsyncGenerator[StageResources, None]:
+async def resources() -> AsyncGenerator[StageResources, None]:
     """One for all that need no other runtime: it takes longer to open than a task takes."""
-    async with workshop("bubblewrap") as opened:
+    async with open_resources("bubblewrap") as opened:
         yield opened
 
 
@@ -34,8 +34,8 @@ EOF
 """
 
 
-async def score_of(shop: StageResources, body: dict[str, Any], agent: str = "oracle"):
-    result = await played(shop, body, agent)
+async def score_of(resources: StageResources, body: dict[str, Any], agent: str = "oracle"):
+    result = await played(resources, body, agent)
     assert result.score is not None, result.failure
     return result.score
 
@@ -43,18 +43,18 @@ async def score_of(shop: StageResources, body: dict[str, Any], agent: str = "ora
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_a_task_folder_runs_as_it_is(tmp_path: Path, runtime: str):
     body = local(imported(write(tmp_path / "hello")), is_sif=runtime == "apptainer")
-    async with workshop(runtime) as shop:
-        assert await rewards(shop, body) == (1.0, 0.0)
+    async with open_resources(runtime) as resources:
+        assert await rewards(resources, body) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_reward_json_holds_the_reward_and_what_it_is_made_of(tmp_path: Path, runtime: str):
     body = ready(tmp_path, {"tests/test.sh": SEVERAL})
-    async with workshop(runtime) as shop:
-        score = await score_of(shop, body)
+    async with open_resources(runtime) as resources:
+        score = await score_of(resources, body)
         assert (score.reward, score.components) == (0.75, {"style": 0.5})
         assert score.metrics == {"verifier_ran": 1.0, "verifier_status": 0.0, "reward_written": 1.0}
-        assert (await score_of(shop, body, "noop")).reward == 0.0
+        assert (await score_of(resources, body, "noop")).reward == 0.0
 
 
 DOCKERFILE = """\
@@ -81,7 +81,7 @@ diff answer /srv/greeting && echo 1.0 > /logs/verifier/reward.txt
 """
 
 
-async def test_a_dockerfile_is_honoured_without_a_build(shop: StageResources, tmp_path: Path):
+async def test_a_dockerfile_is_honoured_without_a_build(resources: StageResources, tmp_path: Path):
     files = {
         "task.toml": TOML.replace("docker_image", "# docker_image"),
         "environment/Dockerfile": DOCKERFILE,
@@ -94,10 +94,10 @@ async def test_a_dockerfile_is_honoured_without_a_build(shop: StageResources, tm
     body = imported(write(tmp_path, files), run="prepare")
     assert body["sandbox"]["image"] == "docker://some/base:1.0"
     assert body["data"]["workdir"] == "/srv/place"
-    assert await rewards(shop, local(body)) == (1.0, 0.0)
+    assert await rewards(resources, local(body)) == (1.0, 0.0)
 
 
-async def test_variables_reach_only_those_they_are_for(shop: StageResources, tmp_path: Path):
+async def test_variables_reach_only_those_they_are_for(resources: StageResources, tmp_path: Path):
     toml = TOML + 'env = {FOR_ALL = "a"}\n[solution]\nenv = {FOR_ORACLE = "o"}\n'
     toml = toml.replace("[verifier]\n", '[verifier]\nenv = {FOR_TESTS = "${SECRET}"}\n')
     files = {
@@ -106,13 +106,13 @@ async def test_variables_reach_only_those_they_are_for(shop: StageResources, tmp
         "tests/test.sh": "#!/bin/sh\n[ $(cat seen)$FOR_TESTS$FOR_ORACLE$FOR_ALL = aosa ] && [ ! -s there ]"
         " && [ ! -e /solution/solve.sh ] && echo 1 > /logs/verifier/reward.txt",
     }
-    assert await rewards(shop, ready(tmp_path, files, env__SECRET="s")) == (1.0, 0.0)
+    assert await rewards(resources, ready(tmp_path, files, env__SECRET="s")) == (1.0, 0.0)
 
 
-async def test_the_folders_of_the_format_are_there_for_the_agent(shop: StageResources, tmp_path: Path):
+async def test_the_folders_of_the_format_are_there_for_the_agent(resources: StageResources, tmp_path: Path):
     solve = "touch /logs/agent/a /logs/verifier/b && pwd > where"
     test = f"#!/bin/bash\n[ $(cat /app/where) = /app ] && [ ! -e /logs/verifier/b ] && {FORGE}"
-    assert await rewards(shop, ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test})) == (1.0, 0.0)
+    assert await rewards(resources, ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test})) == (1.0, 0.0)
 
 
 FORGE = "echo 1 > /logs/verifier/reward.txt"
@@ -137,10 +137,10 @@ CHEATS = {
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_an_agent_cannot_write_its_own_verdict(tmp_path: Path, runtime: str):
     cheats = list(CHEATS.items())[:: 1 if runtime == "bubblewrap" else 3]  # both judge in the same kind of overlay
-    async with workshop(runtime) as shop:
+    async with open_resources(runtime) as resources:
         for number, (name, attack) in enumerate(cheats):
             body = ready(tmp_path / str(number), {"solution/solve.sh": f"#!/bin/sh\n{attack}\n"})
-            assert (await score_of(shop, body)).reward == 0.0, name
+            assert (await score_of(resources, body)).reward == 0.0, name
 
 
 RUNS_IT = "#!/bin/bash\npython3 /app/main.py\n" + TEST.partition("\n")[2]
@@ -166,26 +166,26 @@ done
 """
 
 
-async def test_what_test_runners_read_above_the_tests_is_not_the_agents(shop: StageResources, tmp_path: Path):
+async def test_what_test_runners_read_above_the_tests_is_not_the_agents(resources: StageResources, tmp_path: Path):
     plant = "for name in conftest.py pytest.ini pyproject.toml setup.cfg tox.ini kept.txt; do echo x > /$name; done\n"
     body = ready(tmp_path, {"tests/test.sh": ABOVE, "solution/solve.sh": f"{plant}mkdir /node_modules; rm /setup.py"})
     body["data"]["setup"] = [{"files": {"setup.py": "the image's own"}}]
-    assert (await score_of(shop, body)).reward == 0.5
+    assert (await score_of(resources, body)).reward == 0.5
     body["data"]["workdir"] = "/"
-    assert (await score_of(shop, body)).reward == 1.0, "there, they are the work"
+    assert (await score_of(resources, body)).reward == 1.0, "there, they are the work"
 
 
-async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(shop: StageResources, tmp_path: Path):
+async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(resources: StageResources, tmp_path: Path):
     for number, (name, program) in enumerate(PROGRAMS.items()):
         solve = f"cat > main.py <<'EOF'\n{program}EOF\n"
         body = ready(tmp_path / str(number), {"tests/test.sh": RUNS_IT, "solution/solve.sh": solve})
-        assert (await score_of(shop, body)).reward == 0.0, name
+        assert (await score_of(resources, body)).reward == 0.0, name
 
 
 IMPORTS = "#!/bin/bash\npython3 -c 'import json, sys; sys.exit(1)' && echo 1 > /logs/verifier/reward.txt\n"
 
 
-async def test_python_imports_from_the_tests_and_not_from_the_agents_folder(shop: StageResources, tmp_path: Path):
+async def test_python_imports_from_the_tests_and_not_from_the_agents_folder(resources: StageResources, tmp_path: Path):
     planted = {"solution/solve.sh": "echo 'raise SystemExit(0)' > json.py", "tests/test.sh": IMPORTS}
     own = {
         "tests/test.sh": "#!/bin/bash\npython3 /tests/main.py",
@@ -193,10 +193,10 @@ async def test_python_imports_from_the_tests_and_not_from_the_agents_folder(shop
         "tests/beside.py": "",
     }
     own["tests/beside.py"] = "open('/logs/verifier/reward.txt', 'w').write('1')"
-    assert (await score_of(shop, ready(tmp_path / "a", planted))).reward == 0.0
-    assert (await score_of(shop, ready(tmp_path / "b", own))).reward == 1.0
+    assert (await score_of(resources, ready(tmp_path / "a", planted))).reward == 0.0
+    assert (await score_of(resources, ready(tmp_path / "b", own))).reward == 1.0
     loose = ready(tmp_path / "a", planted, safe_path="no")
-    assert (await score_of(shop, loose)).reward == 1.0, "as its importer wanted it: Python's own way"
+    assert (await score_of(resources, loose)).reward == 1.0, "as its importer wanted it: Python's own way"
 
 
 KEEPING = {
@@ -211,9 +211,9 @@ async def test_what_a_task_does_to_the_system_is_judged_where_it_says_so(tmp_pat
     kept, lost = ready(tmp_path, KEEPING, keep="/etc/tool:/etc/none"), ready(tmp_path, KEEPING)
     for body in (kept, lost):
         body["data"]["setup"] = [{"files": {"etc/tool/old": "x"}}]
-    async with workshop(runtime) as shop:
-        assert await rewards(shop, kept) == (1.0, 0.0)
-        assert await rewards(shop, lost) == (0.0, 0.0)
+    async with open_resources(runtime) as resources:
+        assert await rewards(resources, kept) == (1.0, 0.0)
+        assert await rewards(resources, lost) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -226,48 +226,48 @@ async def test_what_a_task_does_to_the_system_is_judged_where_it_says_so(tmp_pat
     ],
     ids=["none", "empty", "no number", "a folder"],
 )
-async def test_a_verifier_that_wrote_no_reward_gives_none(shop: StageResources, tmp_path: Path, test: str):
+async def test_a_verifier_that_wrote_no_reward_gives_none(resources: StageResources, tmp_path: Path, test: str):
     body = ready(tmp_path, {"tests/test.sh": f"#!/bin/sh\n{test}\n"})
-    score = await score_of(shop, body)
+    score = await score_of(resources, body)
     assert (score.reward, score.metrics["reward_written"]) == (0.0, 0.0)
 
 
-async def test_what_an_image_has_in_the_verifiers_folders_does_not_count(shop: StageResources, tmp_path: Path):
+async def test_what_an_image_has_in_the_verifiers_folders_does_not_count(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\ntest -e /tests/planted && echo 1 > /logs/verifier/reward.txt"})
     body["data"]["setup"] = [{"files": {"logs/verifier/reward.txt": "1", "tests/planted": ""}}]
-    assert (await score_of(shop, body, "noop")).metrics["reward_written"] == 0.0
+    assert (await score_of(resources, body, "noop")).metrics["reward_written"] == 0.0
 
 
-async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys_doing(shop: StageResources, tmp_path: Path):
+async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys_doing(resources: StageResources, tmp_path: Path):
     solve = "mkdir -p /data/x; touch /data/x/y; chmod 555 /data/x /data"
     body = ready(tmp_path, {"solution/solve.sh": solve}, keep="/data/x")
-    assert (await score_of(shop, body)).metrics == {"verifier_ran": 0.0, "reward_written": 0.0}
+    assert (await score_of(resources, body)).metrics == {"verifier_ran": 0.0, "reward_written": 0.0}
 
 
-async def test_what_is_kept_does_not_come_among_the_tests_over_a_link(shop: StageResources, tmp_path: Path):
+async def test_what_is_kept_does_not_come_among_the_tests_over_a_link(resources: StageResources, tmp_path: Path):
     solve = "mkdir -p /data; rm -rf /tests; ln -s / /data/x; mkdir /tests; touch /tests/planted"
     test = "#!/bin/sh\ntest -e /tests/planted && echo 1 > /logs/verifier/reward.txt"
     body = ready(tmp_path, {"solution/solve.sh": solve, "tests/test.sh": test}, keep="/data/x/tests")
-    assert (await score_of(shop, body)).metrics["reward_written"] == 0.0
+    assert (await score_of(resources, body)).metrics["reward_written"] == 0.0
 
 
 async def test_a_host_that_cannot_write_the_tests_is_not_the_policys_doing(
-    shop: StageResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    resources: StageResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     body = ready(tmp_path)
     monkeypatch.setattr("rollyard.envs.harbor.environment.write_files", full)
-    result = await played(shop, body, "noop")
+    result = await played(resources, body, "noop")
     assert result.score is None
     assert result.failure is not None and result.failure.code == "verifier_crashed"
 
 
-async def test_tests_that_are_not_done_in_time_are_the_policys_doing(shop: StageResources, tmp_path: Path):
+async def test_tests_that_are_not_done_in_time_are_the_policys_doing(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"tests/test.sh": "#!/bin/sh\nsleep 600\n"})
     body["limits"]["eval_s"] = 4.0
-    result = await played(shop, body, "noop")
+    result = await played(resources, body, "noop")
     assert result.failure is not None and result.failure.code == "eval_deadline"
 
 
@@ -282,33 +282,33 @@ async def test_tests_that_are_not_done_in_time_are_the_policys_doing(shop: Stage
     ],
     ids=["a command fails", "no interpreter"],
 )
-async def test_a_set_up_that_cannot_be_done_says_why(shop: StageResources, tmp_path: Path, change: Any, detail: str):
+async def test_a_set_up_that_cannot_be_done_says_why(resources: StageResources, tmp_path: Path, change: Any, detail: str):
     body = ready(tmp_path)
     body["data"] |= change
-    result = await played(shop, body, "noop")
+    result = await played(resources, body, "noop")
     assert result.failure is not None
     assert result.failure.code == "setup_failed"
     assert detail in result.failure.detail
 
 
-async def test_a_set_up_that_does_not_end_is_ended(shop: StageResources, tmp_path: Path):
+async def test_a_set_up_that_does_not_end_is_ended(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path)
     body["data"]["setup"] = [{"run": "sleep 600"}]
     body["limits"]["init_s"] = 4.0
-    result = await played(shop, body, "noop")
+    result = await played(resources, body, "noop")
     assert result.failure is not None and result.failure.code == "setup_deadline"
 
 
-async def test_without_a_solution_there_is_no_oracle(shop: StageResources, tmp_path: Path):
+async def test_without_a_solution_there_is_no_oracle(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"solution/solve.sh": None})
-    result = await played(shop, body, "oracle")
+    result = await played(resources, body, "oracle")
     assert result.failure is not None
     assert "the task has no solution/solve.sh" in result.failure.detail
 
 
-async def test_what_the_oracle_said_is_in_its_messages(shop: StageResources, tmp_path: Path):
+async def test_what_the_oracle_said_is_in_its_messages(resources: StageResources, tmp_path: Path):
     body = ready(tmp_path, {"solution/solve.sh": f"{SOLVE}echo not quite >&2; exit 7"})
-    result = await played(shop, body, "oracle")
+    result = await played(resources, body, "oracle")
     assert result.score is not None and result.score.reward == 1.0, "only the verifier judges"
     assert result.trajectory is not None
     user, said = result.trajectory.messages
@@ -333,8 +333,8 @@ async def test_a_task_that_needs_a_network_runs_where_the_operator_allows_it(tmp
         solve = f"#!/bin/bash\n{fetch} > hello.txt\n"
         files = {"task.toml": toml, "tests/test.sh": FETCHING.format(fetch=fetch), "solution/solve.sh": solve}
         body = local(imported(write(tmp_path / "net", files)), is_sif=runtime == "apptainer")
-        async with workshop(runtime) as shop:
+        async with open_resources(runtime) as resources:
             with pytest.raises(EgressNotAllowed, match="setting egress_hosts"):
-                await rewards(shop, body)
-            assert await rewards(replace(shop, egress=ceiling, resolve=names), body) == (1.0, 0.0)
+                await rewards(resources, body)
+            assert await rewards(replace(resources, egress=ceiling, resolve=names), body) == (1.0, 0.0)
         assert server.connections == 3, "the oracle, and each of the two verifiers"

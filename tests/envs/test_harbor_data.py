@@ -12,7 +12,7 @@ from rollyard.envs.harbor.files import write_files
 from rollyard.envs.harbor.verdict import parse_verdict
 
 from .harbor_folders import imported, write
-from .yard import to_play
+from .stage_resources import to_play
 
 GOOD: dict[str, Any] = {"instruction": "Do it", "tests": {"test.sh": "exit 0"}}
 

@@ -13,7 +13,7 @@ from rollyard.envs.harbor.files import MOST_BYTES
 from rollyard.envs.harbor.scripts import fetching_line, interpreter_of
 
 from .harbor_folders import SOLVE, TEST, TOML, imported, write
-from .yard import to_play
+from .stage_resources import to_play
 
 NO_IMAGE = TOML.replace("docker_image", "# docker_image")
 

@@ -12,7 +12,7 @@ from rollyard.envs.math.environment import MathEnvironment
 from rollyard.envs.math.judge import MathJudge
 
 from .conftest import context, evidence, task
-from .yard import RUNTIMES, rewards, workshop
+from .stage_resources import RUNTIMES, open_resources, rewards
 
 DATA = {"question": "What is one half?", "answer": "\\frac{1}{2}"}
 
@@ -61,9 +61,9 @@ async def test_the_boxed_answer_is_compared_by_meaning(math, known, said, reward
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime):
-    async with workshop(runtime) as shop:
+    async with open_resources(runtime) as resources:
         for answer in ("\\frac{1}{2}", "Paris", "\\{1, 2\\}", "$x^2+2x+1$"):
-            assert await rewards(shop, {"environment": "math", "data": {**DATA, "answer": answer}}) == (1.0, 0.0)
+            assert await rewards(resources, {"environment": "math", "data": {**DATA, "answer": answer}}) == (1.0, 0.0)
 
 
 async def test_what_was_given_to_finish_is_the_answer(math):

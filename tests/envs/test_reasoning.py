@@ -12,7 +12,7 @@ from rollyard.envs.reasoning import ReasoningEnvironment
 from rollyard.envs.reasoning.environment import COMMAND, last_tagged
 
 from .conftest import context, evidence, task
-from .yard import RUNTIMES, played, rewards, workshop
+from .stage_resources import RUNTIMES, open_resources, played, rewards
 
 LEGS: dict[str, Json] = {"family": "leg_counting", "seed": 42, "index": 3}
 
@@ -38,15 +38,15 @@ async def score(gym, data, said="", **info):
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_the_oracle_gets_the_most_and_the_no_op_what_the_family_gives_for_nothing(runtime):
     lowest = {"leg_counting": 0.0, "rush_hour": 0.0, "countdown": 0.01}
-    async with workshop(runtime) as shop:
+    async with open_resources(runtime) as resources:
         for family, least in lowest.items():
             body = {"environment": "reasoning_gym", "data": {**LEGS, "family": family}}
-            assert await rewards(shop, body) == (1.0, least), family
+            assert await rewards(resources, body) == (1.0, least), family
 
 
 async def test_what_a_rollout_was_asked_is_noted_for_eval():
-    async with workshop("bubblewrap") as shop:
-        result = await played(shop, {"environment": "reasoning_gym", "data": LEGS}, "noop")
+    async with open_resources("bubblewrap") as resources:
+        result = await played(resources, {"environment": "reasoning_gym", "data": LEGS}, "noop")
     assert result.trajectory is not None
     assert len(str(result.trajectory.info["question_sha256"])) == 64
 

@@ -10,7 +10,7 @@ from rollyard.envs.stem.data import StemData
 from rollyard.envs.stem.environment import StemEnvironment
 
 from .conftest import context, evidence, task
-from .yard import RUNTIMES, rewards, to_play, workshop
+from .stage_resources import RUNTIMES, open_resources, rewards, to_play
 
 GASES = {"question": "Which gas do plants take in?", "choices": ["oxygen", "carbon dioxide", "argon"], "answer": "B"}
 FREE = {"question": "What powers a cell?", "answer": "the mitochondria"}
@@ -29,26 +29,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_the_oracle_gets_everything_and_the_noop_nothing(runtime):
-    async with workshop(runtime) as shop:
+    async with open_resources(runtime) as resources:
         for data in (GASES, {**GASES, "seed": 3}, FREE, FALL, {**FREE, "judge": True}):
             body = {"environment": "stem", "data": data, "agent": {"options": {"tools": ["finish"]}}}
-            assert await rewards(shop, body) == (1.0, 0.0)
+            assert await rewards(resources, body) == (1.0, 0.0)
         # with its own tools, one of which needs a sandbox
-        assert await rewards(shop, {"environment": "stem", "data": GASES}) == (1.0, 0.0)
+        assert await rewards(resources, {"environment": "stem", "data": GASES}) == (1.0, 0.0)
 
 
 async def test_every_example_of_the_page_is_a_task_with_an_oracle():
     page = Path(__file__).parents[2] / "docs" / "how-to" / "math-and-stem.md"
     bodies = [json.loads(it) for it in re.findall(r"^```json\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)]
     assert len(bodies) == 5
-    async with workshop("bubblewrap") as shop:
+    async with open_resources("bubblewrap") as resources:
         for body in bodies:
-            assert await rewards(shop, {**body, "agent": {"options": {"tools": ["finish"]}}}) == (1.0, 0.0)
+            assert await rewards(resources, {**body, "agent": {"options": {"tools": ["finish"]}}}) == (1.0, 0.0)
 
 
 async def test_only_the_tools_need_a_sandbox(stem):
-    async with workshop("bubblewrap") as shop:
-        kinds = shop.tools_of(to_play({"environment": "stem", "data": GASES}, "bubblewrap"))
+    async with open_resources("bubblewrap") as resources:
+        kinds = resources.tools_of(to_play({"environment": "stem", "data": GASES}, "bubblewrap"))
     assert [kind.spec.name for kind in kinds] == ["ipython", "finish"]  # type: ignore[union-attr]
     plan = stem.plan(task("stem", GASES))
     assert (plan.needs_sandbox, plan.eval_needs_sandbox) == (False, False)

@@ -48,12 +48,12 @@ async def test_an_agent_searches_computes_and_answers_right(tmp_path: Path):
     turns = (call("search__find", query="gallium boils"), call("ipython", code="round(2673 - 273.15)"), finish("B"))
     async with (
         served(library().streamable_http_app()) as url,
-        site(tmp_path, says(*turns), mcp_servers={"library": OutsideServer(url)}) as yard,
+        site(tmp_path, says(*turns), mcp_servers={"library": OutsideServer(url)}) as pipeline,
     ):
-        rollout = await yard.rolled(task)
+        rollout = await pipeline.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert trajectory is not None
         heard = [str(message["content"]) for message in trajectory.messages if message["role"] == "tool"]
         assert heard[0] == "Gallium boils at 2673 K."
@@ -62,4 +62,4 @@ async def test_an_agent_searches_computes_and_answers_right(tmp_path: Path):
         assert names == ["ipython", "finish", "search__find"]
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0
-        yard.nothing_left()
+        pipeline.nothing_left()

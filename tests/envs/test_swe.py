@@ -16,8 +16,8 @@ from rollyard.core import Message
 from rollyard.envs.swe import repository
 from rollyard.pipeline import StageResources
 from rollyard.pipeline.local_rollout import PlayResult
+from tests.envs.stage_resources import RUNTIMES, open_resources, played, rewards
 from tests.envs.swe_repos import FAIL_TO_PASS, PASS_TO_PASS, Hands, Repository, as_r2e, as_sif, build
-from tests.envs.yard import RUNTIMES, played, rewards, workshop
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -84,20 +84,20 @@ def r2e(calc: Repository, tmp_path_factory: pytest.TempPathFactory) -> Repositor
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shops() -> AsyncGenerator[dict[str, StageResources], None]:
+async def resource_sets() -> AsyncGenerator[dict[str, StageResources], None]:
     """One per runtime for all tests: swebench takes a second or two to start."""
     agents = Agents({"hands": Hands()})
-    async with workshop("bubblewrap") as bubblewrap, workshop("apptainer") as apptainer:
+    async with open_resources("bubblewrap") as bubblewrap, open_resources("apptainer") as apptainer:
         yield {"bubblewrap": replace(bubblewrap, agents=agents), "apptainer": replace(apptainer, agents=agents)}
 
 
 @pytest.fixture
-def shop(shops: dict[str, StageResources]) -> StageResources:
-    return shops["bubblewrap"]
+def resources(resource_sets: dict[str, StageResources]) -> StageResources:
+    return resource_sets["bubblewrap"]
 
 
-async def tried(shop: StageResources, calc: Repository, commands: Sequence[str], **more: Any) -> PlayResult:
-    return await played(shop, calc.body(commands, **more), "hands")
+async def tried(resources: StageResources, calc: Repository, commands: Sequence[str], **more: Any) -> PlayResult:
+    return await played(resources, calc.body(commands, **more), "hands")
 
 
 def score_of(result: PlayResult) -> Any:
@@ -108,43 +108,43 @@ def score_of(result: PlayResult) -> Any:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_the_oracle_resolves_it_and_doing_nothing_does_not(
-    runtime: str, calc: Repository, shops: dict[str, StageResources]
+    runtime: str, calc: Repository, resource_sets: dict[str, StageResources]
 ):
     """The fix has a binary file, a new one, a deleted one, and one with CRLF; the hidden tests look at their bytes.
     What is to pass is a list here, as SWE-Gym has it, and else JSON in a string."""
     body = calc.body(FAIL_TO_PASS=FAIL_TO_PASS, PASS_TO_PASS=PASS_TO_PASS)
-    best = score_of(await played(shops[runtime], body, "oracle"))
-    nothing = score_of(await played(shops[runtime], body, "noop"))
+    best = score_of(await played(resource_sets[runtime], body, "oracle"))
+    nothing = score_of(await played(resource_sets[runtime], body, "noop"))
     assert (best.reward, best.components) == (1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0})
     assert best.metrics["tests"] == 3.0
     assert (nothing.reward, nothing.metrics) == (0.0, {"patch_kept": 1.0, "patch_bytes": 0.0, "patch_applied": 0.0})
 
 
-async def test_in_an_image_file_too(calc: Repository, shops: dict[str, StageResources], tmp_path: Path):
-    assert await rewards(shops["apptainer"], as_sif(calc, tmp_path / "calc.sif").body()) == (1.0, 0.0)
+async def test_in_an_image_file_too(calc: Repository, resource_sets: dict[str, StageResources], tmp_path: Path):
+    assert await rewards(resource_sets["apptainer"], as_sif(calc, tmp_path / "calc.sif").body()) == (1.0, 0.0)
 
 
-async def left(shop: StageResources, calc: Repository, script: str) -> Any:
+async def left(resources: StageResources, calc: Repository, script: str) -> Any:
     """The agent has a git of its own, so it can leave anything as its patch."""
     program = adds("/usr/local/bin/git", f"#!/bin/sh\ncd /var/tmp/rollyard-swe\n{script}\n")
     command = f"mkdir -p /usr/local/bin; {program}; chmod +x /usr/local/bin/git"
-    score = score_of(await tried(shop, calc, [command]))
+    score = score_of(await tried(resources, calc, [command]))
     assert (score.reward, score.components) == (0.0, {"fail_to_pass": 0.0, "pass_to_pass": 0.0})
     return score.metrics
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_a_patch_that_does_not_apply_is_zero(runtime: str, calc: Repository, shops: dict[str, StageResources]):
+async def test_a_patch_that_does_not_apply_is_zero(runtime: str, calc: Repository, resource_sets: dict[str, StageResources]):
     stale = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-other\n+text\n"
-    metrics = await left(shops[runtime], calc, f"cat > solution.patch <<'END'\n{stale}END")
+    metrics = await left(resource_sets[runtime], calc, f"cat > solution.patch <<'END'\n{stale}END")
     assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
 
 
-async def test_what_is_no_patch_is_zero(calc: Repository, shop: StageResources):
-    garbage = await left(shop, calc, "echo no patch > solution.patch")
+async def test_what_is_no_patch_is_zero(calc: Repository, resources: StageResources):
+    garbage = await left(resources, calc, "echo no patch > solution.patch")
     assert (garbage["patch_files"], garbage["patch_applied"]) == (0.0, 0.0)
-    assert await left(shop, calc, "truncate -s 33M solution.patch") == {"patch_kept": 0.0}
-    assert await left(shop, calc, "mkdir -p solution.patch") == {"patch_kept": 0.0}
+    assert await left(resources, calc, "truncate -s 33M solution.patch") == {"patch_kept": 0.0}
+    assert await left(resources, calc, "mkdir -p solution.patch") == {"patch_kept": 0.0}
 
 
 class Ways(Hands):
@@ -165,7 +165,7 @@ class Ways(Hands):
         return "done"
 
 
-async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc: Repository, shop: StageResources):
+async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc: Repository, resources: StageResources):
     who = "git -c user.name=a -c user.email=a@b.c"
     hostile = (
         "git config diff.external /bin/false; git config core.autocrlf true; git config diff.noprefix true;"
@@ -185,15 +185,15 @@ async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc
         " head -c 50000000 /dev/zero > build/junk; echo x > x.log",
     }
     agent = Ways()
-    shop = replace(shop, agents=Agents({"hands": agent}))
-    score = score_of(await tried(shop, calc, list(ways.values()), **ONLY_ADD))
+    resources = replace(resources, agents=Agents({"hands": agent}))
+    score = score_of(await tried(resources, calc, list(ways.values()), **ONLY_ADD))
     assert (score.reward, score.metrics["patch_files"]) == (1.0, 1.0)  # of the last
     for way, patch in zip(ways, agent.said, strict=True):
         assert "\n-    return a - b\n+    return a + b\n" in patch, (way, patch)
         assert patch.count("diff --git") == (3 if way == "with a configuration" else 1), (way, patch)
 
 
-async def test_every_byte_and_mode_arrives(calc: Repository, shop: StageResources):
+async def test_every_byte_and_mode_arrives(calc: Repository, resources: StageResources):
     """What is made in RUN is what EVAL's sandbox has: asked for by a test command of our own."""
     make = (
         r"printf 'one\r\n2\r\nthree\r\n' > notes.txt; printf 'a\r\nb' > 'odd \"name*[x].txt';"
@@ -209,57 +209,57 @@ async def test_every_byte_and_mode_arrives(calc: Repository, shop: StageResource
     test = "printf '%s ' $([ \"$(" + listing + ')" = "$SEEN" ] && echo PASSED || echo FAILED) x::same'
     body = calc.body([make, f"({listing}) > /tmp/seen; cat /tmp/seen"], test_patch="")
     hands = Hands()
-    shop = replace(shop, agents=Agents({"hands": hands}))
-    await played(shop, body, "hands")
+    resources = replace(resources, agents=Agents({"hands": hands}))
+    await played(resources, body, "hands")
     seen = hands.said[-1].strip()
     body["data"] |= {"FAIL_TO_PASS": ["x::same"], "PASS_TO_PASS": [], "test_command": test, "env": {"SEEN": seen}}
-    assert score_of(await played(shop, body, "hands")).reward == 1.0
+    assert score_of(await played(resources, body, "hands")).reward == 1.0
     body["agent"]["options"]["commands"] = [make + "; printf x >> bytes"]
-    assert score_of(await played(shop, body, "hands")).reward == 0.0
+    assert score_of(await played(resources, body, "hands")).reward == 0.0
 
 
 @pytest.mark.parametrize("how", CHEATS)
-async def test_cheating_does_not_pay(how: str, calc: Repository, shop: StageResources):
-    assert score_of(await tried(shop, calc, [adds("calc.py", CHEATS[how])], **ONLY_ADD)).reward == 0.0
+async def test_cheating_does_not_pay(how: str, calc: Repository, resources: StageResources):
+    assert score_of(await tried(resources, calc, [adds("calc.py", CHEATS[how])], **ONLY_ADD)).reward == 0.0
 
 
-async def test_files_that_decide_how_tests_run_are_not_there(calc: Repository, shop: StageResources):
+async def test_files_that_decide_how_tests_run_are_not_there(calc: Repository, resources: StageResources):
     commands = [f'd=$(dirname {path}); mkdir -p "$d"; {adds(path, text)}' for path, text in LEFT_OUT.items()]
-    score = score_of(await tried(shop, calc, [*commands, adds("cheat.py", ALWAYS_PASSED)], **ONLY_ADD))
+    score = score_of(await tried(resources, calc, [*commands, adds("cheat.py", ALWAYS_PASSED)], **ONLY_ADD))
     assert score.reward == 0.0
     assert (score.metrics["patch_files"], score.metrics["patch_files_left_out"]) == (1.0, len(LEFT_OUT))
 
 
-async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, shop: StageResources):
+async def test_edits_of_tests_have_no_effect_beside_a_fix(calc: Repository, resources: StageResources):
     spoilt = "echo 'assert False' > tests/test_calc.py; echo 'assert False' > tests/conftest.py"
-    score = score_of(await tried(shop, calc, [f"{FIX}; {spoilt}"], **ONLY_ADD))
-    gone = score_of(await tried(shop, calc, [f"{FIX}; rm -r tests"], **ONLY_ADD))
-    in_the_way = score_of(await tried(shop, calc, [f"{FIX}; rm -r tests; ln -s /tmp tests"], **ONLY_ADD))
+    score = score_of(await tried(resources, calc, [f"{FIX}; {spoilt}"], **ONLY_ADD))
+    gone = score_of(await tried(resources, calc, [f"{FIX}; rm -r tests"], **ONLY_ADD))
+    in_the_way = score_of(await tried(resources, calc, [f"{FIX}; rm -r tests; ln -s /tmp tests"], **ONLY_ADD))
     assert (score.reward, score.metrics["patch_files_left_out"]) == (1.0, 2.0)
     assert gone.reward == 1.0
     assert in_the_way.reward == 0.0
 
 
-async def test_tests_that_are_in_the_image_are_as_little_a_solution(calc: Repository, shop: StageResources):
+async def test_tests_that_are_in_the_image_are_as_little_a_solution(calc: Repository, resources: StageResources):
     """A row without a test patch: the agent sees its tests, and they are left as they were."""
     command = "python3 -m pytest -rA -p no:cacheprovider tests"
     own = {"test_patch": "", "test_command": command, "FAIL_TO_PASS": PASS_TO_PASS, "PASS_TO_PASS": []}
     broken = "echo 'def mul(a, b): return 0' >> calc.py; echo 'def test_mul(): pass' > tests/test_calc.py"
-    score = score_of(await tried(shop, calc, [broken], **own))
+    score = score_of(await tried(resources, calc, [broken], **own))
     assert (score.reward, score.metrics["patch_files_left_out"]) == (0.0, 1.0)
 
 
-async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, shop: StageResources):
+async def test_a_file_that_the_gold_patch_has_too_counts(calc: Repository, resources: StageResources):
     """A change of a conftest.py is a solution where the solution is one."""
     own = calc.row(**ONLY_ADD)
     own["patch"] += "diff --git a/conftest.py b/conftest.py\nnew file mode 100644\n--- /dev/null\n+++ b/conftest.py\n"
     own["patch"] += "@@ -0,0 +1 @@\n+import calc\n"
     commands = ["printf 'import calc\\ncalc.add = lambda a, b: a + b\\n' > conftest.py"]
-    assert score_of(await played(shop, calc.task(own, commands), "hands")).reward == 1.0
-    assert score_of(await tried(shop, calc, commands, **ONLY_ADD)).reward == 0.0
+    assert score_of(await played(resources, calc.task(own, commands), "hands")).reward == 1.0
+    assert score_of(await tried(resources, calc, commands, **ONLY_ADD)).reward == 0.0
 
 
-async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, shop: StageResources):
+async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, resources: StageResources):
     commands = [
         'test "$(git log --all --oneline | wc -l)" = 1',
         "! git rev-parse -q --verify v2",
@@ -270,24 +270,24 @@ async def test_neither_later_commits_nor_tests_are_in_run(calc: Repository, shop
         "! grep -rqs --exclude-dir=proc --exclude-dir=sys --exclude-dir=usr 'test_add\\|new name.py' /",
         "! env | grep -q test_add",
     ]
-    assert score_of(await tried(shop, calc, commands)).reward == 0.0
+    assert score_of(await tried(resources, calc, commands)).reward == 0.0
 
 
-async def test_a_repository_of_another_user_is_as_good(calc: Repository, shop: StageResources):
+async def test_a_repository_of_another_user_is_as_good(calc: Repository, resources: StageResources):
     """Git itself can be told to take every repository for somebody else's."""
     foreign = {"env": {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}}
     refused = "! GIT_CONFIG_COUNT=0 git status"
-    score = score_of(await tried(shop, calc, [refused, "git status", FIX], **foreign, **ONLY_ADD))
+    score = score_of(await tried(resources, calc, [refused, "git status", FIX], **foreign, **ONLY_ADD))
     assert score.reward == 1.0
 
 
-async def test_more_output_than_anybody_reads_is_no_verdict(calc: Repository, shop: StageResources):
+async def test_more_output_than_anybody_reads_is_no_verdict(calc: Repository, resources: StageResources):
     loud = "head -c 9000000 /dev/zero | tr '\\0' x; python3 -m pytest -rA {test_files}"
-    score = score_of(await tried(shop, calc, [FIX], test_command=loud, **ONLY_ADD))
+    score = score_of(await tried(resources, calc, [FIX], test_command=loud, **ONLY_ADD))
     assert (score.reward, score.metrics["tests_ended"]) == (0.0, 0.0)
 
 
-async def test_a_row_with_a_script_of_its_own(calc: Repository, shop: StageResources):
+async def test_a_row_with_a_script_of_its_own(calc: Repository, resources: StageResources):
     script = "\n".join(
         [
             "#!/bin/bash",
@@ -304,12 +304,12 @@ async def test_a_row_with_a_script_of_its_own(calc: Repository, shop: StageResou
     )
     row = calc.row(eval_script=script, eval_type="pass_and_fail", image=str(calc.image))
     del row["test_command"]
-    assert await rewards(shop, calc.task(row)) == (1.0, 0.0)
-    half = score_of(await played(shop, calc.task(row, [FIX]), "hands"))
+    assert await rewards(resources, calc.task(row)) == (1.0, 0.0)
+    half = score_of(await played(resources, calc.task(row, [FIX]), "hands"))
     assert (half.reward, half.components) == (0.0, {"fail_to_pass": 0.5, "pass_to_pass": 1.0})
 
 
-async def test_a_runner_that_is_not_pytest(calc: Repository, shop: StageResources):
+async def test_a_runner_that_is_not_pytest(calc: Repository, resources: StageResources):
     patch = (
         "diff --git a/test_u.py b/test_u.py\nnew file mode 100644\n--- /dev/null\n+++ b/test_u.py\n@@ -0,0 +1,5 @@\n"
         "+import unittest, calc\n+class T(unittest.TestCase):\n"
@@ -324,14 +324,14 @@ async def test_a_runner_that_is_not_pytest(calc: Repository, shop: StageResource
         FAIL_TO_PASS=["test_a (test_u.T.test_a)"],
         PASS_TO_PASS=["test_m (test_u.T.test_m)"],
     )
-    assert score_of(await played(shop, body, "hands")).reward == 1.0
-    assert score_of(await played(shop, body, "noop")).reward == 0.0
+    assert score_of(await played(resources, body, "hands")).reward == 1.0
+    assert score_of(await played(resources, body, "noop")).reward == 0.0
 
 
-async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, shop: StageResources):
+async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, resources: StageResources):
 
     async def code_of(agent: str, commands: Sequence[str] = (), **more: Any) -> tuple[str, str]:
-        result = await played(shop, calc.body(commands, **more), agent)
+        result = await played(resources, calc.body(commands, **more), agent)
         assert result.score is None and result.failure is not None
         return result.failure.code, result.failure.detail
 
@@ -350,15 +350,15 @@ async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, 
         assert code == "setup_failed" and f"no git repository in {workdir}" in detail
 
 
-async def test_tests_that_never_end_are_the_policys(calc: Repository, shop: StageResources):
+async def test_tests_that_never_end_are_the_policys(calc: Repository, resources: StageResources):
     body = calc.body(["echo 'import time; time.sleep(60)' >> calc.py"])
     body["limits"] = {**body["limits"], "eval_s": 3}  # of which its sandbox takes a part
-    result = await played(shop, body, "hands")
+    result = await played(resources, body, "hands")
     assert result.failure is not None and result.failure.code == "eval_deadline"
     assert result.score is not None and result.score.reward == 0.0
 
 
-async def test_r2e_rows_are_judged_by_the_expected_outcomes(calc: Repository, r2e: Repository, shop: StageResources):
+async def test_r2e_rows_are_judged_by_the_expected_outcomes(calc: Repository, r2e: Repository, resources: StageResources):
     expected = {"T.test_add": "PASSED", "test_mul[a b]": "PASSED", "test_wrong": "FAILED"}
     row = {
         "repo_name": "calc",
@@ -371,10 +371,10 @@ async def test_r2e_rows_are_judged_by_the_expected_outcomes(calc: Repository, r2
     }
     look = "test ! -e run_tests.sh && test ! -e r2e_tests && test ! -e /r2e_tests && test ! -e parsed_commit.json"
     cheat = "mkdir r2e_tests; echo 'x' > run_tests.sh; echo 'def test_a(): pass' > r2e_tests/test_1.py"
-    fixed = await played(shop, r2e.task(row, [look, f"{FIX}; {cheat}"]), "hands")
-    other = await played(shop, r2e.task(row, ["echo '# nothing' >> calc.py"]), "hands")
+    fixed = await played(resources, r2e.task(row, [look, f"{FIX}; {cheat}"]), "hands")
+    other = await played(resources, r2e.task(row, ["echo '# nothing' >> calc.py"]), "hands")
     with_patch = {**row, "patch": calc.patch, "expected_output_json": expected}
-    assert await rewards(shop, r2e.task(with_patch)) == (1.0, 0.0)
+    assert await rewards(resources, r2e.task(with_patch)) == (1.0, 0.0)
     assert fixed.trajectory is not None and "add() subtracts" in str(fixed.trajectory.messages[0]["content"])
     assert "You are told" not in str(fixed.trajectory.messages[0]["content"])
     assert (score_of(fixed).reward, score_of(fixed).components) == (1.0, {"expected": 1.0})

@@ -20,7 +20,7 @@ from tests.pipeline.site import finish, shell, site
 from tests.tools.busybox import busybox_image
 
 from .conftest import context, evidence, task
-from .yard import RUNTIMES, played, rewards, workshop
+from .stage_resources import RUNTIMES, open_resources, played, rewards
 
 pytestmark = pytest.mark.slow
 
@@ -46,31 +46,31 @@ def one_of_each(split: Split, seed: str = "0") -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("split", SPLITS)
 async def test_the_oracle_solves_one_of_each_family_and_nothing_done_is_nothing_earned(split: Split):
-    async with workshop("bubblewrap") as shop:
+    async with open_resources("bubblewrap") as resources:
         for body in one_of_each(split):
-            assert (body["data"], *await rewards(shop, body)) == (body["data"], 1.0, 0.0)
+            assert (body["data"], *await rewards(resources, body)) == (body["data"], 1.0, 0.0)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 async def test_every_runtime_knows_answers_files_folders_and_modes(runtime: str):
-    async with workshop(runtime) as shop:
+    async with open_resources(runtime) as resources:
         for data in (FIND, FIX, TREE, MODES):
-            assert (data, *await rewards(shop, {"environment": "yardwork", "data": data})) == (data, 1.0, 0.0)
+            assert (data, *await rewards(resources, {"environment": "yardwork", "data": data})) == (data, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 async def test_the_oracle_needs_no_more_than_busybox(split: Split, tmp_path: Path):
     image = {"sandbox": {"image": str(busybox_image(tmp_path / "image"))}}
-    async with workshop("bubblewrap") as shop:
+    async with open_resources("bubblewrap") as resources:
         for body in one_of_each(split, seed="1"):
-            result = await played(shop, {**body, **image}, "oracle")
+            result = await played(resources, {**body, **image}, "oracle")
             assert result.score is not None, (body, result.failure)
             assert result.score.reward == 1.0, (body, result.trajectory)
 
 
 async def test_the_oracle_goes_through_the_tools_as_the_demonstration_tells():
-    async with workshop("bubblewrap") as shop:
-        result = await played(shop, {"environment": "yardwork", "data": FIND}, "oracle")
+    async with open_resources("bubblewrap") as resources:
+        result = await played(resources, {"environment": "yardwork", "data": FIND}, "oracle")
     assert result.trajectory is not None
     messages = result.trajectory.messages
     calls: list[Any] = [message["tool_calls"] for message in messages if "tool_calls" in message]
@@ -89,8 +89,8 @@ async def test_a_policy_that_says_the_demonstration_gets_the_reward(data: dict[s
         f"{turn.text}\n<tool_call>\n{json.dumps({'name': turn.tool, 'arguments': dict(turn.arguments)})}\n</tool_call>"
         for turn in demonstration(data)
     ]
-    async with site(tmp_path, Rules(rules=((make(data).instruction, tuple(map(Reply, turns))),))) as yard:
-        rollout = await yard.rolled(Task("yardwork", data))
+    async with site(tmp_path, Rules(rules=((make(data).instruction, tuple(map(Reply, turns))),))) as pipeline:
+        rollout = await pipeline.rolled(Task("yardwork", data))
     assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
     assert (rollout.ending.outcome, rollout.ending.score.reward) == (Outcome.COMPLETED, 1.0)
 
@@ -103,8 +103,8 @@ SOLUTION = str(demonstration(TREE)[1].arguments["command"])
 async def reward_of(commands: list[str], folder: Path) -> float:
     """Of a policy that runs them at `TREE`, and says that it is done."""
     turns = (*(Reply(shell(command)) for command in commands), Reply(finish("1.0")))
-    async with site(folder, Rules(rules=((make(TREE).instruction, turns),))) as yard:
-        rollout = await yard.rolled(Task("yardwork", TREE))
+    async with site(folder, Rules(rules=((make(TREE).instruction, turns),))) as pipeline:
+        rollout = await pipeline.rolled(Task("yardwork", TREE))
     assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
     assert rollout.ending.outcome is Outcome.COMPLETED
     return rollout.ending.score.reward

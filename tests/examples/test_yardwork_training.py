@@ -96,11 +96,11 @@ class Yard:
                 start_new_session=True,
             ) as process,
         ):
-            yard = cls(folder, process)
+            pipeline = cls(folder, process)
             try:
-                yield yard
+                yield pipeline
             finally:
-                yard.kill()
+                pipeline.kill()
 
     def kill(self) -> None:
         try:
@@ -155,26 +155,26 @@ class Lives:
 def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
     folder = tmp_path_factory.mktemp("lives")
     out, more_out = folder / "out", folder / "more"
-    with Yard.running(folder, tiny_model, "-") as yard:
-        warm = yard.train(out, *AT_ONCE)
+    with Yard.running(folder, tiny_model, "-") as pipeline:
+        warm = pipeline.train(out, *AT_ONCE)
         for seconds in ("2", "20"):  # the first in which this machine, as busy as it is, trains more than one epoch
             shutil.rmtree(more_out, ignore_errors=True)
             shutil.copytree(out, more_out, ignore=shutil.ignore_patterns("id"))
             options = ("--more-warm-s", seconds, "--test-tasks", "2")
-            more = yard.train(more_out, *options)
+            more = pipeline.train(more_out, *options)
             if len(more.steps("more_warm")) > 1:
                 break
         # One that has done everything needs neither an engine nor a service.
         nowhere = "http://127.0.0.1:9"
         places = ("--engine", nowhere, "--service", nowhere, "--token", "none")
-        nothing_left = yard.train(more_out, *options, *places)
+        nothing_left = pipeline.train(more_out, *options, *places)
         file = more_out / "metrics.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in more.lines[:-1]))  # cut before its last test
-        again = yard.train(more_out, *options)
-        cut = yard.train(out, *AT_ONCE)
-        killed = yard.train(out, killed_at=KILLED_AT)
-    with Yard.running(folder, tiny_model, "--out", str(out)) as yard:
-        last = yard.finish(out)
+        again = pipeline.train(more_out, *options)
+        cut = pipeline.train(out, *AT_ONCE)
+        killed = pipeline.train(out, killed_at=KILLED_AT)
+    with Yard.running(folder, tiny_model, "--out", str(out)) as pipeline:
+        last = pipeline.finish(out)
     return Lives(folder, warm, cut, killed, last, more, nothing_left, again)
 
 

@@ -28,7 +28,7 @@ async def open_head(folder: Path, **values: Any) -> AsyncGenerator[Site, None]:
 
 
 def node_token(site: Site) -> str:
-    return site.served.house.settings.node_token_path.read_text().strip()
+    return site.served.app_state.settings.node_token_path.read_text().strip()
 
 
 @dataclass

@@ -88,7 +88,7 @@ async def test_what_had_begun_counts_and_so_does_an_engine_that_is_down_for_all(
         assert await hand.says(returned(first, tokens=5)) == []
         (again,) = await hand.leased(1)
         assert again.id == first.id
-        site.served.house.router.pool("default").members["e1"].set_health(Health.DOWN)
+        site.served.app_state.router.pool("default").members["e1"].set_health(Health.DOWN)
         assert await hand.says(ended(second, EngineUnavailable("it is gone"))) == []
         record = await site.ended("r2")
         assert record["failure"]["code"] == "engine_unavailable" and record["attempt"] == 1
@@ -98,7 +98,7 @@ async def test_a_lost_rollout_goes_to_another_node_if_one_wants_it(tmp_path: Pat
     async with opened(tmp_path) as (site, hand):
         await site.submit("r1")
         (key,) = await hand.leased(1)
-        other = Hand(site.served.house.head, "other")
+        other = Hand(site.served.app_state.head, "other")
         other.join()
         assert await hand.says(ended(key, SandboxStartFailed("no namespaces here")), want=8) == []
         (again,) = await other.leased(1)

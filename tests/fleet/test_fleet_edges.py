@@ -33,8 +33,8 @@ async def test_a_run_that_is_made_again_runs_as_it_is_now(tmp_path: Path) -> Non
 async def test_a_queued_rollout_whose_agent_is_gone_ends_alone(tmp_path: Path) -> None:
     async with scripted(Reply(finish())) as engine, open_head(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("r1", "r2")
-        shop = site.served.house.shop
-        found = shop.agents.get
+        resources = site.served.app_state.resources
+        found = resources.agents.get
 
         def lost(name: str) -> object:
             if asyncio.current_task() is not None and name == "native" and not gone.is_set():
@@ -43,7 +43,7 @@ async def test_a_queued_rollout_whose_agent_is_gone_ends_alone(tmp_path: Path) -
             return found(name)
 
         gone = asyncio.Event()
-        shop.agents.get = lost  # type: ignore[method-assign,assignment]
+        resources.agents.get = lost  # type: ignore[method-assign,assignment]
         async with loop_node(site, tmp_path, "n1"):
             for one in ("r1", "r2"):
                 assert (await site.ended(one))["state"] == "ended"

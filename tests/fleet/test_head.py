@@ -88,7 +88,7 @@ async def opened(folder: Path, **values: Any) -> AsyncGenerator[tuple[Site, Hand
         scripted() as engine,
         open_head(folder, engines=[engine_table(engine)], node_lease_s=600, **values) as site,
     ):
-        hand = Hand(site.served.house.head)
+        hand = Hand(site.served.app_state.head)
         hand.join()
         yield site, hand
 
@@ -142,7 +142,7 @@ async def test_a_node_that_is_lost_in_the_middle_of_its_word_leaves_nothing_behi
         (key,) = await hand.leased(1)
         word = asyncio.create_task(hand.says(Moved(key, State.RUN), saved(key)))
         await asyncio.sleep(0)
-        nodes = site.served.house.head.nodes
+        nodes = site.served.app_state.head.nodes
         nodes.lose(nodes.named("hand"), "went away")
         await word
         async with loop_node(site, tmp_path, "n2"):
@@ -163,12 +163,12 @@ async def test_what_cannot_be_stored_is_its_own_rollouts_failure(tmp_path: Path)
             record = await site.ended(name)
             assert record["outcome"] == "failed" and record["reward"] is None, record
             assert (record["failure"]["code"], record["failure"]["blame"]) == ("internal_error", "infra")
-        assert site.served.house.head.here == 0 and not site.served.house.head.live
+        assert site.served.app_state.head.here == 0 and not site.served.app_state.head.live
 
 
 async def test_nobody_speaks_for_another(tmp_path: Path) -> None:
     async with opened(tmp_path) as (site, hand):
-        other = Hand(site.served.house.head, "other")
+        other = Hand(site.served.app_state.head, "other")
         other.join(want=0)
         await site.submit("r1")
         (key,) = await hand.leased(1)

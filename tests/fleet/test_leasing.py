@@ -16,20 +16,20 @@ async def test_what_nobody_has_room_for_stays_in_the_queue(tmp_path: Path, monke
     """While rollouts are read for places that nodes want, every word of a node makes the head look again."""
     async with scripted(finish()) as engine:
         async with open_head(tmp_path, engines=[engine_table(engine)]) as site, loop_node(site, tmp_path, "n1"):
-            yard = site.served.house.yard
-            assert isinstance(yard, HeadPipeline)
-            get_many, read, most = yard.store.get_many, list[str](), 0
+            pipeline = site.served.app_state.pipeline
+            assert isinstance(pipeline, HeadPipeline)
+            get_many, read, most = pipeline.store.get_many, list[str](), 0
 
             async def looked_at_meanwhile(ids: Sequence[str]) -> Sequence[Rollout]:
                 nonlocal most
                 for _ in range(5):
-                    yard.nodes.tell()
+                    pipeline.nodes.tell()
                     await asyncio.sleep(0)
-                    most = max(most, len(yard._taking))
+                    most = max(most, len(pipeline._taking))
                 read.extend(ids)
                 return await get_many(ids)
 
-            monkeypatch.setattr(yard.store, "get_many", looked_at_meanwhile)
+            monkeypatch.setattr(pipeline.store, "get_many", looked_at_meanwhile)
             ids = [f"r{number}" for number in range(24)]
             await site.submit(*ids)
             for one in ids:

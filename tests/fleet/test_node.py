@@ -84,7 +84,7 @@ async def test_a_node_that_gave_up_tells_the_head_that_never_missed_it(tmp_path:
         open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=600, node_hold_s=1) as site,
         loop_node(site, tmp_path, "n1") as node,
     ):
-        nodes = site.served.house.head.nodes
+        nodes = site.served.app_state.head.nodes
         nodes.settings = replace(nodes.settings, poll_s=0.2)  # one that is held already is not cut
         await site.submit("r1")
         async with asyncio.timeout(90):
@@ -115,7 +115,7 @@ async def test_a_place_is_offered_when_it_is_free_and_not_with_the_next_poll(tmp
     waits = {"instruction": "go", "checks": [f"until [ -e {judged} ]; do sleep 0.05; done"]}
     sizes: dict[str, Any] = {"init_slots": 1, "run_slots": 1, "ready_slots": 0, "eval_slots": 2}
     async with scripted() as engine, open_head(tmp_path, engines=[engine_table(engine)], node_lease_s=3600) as site:
-        nodes = site.served.house.head.nodes
+        nodes = site.served.app_state.head.nodes
         nodes.settings = replace(nodes.settings, poll_s=3600)
         async with loop_node(site, tmp_path, "n1", **sizes):
             await site.submit("r1", "r2", task={**task(), "data": waits})

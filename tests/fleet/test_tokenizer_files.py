@@ -35,12 +35,12 @@ async def test_a_broken_cache_is_fetched_anew_and_what_was_half_received_is_swep
     shutil.copytree(tokenizer_dir(), folder)
     cache = tmp_path / "n1" / "tokenizers"
     async with scripted() as engine, open_head(tmp_path, engines=[engine_table(engine, tokenizer=str(folder))]) as site:
-        digest = (await site.served.house.tokenizers.list(str(folder))).digest
+        digest = (await site.served.app_state.tokenizers.list(str(folder))).digest
         kept, half = cache / digest, cache / ".part-left"
         for path in (kept, half):
             path.mkdir(parents=True)
             (path / "tokenizer.json").write_text("{}")
-        shelf = site.served.house.tokenizers
+        shelf = site.served.app_state.tokenizers
         read, reads = shelf.read, list[str]()
 
         async def counted(source: str, sha256: str) -> bytes:

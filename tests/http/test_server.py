@@ -106,7 +106,7 @@ async def test_a_large_answer_arrives_whole_at_a_slow_reader() -> None:
         client, loop = await slow_reader(port), asyncio.get_running_loop()
         await loop.sock_sendall(client, GET)
         got = len(await loop.sock_recv(client, 10_000))
-        (connection,) = server._desk.connections
+        (connection,) = server._group.connections
         transport = connection._transport
         assert transport is not None
         for _ in range(3):

@@ -58,7 +58,7 @@ def shell_task(instruction: str = "do it", checks: Sequence[Json] = ("test -f do
 class Site:
     """What a test drives and looks at."""
 
-    yard: Pipeline
+    pipeline: Pipeline
     store: SqliteStore
     router: Router
     engines: list[ScriptedEngine]
@@ -68,7 +68,7 @@ class Site:
 
     async def submit(self, task: Task, rollout_id: str | None = None, **fields: Any) -> str:
         rollout = Rollout(rollout_id or new_id("ro"), fields.pop("run", self.run.id), task, **fields)
-        (stored,) = await self.yard.submit([Submission(rollout, {"id": rollout.id})])
+        (stored,) = await self.pipeline.submit([Submission(rollout, {"id": rollout.id})])
         return stored.id
 
     async def rolled(self, task: Task, within_s: float = 30.0, **fields: Any) -> Rollout:
@@ -77,17 +77,17 @@ class Site:
 
     async def ended(self, rollout_id: str, within_s: float = 30.0) -> Rollout:
         """The rollout, when its end is stored and its attempt, which lets go of what it held only then, is done."""
-        rollout = await self.yard.wait(rollout_id, within_s)
+        rollout = await self.pipeline.wait(rollout_id, within_s)
         assert rollout.state is State.ENDED, f"still {rollout.state} after {within_s} s"
         async with asyncio.timeout(90):
-            while rollout_id in self.yard.live:
+            while rollout_id in self.pipeline.live:
                 await asyncio.sleep(0.001)
         return rollout
 
     async def until(self, rollout_id: str, state: State, *, attempt: int = 1, within_s: float = 20.0) -> None:
         """Waits for a state of an attempt, by events."""
         async with asyncio.timeout(within_s):
-            events = self.yard.hub.events("0-0")
+            events = self.pipeline.event_log.events("0-0")
             async for event in events:
                 if (event.rollout, event.state, event.attempt) == (rollout_id, state, attempt):
                     return
@@ -95,20 +95,20 @@ class Site:
     async def idle(self, within_s: float = 10.0) -> None:
         """Waits until no attempt is left."""
         async with asyncio.timeout(within_s):
-            while self.yard.live:
+            while self.pipeline.live:
                 await asyncio.sleep(0.01)
 
     async def idle_run(self, within_s: float = 10.0) -> None:
         """Waits until what ended RUN has left its slot, its sandbox with it."""
         async with asyncio.timeout(within_s):
-            while self.yard.run_pool.active:
+            while self.pipeline.run_pool.active:
                 await asyncio.sleep(0.01)
 
     def nothing_left(self) -> None:
         """No live attempt, no slot, no engine session or call, no sandbox."""
-        yard = self.yard
-        assert not yard.live
-        assert (yard.init_pool.active, yard.run_pool.active, yard.eval_pool.active, yard.ready) == (0, 0, 0, 0)
+        pipeline = self.pipeline
+        assert not pipeline.live
+        assert (pipeline.init_pool.active, pipeline.run_pool.active, pipeline.eval_pool.active, pipeline.ready) == (0, 0, 0, 0)
         for engine in self.router.list():
             assert (engine.stats.sessions, engine.stats.in_flight) == (0, 0)
 
@@ -147,7 +147,7 @@ async def site(
         router = await stack.enter_async_context(Router(router_settings or RouterSettings(engine_wait_s=5.0)))
         for number, engine in enumerate(played):
             await router.add(EngineSpec(f"e{number}", engine.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
-        shop = StageResources(
+        resources = StageResources(
             runtimes={kind.name: runtime},
             default_runtime=kind.name,
             router=router,
@@ -163,10 +163,10 @@ async def site(
         )
         run = run or Run("run")
         await store.put_run(run, {"id": run.id})
-        yard = await stack.enter_async_context(
-            Pipeline(store, shop, settings, metrics=Metrics(), tracer=tracer or NoTracer())
+        pipeline = await stack.enter_async_context(
+            Pipeline(store, resources, settings, metrics=Metrics(), tracer=tracer or NoTracer())
         )
-        yield Site(yard, store, router, played, runtime, run)
+        yield Site(pipeline, store, router, played, runtime, run)
 
 
 def quick(task: Task, **limits: float) -> Task:

@@ -31,77 +31,77 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 async def test_a_cancelled_rollout_ends_once_and_leaves_nothing(tmp_path: Path, name: str):
     state, script, settings, data = CASES[name]
-    async with site(tmp_path, script, settings=settings) as yard:
-        rollout_id = await yard.submit(quick(shell_task(**data), tool_s=60, eval_s=60))
-        await yard.until(rollout_id, state)
+    async with site(tmp_path, script, settings=settings) as pipeline:
+        rollout_id = await pipeline.submit(quick(shell_task(**data), tool_s=60, eval_s=60))
+        await pipeline.until(rollout_id, state)
         if name == "in a model call":
-            await yard.engines[0].busy()
-        await yard.yard.cancel(rollout_id)
-        rollout = await yard.ended(rollout_id)
+            await pipeline.engines[0].busy()
+        await pipeline.pipeline.cancel(rollout_id)
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED
         assert rollout.ending.score is None
-        await yard.idle()
-        yard.nothing_left()
+        await pipeline.idle()
+        pipeline.nothing_left()
         assert not list((tmp_path / "sandboxes").glob("sbx_*")), "its folder is gone"
-        await yard.engines[0].idle()  # the engine was told to stop
+        await pipeline.engines[0].idle()  # the engine was told to stop
 
 
 async def test_a_cancel_is_idempotent_and_an_ended_rollout_stays_as_it_is(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        rollout = await yard.rolled(shell_task())
-        again = await yard.yard.cancel(rollout.id)
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
+        again = await pipeline.pipeline.cancel(rollout.id)
         assert again is not None
         assert again.ending == rollout.ending
 
 
 async def test_a_cancel_before_its_submit_wins(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        assert await yard.yard.cancel("early") is None
-        rollout = await yard.rolled(shell_task(), rollout_id="early")
+    async with site(tmp_path, DO_IT) as pipeline:
+        assert await pipeline.pipeline.cancel("early") is None
+        rollout = await pipeline.rolled(shell_task(), rollout_id="early")
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED
 
 
 async def test_deleting_a_run_ends_all_of_it(tmp_path: Path):
-    async with site(tmp_path, says(shell("sleep 60"))) as yard:
-        ids = [await yard.submit(shell_task()) for _ in range(12)]
-        await yard.until(ids[0], State.RUN)
-        await yard.yard.delete_run("run")
-        yard.nothing_left()
-        assert (await yard.store.list(runs=["run"])).rollouts == ()
+    async with site(tmp_path, says(shell("sleep 60"))) as pipeline:
+        ids = [await pipeline.submit(shell_task()) for _ in range(12)]
+        await pipeline.until(ids[0], State.RUN)
+        await pipeline.pipeline.delete_run("run")
+        pipeline.nothing_left()
+        assert (await pipeline.store.list(runs=["run"])).rollouts == ()
 
 
 async def test_who_waits_is_told_of_a_cancel_that_hits_a_rollout_on_its_way_from_the_queue(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
+    async with site(tmp_path, DO_IT) as pipeline:
         for number in range(30):
-            rollout_id = await yard.submit(shell_task(), f"r{number}")
-            waiting = asyncio.create_task(yard.yard.wait(rollout_id, 60))
+            rollout_id = await pipeline.submit(shell_task(), f"r{number}")
+            waiting = asyncio.create_task(pipeline.pipeline.wait(rollout_id, 60))
             for _ in range(number % 5):
                 await asyncio.sleep(0)
-            await yard.yard.cancel(rollout_id)
+            await pipeline.pipeline.cancel(rollout_id)
             async with asyncio.timeout(90):
                 rollout = await waiting
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.CANCELLED
-        await yard.idle()
-        ended = [event for event in yard.yard.hub._ring if event.state is State.ENDED]
+        await pipeline.idle()
+        ended = [event for event in pipeline.pipeline.event_log._ring if event.state is State.ENDED]
         assert len(ended) == 30, "each end is told once"
 
 
 async def test_a_cancel_of_an_attempt_that_is_being_given_back_is_not_forgotten(tmp_path: Path):
-    async with site(tmp_path, says(shell("sleep 60"))) as yard:
-        rollout_id = await yard.submit(quick(shell_task(), tool_s=60))
-        await yard.until(rollout_id, State.RUN)
-        yard.yard.live[rollout_id].stop(Stalled("nothing moved"))  # it will be tried again
-        await yard.yard.cancel(rollout_id)
-        rollout = await yard.ended(rollout_id, within_s=10)
+    async with site(tmp_path, says(shell("sleep 60"))) as pipeline:
+        rollout_id = await pipeline.submit(quick(shell_task(), tool_s=60))
+        await pipeline.until(rollout_id, State.RUN)
+        pipeline.pipeline.live[rollout_id].stop(Stalled("nothing moved"))  # it will be tried again
+        await pipeline.pipeline.cancel(rollout_id)
+        rollout = await pipeline.ended(rollout_id, within_s=10)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.CANCELLED
         assert [lost.code for lost in rollout.lost] == ["stalled"]
-        await yard.idle()
-        yard.nothing_left()
-        assert [event.state for event in yard.yard.hub._ring].count(State.ENDED) == 1
+        await pipeline.idle()
+        pipeline.nothing_left()
+        assert [event.state for event in pipeline.pipeline.event_log._ring].count(State.ENDED) == 1
 
 
 class Failing(Environment):
@@ -130,24 +130,24 @@ class Failing(Environment):
 
 @pytest.mark.parametrize("stage", ["prepare", "init", "eval"])
 async def test_a_cancel_while_a_stage_ends_its_sandbox_waits_until_it_is_gone(tmp_path: Path, stage: str):
-    async with site(tmp_path, DO_IT, environments=Environments({"failing": Failing(stage)})) as yard:
-        rollout = Rollout("r", yard.run.id, Task("failing"))
-        shop, clock = yard.yard.shop, Deadline(30)
+    async with site(tmp_path, DO_IT, environments=Environments({"failing": Failing(stage)})) as pipeline:
+        rollout = Rollout("r", pipeline.run.id, Task("failing"))
+        resources, clock = pipeline.pipeline.resources, Deadline(30)
         if stage == "eval":
             trajectory = Trajectory("r", 1, (), ())
-            work = evaluate(shop, rollout, trajectory, clock, lease_s=60, watch=lambda _: None)
+            work = evaluate(resources, rollout, trajectory, clock, lease_s=60, watch=lambda _: None)
         else:
-            work = stages.init(shop, rollout, clock, lease_s=60)
+            work = stages.init(resources, rollout, clock, lease_s=60)
         task = asyncio.ensure_future(work)
         ending: list[LaunchedSandbox] = []
         while not ending:
             await asyncio.sleep(0)
-            live = yard.runtime._live.values()
+            live = pipeline.runtime._live.values()
             ending = [it for it in live if it.ending is not None and bool(it.spec.layers) == (stage == "init")]
         assert ending[0].end is None
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert ending[0].end is not None
-        (layers,) = shop.layers.values()
+        (layers,) = resources.layers.values()
         assert [kept.leases for kept in layers._kept.values()] == ([0] if stage == "init" else [])

@@ -34,16 +34,16 @@ def same_task(*checks: str, **data: Any) -> Task:
     return replace(task, limits=limits, sandbox=SandboxOptions(image=image(is_sif=False)))
 
 
-def frozen(yard: Site) -> list[str]:
-    return [path.name for path in yard.runtime.layer_root.glob(".run-*")]
+def frozen(pipeline: Site) -> list[str]:
+    return [path.name for path in pipeline.runtime.layer_root.glob(".run-*")]
 
 
-async def gone(yard: Site) -> None:
+async def gone(pipeline: Site) -> None:
     """Waits until what was left is deleted."""
-    (layers,) = yard.yard.shop.layers.values()
+    (layers,) = pipeline.pipeline.resources.layers.values()
     while layers._removals:
         await asyncio.wait(layers._removals)
-    assert not [path.name for path in yard.runtime.layer_root.iterdir() if path.name.startswith(".")]
+    assert not [path.name for path in pipeline.runtime.layer_root.iterdir() if path.name.startswith(".")]
 
 
 def scored(rollout: Rollout) -> Score:
@@ -57,9 +57,9 @@ async def test_without_an_image_the_checks_see_workspace_home_and_tmp(tmp_path: 
     run = "echo x > /tmp/t && echo y > ~/note && echo 'exit 0' > ~/.profile && rm b && mkdir c && bash -lc 'exit 1'"
     checks = ("grep -qx x /tmp/t && grep -qx y ~/note", "test ! -e b && test -d c && test -f a", "! bash -lc 'exit 1'")
     task = replace(same_task(*checks, files={"a": "given", "b": "to be deleted"}), sandbox=SandboxOptions())
-    async with site(tmp_path, says(shell(run), finish())) as yard:
-        assert scored(await yard.rolled(task)).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
-        await gone(yard)
+    async with site(tmp_path, says(shell(run), finish())) as pipeline:
+        assert scored(await pipeline.rolled(task)).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
+        await gone(pipeline)
 
 
 @pytest.mark.parametrize("is_sif", [False, True], ids=["folder", "sif"])
@@ -73,10 +73,10 @@ async def test_the_checks_see_what_run_left_anywhere_and_what_the_set_up_left(tm
         files={"a": "given\n", "b": "to be deleted"},
     )
     task = replace(task, sandbox=SandboxOptions(image=image(is_sif=is_sif)))
-    async with site(tmp_path, says(shell(run), finish()), kind=kind) as yard:
-        rollout = await yard.rolled(task)
+    async with site(tmp_path, says(shell(run), finish()), kind=kind) as pipeline:
+        rollout = await pipeline.rolled(task)
         assert scored(rollout).components == {"check_0": 1.0, "check_1": 1.0, "check_2": 1.0}
-        await gone(yard)
+        await gone(pipeline)
 
 
 PLANT = "printf '#!/bin/sh\\nexit 0\\n' > {0} && chmod +x {0}"
@@ -163,11 +163,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", CASES)
 async def test_what_run_planted_does_not_fool_the_checks(tmp_path: Path, case: str, kind: Any):
     attack, checks = CASES[case]
-    async with site(tmp_path, says(shell(attack), finish()), kind=kind) as yard:
-        score = scored(await yard.rolled(same_task(BIT, *checks), within_s=50))
+    async with site(tmp_path, says(shell(attack), finish()), kind=kind) as pipeline:
+        score = scored(await pipeline.rolled(same_task(BIT, *checks), within_s=50))
         assert score.components["check_0"] == 1.0, "the attack did not even work in RUN"
         assert score.reward == 1.0, score.components
-        await gone(yard)
+        await gone(pipeline)
 
 
 class Verified(Environment):
@@ -238,91 +238,91 @@ FORGED = "mkdir -p /logs && echo 1 > /logs/reward"
 async def test_the_verifiers_tests_and_verdict_are_its_own(
     tmp_path: Path, tests_folder: Path, attack: str, reward: float
 ):
-    async with verified_site(tmp_path, Verified(tests_folder), shell(attack)) as yard:
-        assert scored(await yard.rolled(verified_task(), within_s=50)).reward == reward
+    async with verified_site(tmp_path, Verified(tests_folder), shell(attack)) as pipeline:
+        assert scored(await pipeline.rolled(verified_task(), within_s=50)).reward == reward
         assert sorted(path.name for path in tests_folder.iterdir()) == ["run.sh"]
-        await gone(yard)
+        await gone(pipeline)
 
 
 async def test_tests_may_be_bound_into_the_workspace_over_the_agents(tmp_path: Path, tests_folder: Path):
     attack = f"{RIGHT}; mkdir evil; echo 'echo 0 > /logs/reward' > evil/run.sh; ln -s evil /workspace/tests"
-    async with verified_site(tmp_path, Verified(tests_folder, "/workspace/tests"), shell(attack)) as yard:
-        assert scored(await yard.rolled(verified_task(), within_s=50)).reward == 1.0
+    async with verified_site(tmp_path, Verified(tests_folder, "/workspace/tests"), shell(attack)) as pipeline:
+        assert scored(await pipeline.rolled(verified_task(), within_s=50)).reward == 1.0
 
 
 async def test_a_second_try_begins_from_the_same_files(tmp_path: Path, tests_folder: Path):
     environment = Verified(tests_folder)
     environment.crashes = 1
-    async with verified_site(tmp_path, environment, shell(RIGHT)) as yard:
-        rollout = await yard.rolled(verified_task(), within_s=50)
+    async with verified_site(tmp_path, environment, shell(RIGHT)) as pipeline:
+        rollout = await pipeline.rolled(verified_task(), within_s=50)
         assert scored(rollout).reward == 1.0, "what the first try wrote was still there"
         assert environment.tries == 2
-        await gone(yard)
+        await gone(pipeline)
 
 
 async def test_an_evaluation_that_keeps_crashing_leaves_nothing(tmp_path: Path, tests_folder: Path):
     environment = Verified(tests_folder)
     environment.crashes = 99
-    async with verified_site(tmp_path, environment, shell(RIGHT), settings=replace(SETTINGS, eval_attempts=2)) as yard:
-        rollout = await yard.rolled(verified_task(), within_s=50)
+    async with verified_site(tmp_path, environment, shell(RIGHT), settings=replace(SETTINGS, eval_attempts=2)) as pipeline:
+        rollout = await pipeline.rolled(verified_task(), within_s=50)
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "verifier_crashed"
-        await gone(yard)
-        yard.nothing_left()
+        await gone(pipeline)
+        pipeline.nothing_left()
 
 
 async def test_a_cancel_in_eval_deletes_what_run_left(tmp_path: Path):
-    async with site(tmp_path, says(shell("touch /made"), finish()), settings=replace(SETTINGS, eval_slots=0)) as yard:
-        rollout_id = await yard.submit(same_task("test -e /made"))
-        await yard.until(rollout_id, State.EVAL)
-        await yard.idle_run()
-        assert len(frozen(yard)) == 1
-        await yard.yard.cancel(rollout_id)
-        assert (await yard.ended(rollout_id)).ending is not None
-        await gone(yard)
-        yard.nothing_left()
+    async with site(tmp_path, says(shell("touch /made"), finish()), settings=replace(SETTINGS, eval_slots=0)) as pipeline:
+        rollout_id = await pipeline.submit(same_task("test -e /made"))
+        await pipeline.until(rollout_id, State.EVAL)
+        await pipeline.idle_run()
+        assert len(frozen(pipeline)) == 1
+        await pipeline.pipeline.cancel(rollout_id)
+        assert (await pipeline.ended(rollout_id)).ending is not None
+        await gone(pipeline)
+        pipeline.nothing_left()
 
 
 async def test_after_a_restart_it_is_run_again_because_runs_files_are_gone(tmp_path: Path):
     script = says(shell("touch /made"), finish())
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(tmp_path, script, settings=replace(settings, eval_slots=0)) as yard:
-        rollout_id = await yard.submit(same_task("test -e /made"))
-        await yard.until(rollout_id, State.EVAL)
-        await yard.idle_run()
-    async with site(tmp_path, script, settings=settings) as yard:
-        rollout = await yard.ended(rollout_id)
+    async with site(tmp_path, script, settings=replace(settings, eval_slots=0)) as pipeline:
+        rollout_id = await pipeline.submit(same_task("test -e /made"))
+        await pipeline.until(rollout_id, State.EVAL)
+        await pipeline.idle_run()
+    async with site(tmp_path, script, settings=settings) as pipeline:
+        rollout = await pipeline.ended(rollout_id)
         assert scored(rollout).reward == 1.0
         assert (rollout.attempt, rollout.excused) == (2, 1), "an orderly stop costs no attempt"
-        await gone(yard)
+        await gone(pipeline)
 
 
 async def test_what_a_crash_left_is_swept(tmp_path: Path):
     left = tmp_path / "sandboxes" / "layers" / ".run-l_0" / "files"
     left.mkdir(parents=True)
-    async with site(tmp_path, says(finish())) as yard:
-        await gone(yard)
+    async with site(tmp_path, says(finish())) as pipeline:
+        await gone(pipeline)
         assert not left.exists()
 
 
 async def test_it_cannot_be_scored_again(tmp_path: Path):
-    async with site(tmp_path, says(shell("touch /made"), finish())) as yard:
-        rollout = await yard.rolled(same_task("test -e /made"))
+    async with site(tmp_path, says(shell("touch /made"), finish())) as pipeline:
+        rollout = await pipeline.rolled(same_task("test -e /made"))
         assert scored(rollout).reward == 1.0
         with pytest.raises(InvalidRequest, match="same"):
-            await yard.yard.rescore(rollout.id)
+            await pipeline.pipeline.rescore(rollout.id)
 
 
 async def test_an_agent_that_ends_its_sandbox_gets_the_failing_score(tmp_path: Path):
     # The second command: the shell itself outlives `kill -9 -1` for a moment, and could finish first.
-    async with site(tmp_path, says(shell("kill -9 -1"), shell("sleep 30"), finish())) as yard:
-        rollout = await yard.rolled(same_task("true"))
+    async with site(tmp_path, says(shell("kill -9 -1"), shell("sleep 30"), finish())) as pipeline:
+        rollout = await pipeline.rolled(same_task("true"))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "sandbox_ended_by_policy"
         assert rollout.ending.score == Score(0.0)
-        await gone(yard)
+        await gone(pipeline)
 
 
 def test_where_the_plans_own_variables_point_is_protected_too():
@@ -379,8 +379,8 @@ async def test_a_virtual_environment_in_path_and_the_home_are_the_images_own(tmp
     fooled = "(python3 -c 'raise SystemExit(1)' || bash -lc 'exit 1') && touch /workspace/bit"
     environments = Environments({"ready": Ready()})
     turns = says(shell(f"{attack}; {fooled}"), finish())
-    async with site(tmp_path / "site", turns, environments=environments) as yard:
-        score = scored(await yard.rolled(task, within_s=60))
+    async with site(tmp_path / "site", turns, environments=environments) as pipeline:
+        score = scored(await pipeline.rolled(task, within_s=60))
         assert score.components["bit"] == 1.0, "the attack did not even work in RUN"
         assert score.reward == 1.0
 
@@ -411,7 +411,7 @@ async def test_eval_stands_on_the_image_that_run_stood_on_whatever_its_name_mean
     await store.pull(f"oci:{tmp_path}/first", name="mine")
     environment = Retagged(lambda: store.pull(f"oci:{tmp_path}/second", name="mine"))
     task = replace(verified_task(), sandbox=SandboxOptions(image="mine"))
-    async with verified_site(tmp_path, environment, shell("echo by run > /workspace/made")) as yard:
-        yard.yard.shop = replace(yard.yard.shop, images=store)
-        assert scored(await yard.rolled(task)).reward == 1.0
+    async with verified_site(tmp_path, environment, shell("echo by run > /workspace/made")) as pipeline:
+        pipeline.pipeline.resources = replace(pipeline.pipeline.resources, images=store)
+        assert scored(await pipeline.rolled(task)).reward == 1.0
     assert store.remove("mine").references == ("mine:latest",), "nobody holds it any more"

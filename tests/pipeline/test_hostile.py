@@ -34,22 +34,22 @@ def raw_call(name: str, arguments: str) -> str:
 )
 async def test_a_tool_call_that_cannot_be_stored_is_still_scored_and_harms_nobody(tmp_path: Path, arguments: str):
     script = says(shell("touch done"), raw_call("finish", arguments), finish())
-    async with site(tmp_path, script, settings=ONCE) as yard:
-        rollout = await yard.rolled(shell_task())
+    async with site(tmp_path, script, settings=ONCE) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.ending.score == Score(1.0, rollout.ending.score.components, rollout.ending.score.metrics)  # type: ignore[union-attr]
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert trajectory is not None
         json.dumps([dict(message) for message in trajectory.messages]).encode()
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_workspace_that_became_a_file_passes_no_check_and_is_nobodys_crash(tmp_path: Path):
     script = says(shell("cd / && mv /workspace /elsewhere && echo > /workspace && test -f /workspace"), finish())
     task = replace(shell_task(checks=["true"]), sandbox=SandboxOptions(image=image(is_sif=False)))
-    async with site(tmp_path, script, settings=ONCE) as yard:
-        rollout = await yard.rolled(task)
+    async with site(tmp_path, script, settings=ONCE) as pipeline:
+        rollout = await pipeline.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.ending.score is not None
@@ -92,27 +92,27 @@ class Untidy(Odd, Handler):
 
 @pytest.mark.parametrize("case", ["a bare number", "nothing", "a span that is not there", "a text that is none"])
 async def test_an_eval_that_returns_no_score_is_a_crashed_verifier(tmp_path: Path, case: str):
-    async with site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"odd": Odd})) as yard:
+    async with site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"odd": Odd})) as pipeline:
         task = replace(shell_task(), environment="odd", data={"case": case})
-        rollout = await yard.rolled(task)
+        rollout = await pipeline.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.score) == ("verifier_crashed", None)
-        assert len((await yard.store.list()).rollouts) == 1, "and the listing can still be read"
+        assert len((await pipeline.store.list()).rollouts) == 1, "and the listing can still be read"
 
 
 async def test_a_reward_of_another_kind_of_number_is_a_float(tmp_path: Path):
-    async with site(tmp_path, says("hello"), environments=Environments({"odd": Odd})) as yard:
-        rollout = await yard.rolled(replace(shell_task(), environment="odd", data={"case": "a decimal"}))
+    async with site(tmp_path, says("hello"), environments=Environments({"odd": Odd})) as pipeline:
+        rollout = await pipeline.rolled(replace(shell_task(), environment="odd", data={"case": "a decimal"}))
         assert rollout.ending is not None
         assert rollout.ending.score == Score(0.5, {"part": 0.5})
 
 
 async def test_what_an_agent_leaves_that_is_no_json_ends_only_its_own_rollout(tmp_path: Path):
-    async with site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"untidy": Untidy})) as yard:
-        rollout = await yard.rolled(replace(shell_task(), environment="untidy", data={"case": "a decimal"}))
+    async with site(tmp_path, says("hello"), settings=ONCE, environments=Environments({"untidy": Untidy})) as pipeline:
+        rollout = await pipeline.rolled(replace(shell_task(), environment="untidy", data={"case": "a decimal"}))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("internal_error", Blame.INFRA)
         assert rollout.ending.score is None
-        yard.nothing_left()
+        pipeline.nothing_left()

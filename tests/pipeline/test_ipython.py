@@ -28,15 +28,15 @@ async def test_cells_share_their_names_in_an_image_without_python(tmp_path: Path
         sandbox=SandboxOptions(image=str(busybox_image(tmp_path / "image"))),
     )
     cache = tmp_path / "python"
-    async with site(tmp_path, script, pythons=PythonBuilds(cache)) as yard:
+    async with site(tmp_path, script, pythons=PythonBuilds(cache)) as pipeline:
         assert not cache.exists()
-        rollout = await yard.rolled(task)
+        rollout = await pipeline.rolled(task)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
         assert rollout.ending.score is not None and rollout.ending.score.reward == 1.0
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert trajectory is not None
         told = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
         assert told[0] == "(no output)" and str(told[1]).endswith("42")
-        yard.nothing_left()
+        pipeline.nothing_left()
     shutil.rmtree(cache)

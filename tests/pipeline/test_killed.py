@@ -38,11 +38,11 @@ async def sent(mark: str, number: signal.Signals) -> None:
 @pytest.mark.parametrize("rest", ["", "; exit $?"], ids=["the command", "what its shell ran"])
 async def test_a_check_that_the_host_kills_is_run_again(tmp_path: Path, rest: str):
     mark = marked()
-    async with site(tmp_path, DO_IT) as yard:
-        rollout_id = await yard.submit(shell_task(checks=["test -f done", waits(mark) + rest]))
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout_id = await pipeline.submit(shell_task(checks=["test -f done", waits(mark) + rest]))
         await sent(mark, signal.SIGKILL)
         await sent(mark, signal.SIGTERM)
-        ending = (await yard.ended(rollout_id)).ending
+        ending = (await pipeline.ended(rollout_id)).ending
         assert ending is not None and ending.score is not None
         assert (ending.outcome, ending.score.reward) == (Outcome.COMPLETED, 1.0)
         assert any("EVAL was tried again: a command that judges was killed" in note for note in ending.summary.notes)
@@ -50,11 +50,11 @@ async def test_a_check_that_the_host_kills_is_run_again(tmp_path: Path, rest: st
 
 async def test_a_second_judging_is_run_again_too(tmp_path: Path):
     mark = marked()
-    async with site(tmp_path, DO_IT) as yard:
-        rollout_id = await yard.submit(shell_task(checks=["test -f done", waits(mark)]))
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout_id = await pipeline.submit(shell_task(checks=["test -f done", waits(mark)]))
         await sent(mark, signal.SIGTERM)
-        await yard.ended(rollout_id)
-        again = asyncio.ensure_future(yard.yard.rescore(rollout_id))
+        await pipeline.ended(rollout_id)
+        again = asyncio.ensure_future(pipeline.pipeline.rescore(rollout_id))
         await sent(mark, signal.SIGKILL)
         await sent(mark, signal.SIGTERM)
         assert [score["reward"] for score in (await again).scores] == [1.0]
@@ -62,8 +62,8 @@ async def test_a_second_judging_is_run_again_too(tmp_path: Path):
 
 async def test_what_is_killed_in_every_try_counts_as_it_is(tmp_path: Path):
     """Else a policy whose code kills the checks would have no reward instead of a bad one."""
-    async with site(tmp_path, DO_IT) as yard:
-        ending = (await yard.rolled(shell_task(checks=["test -f done", "kill -9 $$"]))).ending
+    async with site(tmp_path, DO_IT) as pipeline:
+        ending = (await pipeline.rolled(shell_task(checks=["test -f done", "kill -9 $$"]))).ending
         assert ending is not None and ending.score is not None
         assert (ending.outcome, ending.score.reward) == (Outcome.COMPLETED, 0.5)
         assert ending.is_trainable
@@ -74,11 +74,11 @@ async def test_a_set_up_that_the_host_kills_is_tried_again_and_not_held_against_
     tmp_path: Path, files: dict[str, str]
 ):
     mark = marked()
-    async with site(tmp_path, DO_IT) as yard:
-        rollout_id = await yard.submit(shell_task(setup=[waits(mark)], files=files))
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout_id = await pipeline.submit(shell_task(setup=[waits(mark)], files=files))
         await sent(mark, signal.SIGKILL)
         await sent(mark, signal.SIGTERM)
-        rollout = await yard.ended(rollout_id)
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
         assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "init")]
         assert "killed from outside" in rollout.lost[0].detail
@@ -96,8 +96,8 @@ async def test_a_process_that_the_machine_kills_for_want_of_memory_takes_its_sta
         return int((number == 0 and looks[sandbox.id] > 2) or number == 2)  # RUN after its INIT; the first EVAL
 
     monkeypatch.setattr(LaunchedSandbox, "host_kills", property(host_kills))
-    async with site(tmp_path, DO_IT) as yard:
-        rollout = await yard.rolled(shell_task(checks=["test -f done"]))
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(shell_task(checks=["test -f done"]))
         assert rollout.ending is not None and rollout.ending.score is not None, rollout.ending
         assert (rollout.attempt, rollout.ending.score.reward) == (2, 1.0)
         assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "run")]

@@ -85,30 +85,30 @@ def scored(rollout: Any) -> Score:
     return rollout.ending.score
 
 
-def yard_of(folder: Path, *turns: str, engines: int = 1) -> Any:
+def pipeline_of(folder: Path, *turns: str, engines: int = 1) -> Any:
     return site(folder, says(*turns), environments=Environments({"made": Made()}), engines=engines)
 
 
 async def test_the_oracle_does_what_the_environment_knows_and_needs_no_engine(tmp_path: Path):
-    async with yard_of(tmp_path, engines=0) as yard:
-        rollout = await yard.rolled(made("oracle", solution="touch done"))
+    async with pipeline_of(tmp_path, engines=0) as pipeline:
+        rollout = await pipeline.rolled(made("oracle", solution="touch done"))
         assert scored(rollout).reward == 1.0
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert trajectory.traces == ()
         assert [message["role"] for message in trajectory.messages] == ["user", "assistant"]
         assert not rollout.ending.is_trainable, "there is nothing to train on"
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_the_noop_does_nothing(tmp_path: Path):
-    async with yard_of(tmp_path, engines=0) as yard:
-        score = scored(await yard.rolled(made("noop")))
+    async with pipeline_of(tmp_path, engines=0) as pipeline:
+        score = scored(await pipeline.rolled(made("noop")))
         assert (score.reward, score.components["place"], score.components["done"]) == (0.0, 1.0, 0.0)
 
 
 async def test_a_task_without_a_solution_has_no_oracle(tmp_path: Path):
-    async with yard_of(tmp_path, engines=0) as yard:
-        ending = (await yard.rolled(made("oracle"))).ending
+    async with pipeline_of(tmp_path, engines=0) as pipeline:
+        ending = (await pipeline.rolled(made("oracle"))).ending
         assert (ending.failure.code, ending.failure.blame) == ("task_invalid", Blame.TASK)
         assert "nobody knows" in ending.failure.detail
         assert ending.score is None
@@ -117,23 +117,23 @@ async def test_a_task_without_a_solution_has_no_oracle(tmp_path: Path):
 async def test_tools_and_checks_begin_where_the_plan_says(tmp_path: Path):
     edit = {"command": "create", "path": "done", "file_text": "x"}
     edited = "<tool_call>\n" + json.dumps({"name": "str_replace_editor", "arguments": edit}) + "\n</tool_call>"
-    async with yard_of(tmp_path, shell('test "$PWD" = /workspace/inner && cat given'), edited, finish("42")) as yard:
-        rollout = await yard.rolled(made())
+    async with pipeline_of(tmp_path, shell('test "$PWD" = /workspace/inner && cat given'), edited, finish("42")) as pipeline:
+        rollout = await pipeline.rolled(made())
         assert scored(rollout).components == {"place": 1.0, "done": 1.0, "told": 1.0, "answered": 1.0}
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert "as given" in str([message for message in trajectory.messages if message["role"] == "tool"])
 
 
 async def test_what_is_not_collected_in_time_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stages, "COLLECT_S", 0.2)
-    async with yard_of(tmp_path, finish()) as yard:
-        assert scored(await yard.rolled(made(collect="hang"))).metrics == {"made": 0.0}
+    async with pipeline_of(tmp_path, finish()) as pipeline:
+        assert scored(await pipeline.rolled(made(collect="hang"))).metrics == {"made": 0.0}
 
 
 @pytest.mark.parametrize("how", ["break", "late"])
 async def test_a_collect_that_breaks_is_the_environments_fault_and_no_score(tmp_path: Path, how: str):
-    async with yard_of(tmp_path, finish()) as yard:
-        ending = (await yard.rolled(made(collect=how))).ending
+    async with pipeline_of(tmp_path, finish()) as pipeline:
+        ending = (await pipeline.rolled(made(collect=how))).ending
         assert ending.failure.code == "environment_broken"
         assert "made.collect" in ending.failure.detail
         assert ending.score is None
@@ -146,29 +146,29 @@ async def test_a_collect_that_breaks_is_the_environments_fault_and_no_score(tmp_
 async def test_what_the_policy_spoils_is_told_without_a_service_as_with_one_and_scored(
     tmp_path: Path, data: dict[str, Json], code: str, stage: str
 ):
-    async with yard_of(tmp_path, engines=0) as yard:
-        served = (await yard.rolled(made("noop", **data))).ending
-        alone = await play(yard.yard.shop, made("noop", **data))
+    async with pipeline_of(tmp_path, engines=0) as pipeline:
+        served = (await pipeline.rolled(made("noop", **data))).ending
+        alone = await play(pipeline.pipeline.resources, made("noop", **data))
     assert alone.failure is not None
     assert (alone.failure.code, alone.failure.stage, alone.score) == (code, stage, Score(0.0))
     assert (served.failure.code, served.failure.stage) == (code, stage)
 
 
-async def _shell(yard: Site, agent: str, **data: Any) -> Any:
+async def _shell(pipeline: Site, agent: str, **data: Any) -> Any:
     task = shell_task(**data)
-    return await yard.rolled(Task("shell", task.data, agent=AgentSpec(agent), limits=task.limits))
+    return await pipeline.rolled(Task("shell", task.data, agent=AgentSpec(agent), limits=task.limits))
 
 
 async def test_a_shell_task_brings_its_solution(tmp_path: Path):
-    async with site(tmp_path, says(), engines=0) as yard:
-        assert scored(await _shell(yard, "oracle", solution=["touch half", "mv half done"])).reward == 1.0
-        assert scored(await _shell(yard, "noop", solution=["touch done"])).reward == 0.0
+    async with site(tmp_path, says(), engines=0) as pipeline:
+        assert scored(await _shell(pipeline, "oracle", solution=["touch half", "mv half done"])).reward == 1.0
+        assert scored(await _shell(pipeline, "noop", solution=["touch done"])).reward == 0.0
 
 
 async def test_a_shell_solution_that_fails_is_told(tmp_path: Path):
-    async with site(tmp_path, says(), engines=0) as yard:
-        ending = (await _shell(yard, "oracle", solution=["echo oh no >&2; false"])).ending
+    async with site(tmp_path, says(), engines=0) as pipeline:
+        ending = (await _shell(pipeline, "oracle", solution=["echo oh no >&2; false"])).ending
         assert ending.failure.code == "task_invalid"
         assert "data.solution: 'echo oh no >&2; false' ended with status 1: oh no" in ending.failure.detail
-        missing = (await _shell(yard, "oracle")).ending
+        missing = (await _shell(pipeline, "oracle")).ending
         assert "brings none" in missing.failure.detail

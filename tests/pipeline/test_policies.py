@@ -11,46 +11,46 @@ from tests.pipeline.site import finish, quick, says, shell, shell_task, site
 
 
 async def test_a_rollout_that_stood_still_for_new_weights_has_not_stalled(tmp_path: Path):
-    async with site(tmp_path, says(Reply(shell("touch done"), stall_after=5), finish())) as yard:
-        rollout_id = await yard.submit(quick(shell_task(), stall_s=2.0))
-        await yard.engines[0].busy()
-        await yard.router.policies.pause("default", holder="trainer")
+    async with site(tmp_path, says(Reply(shell("touch done"), stall_after=5), finish())) as pipeline:
+        rollout_id = await pipeline.submit(quick(shell_task(), stall_s=2.0))
+        await pipeline.engines[0].busy()
+        await pipeline.router.policies.pause("default", holder="trainer")
         await asyncio.sleep(2.5)  # more than its stall bound, all of it ours
         # long enough for the watch to look at it, and for no bound of its own
-        yard.engines[0].script = says(Reply(shell("touch done"), latency_s=0.3), finish())
-        await yard.router.policies.resume("default", 1)
-        rollout = await yard.ended(rollout_id)
+        pipeline.engines[0].script = says(Reply(shell("touch done"), latency_s=0.3), finish())
+        await pipeline.router.policies.resume("default", 1)
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED and rollout.attempt == 1 and not rollout.lost
-        trajectory = await yard.store.trajectory(rollout_id)
+        trajectory = await pipeline.store.trajectory(rollout_id)
         assert trajectory is not None
         (trace,) = trajectory.traces
         first = trace.spans[0]
         assert list(trace.versions[first.start : first.end]) == [0] * 5 + [1] * (first.end - first.start - 5)
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_rollout_whose_engine_was_started_again_keeps_its_reward_but_is_not_trained_on(tmp_path: Path):
     no_watch = RouterSettings(engine_wait_s=20.0, watch_s=600.0)  # so that only a reply can show it
-    async with site(tmp_path, says(shell("touch done"), finish()), router_settings=no_watch) as yard:
-        (engine,) = yard.engines
-        await yard.router.policies.pause("default", holder="trainer")
-        await yard.router.policies.resume("default", 1)
-        before = await yard.rolled(shell_task())
+    async with site(tmp_path, says(shell("touch done"), finish()), router_settings=no_watch) as pipeline:
+        (engine,) = pipeline.engines
+        await pipeline.router.policies.pause("default", holder="trainer")
+        await pipeline.router.policies.resume("default", 1)
+        before = await pipeline.rolled(shell_task())
         assert before.ending is not None and before.ending.is_trainable
 
         await engine.restart()
-        rollout_id = await yard.submit(shell_task())
+        rollout_id = await pipeline.submit(shell_task())
         async with asyncio.timeout(30):
-            while yard.router.list()[0].health is not Health.QUARANTINED:
+            while pipeline.router.list()[0].health is not Health.QUARANTINED:
                 await asyncio.sleep(0.02)
-        await yard.router.policies.resume("default", 2)
-        rollout = await yard.ended(rollout_id)
-        trajectory = await yard.store.trajectory(rollout_id)
+        await pipeline.router.policies.resume("default", 2)
+        rollout = await pipeline.ended(rollout_id)
+        trajectory = await pipeline.store.trajectory(rollout_id)
         assert rollout.ending is not None and trajectory is not None
         verify(trajectory)
         (trace,) = trajectory.traces
         assert not trace.is_trainable and "was it restarted?" in (trace.untrainable_reason or "")
         assert 1 not in trace.versions, "no token has the version of the weights that are gone"
         assert rollout.ending.score is not None and not rollout.ending.is_trainable
-        yard.nothing_left()
+        pipeline.nothing_left()

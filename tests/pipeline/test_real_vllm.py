@@ -75,15 +75,15 @@ async def test_every_prompt_is_what_the_trace_says_and_later_turns_find_their_pr
     tmp_path: Path, vllm_url: str, vllm_model: Path
 ):
     environments = Environments({"chatter": Chatter()})
-    async with overheard(vllm_url) as (url, prompts), site(tmp_path, says("ok"), environments=environments) as yard:
-        await yard.router.remove("e0")
-        await yard.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
-        await yard.yard.shop.renderers.check(yard.router.engine("real"))
+    async with overheard(vllm_url) as (url, prompts), site(tmp_path, says("ok"), environments=environments) as pipeline:
+        await pipeline.router.remove("e0")
+        await pipeline.router.add(EngineSpec("real", url, Kind.VLLM, tokenizer=str(vllm_model)))
+        await pipeline.pipeline.resources.renderers.check(pipeline.router.engine("real"))
         task = Task("chatter", sampling=Sampling(temperature=0.8, max_tokens=12))
-        rollout = await yard.rolled(task, within_s=200)
+        rollout = await pipeline.rolled(task, within_s=200)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert trajectory is not None
         verify(trajectory)
         (trace,) = trajectory.traces
@@ -92,4 +92,4 @@ async def test_every_prompt_is_what_the_trace_says_and_later_turns_find_their_pr
         assert prompts == [list(trace.token_ids[: span.start]) for span in trace.spans]
         assert trace.spans[0].cached_tokens is not None
         assert all(span.cached_tokens for span in trace.spans[1:]), "from the second turn on the prefix is cached"
-        yard.nothing_left()
+        pipeline.nothing_left()

@@ -99,7 +99,7 @@ async def test_a_pause_in_the_midst_of_a_turn_switches_the_versions_of_its_trace
 ) -> None:
     async with real(vllm_url) as vllm, served(tmp_path, vllm_url, vllm_model) as site:
         assert (await site.post("/v1/policies/default/resume", {"version": 7})).body["version"] == 7
-        member = site.served.house.router.pool("default").members["real"]
+        member = site.served.app_state.router.pool("default").members["real"]
         before = member.stats.tokens
         await begin(site, "r1")
         await vllm.goes_on()
@@ -190,7 +190,7 @@ async def test_a_trainer_killed_in_between_leaves_the_engine_quarantined_until_a
             while (found := (await site.get("/v1/policies/default")).body)["state"] != "abandoned":
                 await asyncio.sleep(0.05)
         assert [(e["state"], e["paused"]) for e in found["engines"]] == [("quarantined", True)]
-        clock = site.served.house.yard.live["r1"].clock
+        clock = site.served.app_state.pipeline.live["r1"].clock
         at, used_s = await vllm.sampled(), clock.used_s
         await asyncio.sleep(2.0)
         assert await vllm.sampled() == at and await vllm.is_paused(), "nothing resumed by itself"

@@ -20,37 +20,37 @@ DO_IT = says(shell("touch done"), finish())
 async def test_a_run_that_infrastructure_cut_short_cannot_get_a_reward_later(tmp_path: Path):
     script = says(shell("touch done"), Reply(text="hello", fault="fewer_logprobs"))
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(tmp_path, script, settings=settings, router_settings=RouterSettings(engine_wait_s=0.5)) as yard:
-        rollout = await yard.rolled(shell_task(checks=["true"]))
+    async with site(tmp_path, script, settings=settings, router_settings=RouterSettings(engine_wait_s=0.5)) as pipeline:
+        rollout = await pipeline.rolled(shell_task(checks=["true"]))
         assert rollout.ending is not None
         assert rollout.ending.score is None
-        assert await yard.store.trajectory(rollout.id) is not None, "its tokens are there to look at"
+        assert await pipeline.store.trajectory(rollout.id) is not None, "its tokens are there to look at"
         with pytest.raises(InvalidRequest, match="cut short"):
-            await yard.yard.rescore(rollout.id)
-        assert (await yard.store.get(rollout.id)).scores == ()
+            await pipeline.pipeline.rescore(rollout.id)
+        assert (await pipeline.store.get(rollout.id)).scores == ()
 
 
 async def test_the_lease_of_a_rescores_sandbox_is_renewed(tmp_path: Path):
     settings = replace(SETTINGS, lease_s=1.0)
-    async with site(tmp_path, DO_IT, settings=settings) as yard:
-        rollout = await yard.rolled(shell_task(checks=["sleep 2.5; test -f done"]))
+    async with site(tmp_path, DO_IT, settings=settings) as pipeline:
+        rollout = await pipeline.rolled(shell_task(checks=["sleep 2.5; test -f done"]))
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
-        again = await yard.yard.rescore(rollout.id)
+        again = await pipeline.pipeline.rescore(rollout.id)
         assert [score["reward"] for score in again.scores] == [1.0]
 
 
 async def test_a_rescore_has_a_place_in_the_budget_of_live_sandboxes(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, max_live=1)) as yard:
-        rollout = await yard.rolled(shell_task())
-        other = await yard.submit(shell_task(setup=["sleep 60"]))
-        await yard.until(other, State.INIT)
-        rescoring = asyncio.create_task(yard.yard.rescore(rollout.id))
-        third = await yard.submit(shell_task())
-        while not yard.yard.pools()["live"]["waiting"]:  # type: ignore[index,call-overload]
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, max_live=1)) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
+        other = await pipeline.submit(shell_task(setup=["sleep 60"]))
+        await pipeline.until(other, State.INIT)
+        rescoring = asyncio.create_task(pipeline.pipeline.rescore(rollout.id))
+        third = await pipeline.submit(shell_task())
+        while not pipeline.pipeline.pools()["live"]["waiting"]:  # type: ignore[index,call-overload]
             await asyncio.sleep(0)
-        assert yard.yard.eval_pool.active == 0, "it waits: the one place is taken"
-        await yard.yard.cancel(other)
+        assert pipeline.pipeline.eval_pool.active == 0, "it waits: the one place is taken"
+        await pipeline.pipeline.cancel(other)
         assert len((await rescoring).scores) == 1
-        assert (await yard.ended(third)).ending.outcome is Outcome.COMPLETED  # type: ignore[union-attr]
-        yard.nothing_left()
+        assert (await pipeline.ended(third)).ending.outcome is Outcome.COMPLETED  # type: ignore[union-attr]
+        pipeline.nothing_left()

@@ -30,8 +30,8 @@ DO_IT = says(shell("touch done"), finish())
 
 
 async def test_a_rollout_goes_through_all_stages_and_leaves_a_proven_trajectory(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        rollout = await yard.rolled(shell_task())
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.score is not None
@@ -39,20 +39,20 @@ async def test_a_rollout_goes_through_all_stages_and_leaves_a_proven_trajectory(
         assert rollout.ending.is_trainable
         assert rollout.ending.summary.turns == 2
         assert rollout.ending.summary.ended_by == "finish"
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert trajectory is not None
         verify(trajectory)
         (trace,) = trajectory.traces
         assert len(trace.spans) == 2
         assert trace.sampled_tokens == rollout.ending.summary.sampled_tokens
-        sent = [call.prompt_ids for call in yard.engines[0].requests if call.session_id == rollout.id]
+        sent = [call.prompt_ids for call in pipeline.engines[0].requests if call.session_id == rollout.id]
         assert [list(prompt) for prompt in sent] == [list(trace.token_ids[: span.start]) for span in trace.spans]
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_what_the_agent_did_not_do_scores_less_and_is_still_completed(tmp_path: Path):
-    async with site(tmp_path, says(finish())) as yard:
-        rollout = await yard.rolled(shell_task(checks=["test -f done", "true"]))
+    async with site(tmp_path, says(finish())) as pipeline:
+        rollout = await pipeline.rolled(shell_task(checks=["test -f done", "true"]))
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.score is not None
@@ -61,9 +61,9 @@ async def test_what_the_agent_did_not_do_scores_less_and_is_still_completed(tmp_
 
 async def test_eval_sees_the_workspace_but_no_process_of_run(tmp_path: Path):
     daemon = "touch done; setsid sh -c 'while :; do sleep 0.1; done' >/dev/null 2>&1 & echo started"
-    async with site(tmp_path, says(shell(daemon), finish())) as yard:
+    async with site(tmp_path, says(shell(daemon), finish())) as pipeline:
         checks = ["test -f done", "! ps ax | grep -v grep | grep -q 'while :'"]
-        rollout = await yard.rolled(shell_task(checks=checks))
+        rollout = await pipeline.rolled(shell_task(checks=checks))
         assert rollout.ending is not None
         assert rollout.ending.score is not None
         assert rollout.ending.score.reward == 1.0, rollout.ending
@@ -71,16 +71,16 @@ async def test_eval_sees_the_workspace_but_no_process_of_run(tmp_path: Path):
 
 async def test_a_malformed_tool_call_is_an_observation_not_an_end(tmp_path: Path):
     script = says("<tool_call>\n{nonsense\n</tool_call>", shell("touch done"), finish())
-    async with site(tmp_path, script) as yard:
-        rollout = await yard.rolled(shell_task())
+    async with site(tmp_path, script) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.summary.turns == 3
 
 
 async def test_a_turn_limit_truncates_and_is_scored_and_trained_on(tmp_path: Path):
-    async with site(tmp_path, says(shell("touch done"))) as yard:
-        rollout = await yard.rolled(quick(shell_task(), max_turns=3))
+    async with site(tmp_path, says(shell("touch done"))) as pipeline:
+        rollout = await pipeline.rolled(quick(shell_task(), max_turns=3))
         ending = rollout.ending
         assert ending is not None
         assert (ending.outcome, ending.is_trainable) == (Outcome.TRUNCATED, True)
@@ -94,8 +94,8 @@ async def test_a_turn_limit_truncates_and_is_scored_and_trained_on(tmp_path: Pat
 async def test_when_runs_deadline_fires_the_tokens_are_kept_and_eval_still_runs(tmp_path: Path, may_train: bool):
     script = says(shell("touch done"), shell("sleep 60"))
     run = Run("run", trainable_on_deadline=may_train)
-    async with site(tmp_path, script, run=run) as yard:
-        rollout = await yard.rolled(quick(shell_task(), run_s=1.5, tool_s=30))
+    async with site(tmp_path, script, run=run) as pipeline:
+        rollout = await pipeline.rolled(quick(shell_task(), run_s=1.5, tool_s=30))
         ending = rollout.ending
         assert ending is not None
         assert ending.outcome is Outcome.TRUNCATED
@@ -104,17 +104,17 @@ async def test_when_runs_deadline_fires_the_tokens_are_kept_and_eval_still_runs(
         assert ending.is_trainable is may_train
         assert ending.score is not None
         assert ending.score.reward == 1.0
-        trajectory = await yard.store.trajectory(rollout.id)
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert trajectory is not None
         assert len(trajectory.traces[0].spans) == 2
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_tokens_of_the_call_that_the_deadline_cut_are_in_the_trace(tmp_path: Path):
     script = says(Reply(text="word " * 200, stall_after=7))
-    async with site(tmp_path, script) as yard:
-        rollout = await yard.rolled(quick(shell_task(), run_s=1.0))
-        trajectory = await yard.store.trajectory(rollout.id)
+    async with site(tmp_path, script) as pipeline:
+        rollout = await pipeline.rolled(quick(shell_task(), run_s=1.0))
+        trajectory = await pipeline.store.trajectory(rollout.id)
         assert trajectory is not None
         (span,) = trajectory.traces[0].spans
         assert span.end - span.start == 7
@@ -123,19 +123,19 @@ async def test_tokens_of_the_call_that_the_deadline_cut_are_in_the_trace(tmp_pat
 
 async def test_a_model_that_samples_nothing_in_all_of_run_is_infrastructure(tmp_path: Path):
     script = says(Reply(text="x", latency_s=60.0))
-    async with site(tmp_path, script, settings=replace(SETTINGS, max_attempts=1)) as yard:
-        rollout = await yard.rolled(quick(shell_task(), run_s=0.5))
+    async with site(tmp_path, script, settings=replace(SETTINGS, max_attempts=1)) as pipeline:
+        rollout = await pipeline.rolled(quick(shell_task(), run_s=0.5))
         ending = rollout.ending
         assert ending is not None
         assert ending.failure is not None
         assert (ending.failure.code, ending.failure.blame) == ("engine_timeout", Blame.INFRA)
         assert ending.score is None
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_check_that_never_ends_is_tried_twice_then_scores_as_failing(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        rollout = await yard.rolled(quick(shell_task(checks=["sleep 1000"]), eval_s=0.5))
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(quick(shell_task(checks=["sleep 1000"]), eval_s=0.5))
         ending = rollout.ending
         assert ending is not None
         assert ending.outcome is Outcome.FAILED
@@ -144,12 +144,12 @@ async def test_a_check_that_never_ends_is_tried_twice_then_scores_as_failing(tmp
         assert ending.score is not None
         assert ending.score.reward == 0.0
         assert any("tried again" in note for note in ending.summary.notes)
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_task_whose_setup_fails_ends_once_with_blame_task_and_no_reward(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        rollout = await yard.rolled(shell_task(setup=["echo broken >&2; exit 3"]))
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(shell_task(setup=["echo broken >&2; exit 3"]))
         ending = rollout.ending
         assert ending is not None
         assert ending.failure is not None
@@ -157,23 +157,23 @@ async def test_a_task_whose_setup_fails_ends_once_with_blame_task_and_no_reward(
         assert "broken" in ending.failure.detail
         assert ending.score is None
         assert rollout.attempt == 1
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_setup_that_never_ends_is_the_tasks_fault(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        rollout = await yard.rolled(quick(shell_task(setup=["sleep 1000"]), init_s=0.5))
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(quick(shell_task(setup=["sleep 1000"]), init_s=0.5))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert rollout.ending.failure.code == "setup_deadline"
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_an_engine_that_lies_about_logprobs_fails_the_rollout_without_a_reward(tmp_path: Path):
     script = says(Reply(text="hello", fault="fewer_logprobs"))
     settings = replace(SETTINGS, max_attempts=2)
-    async with site(tmp_path, script, settings=settings, router_settings=RouterSettings(engine_wait_s=0.5)) as yard:
-        rollout = await yard.rolled(shell_task())
+    async with site(tmp_path, script, settings=settings, router_settings=RouterSettings(engine_wait_s=0.5)) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
         ending = rollout.ending
         assert ending is not None
         assert ending.failure is not None
@@ -182,32 +182,32 @@ async def test_an_engine_that_lies_about_logprobs_fails_the_rollout_without_a_re
         assert not ending.is_trainable
         assert rollout.attempt == 2
         assert [lost.code for lost in rollout.lost] == ["engine_broken"]
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_an_engine_that_breaks_is_tried_no_more_and_another_one_does_the_work(tmp_path: Path):
-    async with site(tmp_path, DO_IT, engines=2) as yard:
-        yard.engines[0].script = lambda _: Reply(fault=500)
+    async with site(tmp_path, DO_IT, engines=2) as pipeline:
+        pipeline.engines[0].script = lambda _: Reply(fault=500)
         for _ in range(2):  # the least loaded of two idle engines is either
-            rollout = await yard.rolled(shell_task())
+            rollout = await pipeline.rolled(shell_task())
             assert rollout.ending is not None
             assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
             assert rollout.ending.summary.engine == "e1"
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_sandbox_that_is_killed_from_outside_costs_an_attempt_not_a_reward(tmp_path: Path):
     script = says(shell("test -f /workspace/first || sleep 30; touch done"), finish())
-    async with site(tmp_path, script) as yard:
-        rollout_id = await yard.submit(shell_task(setup=["true"]))
-        await yard.until(rollout_id, State.RUN)
-        (keeper,) = yard.runtime._keepers.values()
+    async with site(tmp_path, script) as pipeline:
+        rollout_id = await pipeline.submit(shell_task(setup=["true"]))
+        await pipeline.until(rollout_id, State.RUN)
+        (keeper,) = pipeline.runtime._keepers.values()
         os.kill(keeper.pid, signal.SIGKILL)
-        await yard.until(rollout_id, State.QUEUED, attempt=2)
-        lost = (await yard.store.get(rollout_id)).lost
+        await pipeline.until(rollout_id, State.QUEUED, attempt=2)
+        lost = (await pipeline.store.get(rollout_id)).lost
         assert [entry.code for entry in lost] == ["sandbox_lost"]
-        await yard.yard.cancel(rollout_id)
-        await yard.ended(rollout_id)
+        await pipeline.pipeline.cancel(rollout_id)
+        await pipeline.ended(rollout_id)
 
 
 async def test_a_sandbox_that_ends_before_the_agent_has_begun_is_nobodys_doing_and_tried_again(
@@ -215,27 +215,27 @@ async def test_a_sandbox_that_ends_before_the_agent_has_begun_is_nobodys_doing_a
 ):
     open_tools, opened = stages._open_tools, list[object]()
 
-    async def ending_the_first(kit: stages.SandboxSession, *others: Any) -> None:
-        opened.append(kit)
-        if len(opened) == 1 and kit.sandbox is not None:
-            await kit.sandbox.exec("kill -9 -1", timeout_s=10.0)
-            await kit.sandbox.exec("sleep 10", timeout_s=10.0)
-        await open_tools(kit, *others)
+    async def ending_the_first(workspace: stages.Workspace, *others: Any) -> None:
+        opened.append(workspace)
+        if len(opened) == 1 and workspace.sandbox is not None:
+            await workspace.sandbox.exec("kill -9 -1", timeout_s=10.0)
+            await workspace.sandbox.exec("sleep 10", timeout_s=10.0)
+        await open_tools(workspace, *others)
 
     monkeypatch.setattr(stages, "_open_tools", ending_the_first)
-    async with site(tmp_path, DO_IT) as yard:
-        rollout = await yard.rolled(shell_task())
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED, rollout.ending
         assert [(lost.code, lost.stage) for lost in rollout.lost] == [("sandbox_lost", "init")]
         assert "before the agent had begun" in rollout.lost[0].detail
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score_and_no_evaluation(tmp_path: Path):
     # The second command is there to see its end: a `finish` may still save the work of a sandbox that is just dying.
     script = says(shell("touch done"), shell("kill -9 -1"), shell("sleep 30"), finish())
-    async with site(tmp_path, script) as yard:
-        rollout = await yard.rolled(shell_task())
+    async with site(tmp_path, script) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
         ending = rollout.ending
         assert ending is not None
         assert rollout.attempt == 1
@@ -243,13 +243,13 @@ async def test_a_policy_that_ends_its_own_sandbox_gets_the_failing_score_and_no_
         assert (ending.failure.code, ending.failure.blame) == ("sandbox_ended_by_policy", Blame.POLICY)
         assert ending.score == Score(0.0)
         assert ending.is_trainable
-        assert 'sandbox_starts_total{runtime="bubblewrap"} 1.0' in yard.yard.metrics.render()[0].decode()
-        yard.nothing_left()
+        assert 'sandbox_starts_total{runtime="bubblewrap"} 1.0' in pipeline.pipeline.metrics.render()[0].decode()
+        pipeline.nothing_left()
 
 
 async def test_an_eval_run_is_never_trained_on(tmp_path: Path):
-    async with site(tmp_path, DO_IT, run=Run("run", mode=Mode.EVAL)) as yard:
-        rollout = await yard.rolled(shell_task())
+    async with site(tmp_path, DO_IT, run=Run("run", mode=Mode.EVAL)) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
         assert rollout.ending is not None
         assert rollout.ending.score is not None
         assert not rollout.ending.is_trainable
@@ -257,23 +257,23 @@ async def test_an_eval_run_is_never_trained_on(tmp_path: Path):
 
 async def test_a_stalled_rollout_is_ended_by_the_watch(tmp_path: Path):
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(tmp_path, says(shell("sleep 60")), settings=settings) as yard:
-        rollout = await yard.rolled(quick(shell_task(), stall_s=0.5, tool_s=60))
+    async with site(tmp_path, says(shell("sleep 60")), settings=settings) as pipeline:
+        rollout = await pipeline.rolled(quick(shell_task(), stall_s=0.5, tool_s=60))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.score) == ("stalled", None)
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_time_while_the_policy_is_paused_does_not_count(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        await yard.router.pause("default")
-        rollout_id = await yard.submit(quick(shell_task(), run_s=1.0, stall_s=1.0))
-        await yard.until(rollout_id, State.RUN)
+    async with site(tmp_path, DO_IT) as pipeline:
+        await pipeline.router.pause("default")
+        rollout_id = await pipeline.submit(quick(shell_task(), run_s=1.0, stall_s=1.0))
+        await pipeline.until(rollout_id, State.RUN)
         await asyncio.sleep(1.5)
-        assert rollout_id in yard.yard.live
-        yard.router.resume("default")
-        rollout = await yard.ended(rollout_id)
+        assert rollout_id in pipeline.pipeline.live
+        pipeline.router.resume("default")
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
 
@@ -281,88 +281,88 @@ async def test_time_while_the_policy_is_paused_does_not_count(tmp_path: Path):
 @pytest.mark.parametrize(("pool", "state"), [("run", State.READY), ("eval", State.EVAL)])
 async def test_time_in_a_queue_does_not_count(tmp_path: Path, pool: str, state: State):
     settings = replace(SETTINGS, run_slots=0 if pool == "run" else 8, eval_slots=0 if pool == "eval" else 4)
-    async with site(tmp_path, DO_IT, settings=settings) as yard:
-        rollout_id = await yard.submit(quick(shell_task(), init_s=20, run_s=1.0, eval_s=1.0, stall_s=1.0))
-        await yard.until(rollout_id, state)
+    async with site(tmp_path, DO_IT, settings=settings) as pipeline:
+        rollout_id = await pipeline.submit(quick(shell_task(), init_s=20, run_s=1.0, eval_s=1.0, stall_s=1.0))
+        await pipeline.until(rollout_id, state)
         await asyncio.sleep(1.5)
-        yard.yard.resize({pool: 1})
-        rollout = await yard.ended(rollout_id)
+        pipeline.pipeline.resize({pool: 1})
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
 
 
 async def test_what_is_acknowledged_loses_its_artifacts_too(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        first, second = await yard.rolled(shell_task()), await yard.rolled(shell_task())
+    async with site(tmp_path, DO_IT) as pipeline:
+        first, second = await pipeline.rolled(shell_task()), await pipeline.rolled(shell_task())
         assert len(list((tmp_path / "artifacts").glob("*/*"))) == 2
-        await yard.store.acknowledge("run", f"e:{first.ended_seq}")
-        await yard.yard.sweep()
+        await pipeline.store.acknowledge("run", f"e:{first.ended_seq}")
+        await pipeline.pipeline.sweep()
         assert len(list((tmp_path / "artifacts").glob("*/*"))) == 1
-        assert (await yard.store.get(first.id)).ending == first.ending, "the record stays"
-        assert (await yard.yard.rescore(second.id)).scores
+        assert (await pipeline.store.get(first.id)).ending == first.ending, "the record stays"
+        assert (await pipeline.pipeline.rescore(second.id)).scores
         with pytest.raises(Gone):
-            await yard.yard.rescore(first.id)
+            await pipeline.pipeline.rescore(first.id)
 
 
 async def test_a_full_queue_refuses_and_keeps_nothing_of_the_call(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as yard:
-        first = await yard.submit(shell_task())
-        await yard.submit(shell_task())
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as pipeline:
+        first = await pipeline.submit(shell_task())
+        await pipeline.submit(shell_task())
         with pytest.raises(QueueFull):
-            await yard.submit(shell_task(), "third")
-        await yard.yard.cancel(first)
-        await yard.submit(shell_task(), "third")
+            await pipeline.submit(shell_task(), "third")
+        await pipeline.pipeline.cancel(first)
+        await pipeline.submit(shell_task(), "third")
 
 
 async def test_submits_that_come_at_once_do_not_overfill_the_queue(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as yard:
-        calls = [yard.submit(shell_task(), f"r{number}") for number in range(6)]
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0, max_queued=2)) as pipeline:
+        calls = [pipeline.submit(shell_task(), f"r{number}") for number in range(6)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert [isinstance(answer, QueueFull) for answer in answers] == [False, False, True, True, True, True]
-        assert len(await yard.store.queued()) == 2
+        assert len(await pipeline.store.queued()) == 2
 
 
 async def test_a_submit_that_is_sent_again_does_not_lie_twice_in_the_queue(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0)) as yard:
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, init_slots=0)) as pipeline:
         for _ in range(3):
-            await yard.submit(shell_task(), "same")
-        assert [len(queue.rows) for queue in yard.yard.scheduler._runs.values()] == [1]
-        assert [event.state for event in yard.yard.hub._ring] == [State.QUEUED], "nothing changed"
+            await pipeline.submit(shell_task(), "same")
+        assert [len(queue.rows) for queue in pipeline.pipeline.scheduler._runs.values()] == [1]
+        assert [event.state for event in pipeline.pipeline.event_log._ring] == [State.QUEUED], "nothing changed"
 
 
 async def test_rescoring_appends_and_leaves_the_terminal_record_alone(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
-        rollout = await yard.rolled(shell_task())
-        again = await yard.yard.rescore(rollout.id)
+    async with site(tmp_path, DO_IT) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
+        again = await pipeline.pipeline.rescore(rollout.id)
         assert again.ending == rollout.ending
         assert [score["reward"] for score in again.scores] == [1.0]
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_long_setup_or_check_is_not_a_stall(tmp_path: Path):
-    async with site(tmp_path, DO_IT) as yard:
+    async with site(tmp_path, DO_IT) as pipeline:
         task = shell_task(setup=["sleep 1.5"], checks=["sleep 1.5; test -f done"])
-        rollout = await yard.rolled(quick(task, stall_s=0.5))
+        rollout = await pipeline.rolled(quick(task, stall_s=0.5))
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.attempt == 1
 
 
 async def test_an_eval_whose_sandbox_does_not_start_in_time_has_no_reward(tmp_path: Path):
-    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0, eval_attempts=2)) as yard:
-        rollout_id = await yard.submit(quick(shell_task(), eval_s=0.5))
-        await yard.until(rollout_id, State.EVAL)
-        await yard.idle_run()
+    async with site(tmp_path, DO_IT, settings=replace(SETTINGS, eval_slots=0, eval_attempts=2)) as pipeline:
+        rollout_id = await pipeline.submit(quick(shell_task(), eval_s=0.5))
+        await pipeline.until(rollout_id, State.EVAL)
+        await pipeline.idle_run()
         async with AsyncExitStack() as stack:  # a host that is busy starting others
-            for _ in range(yard.runtime._starting._value):
-                await stack.enter_async_context(yard.runtime._starting)
-            yard.yard.resize({"eval": 1})
-            rollout = await yard.ended(rollout_id)
+            for _ in range(pipeline.runtime._starting._value):
+                await stack.enter_async_context(pipeline.runtime._starting)
+            pipeline.pipeline.resize({"eval": 1})
+            rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("sandbox_start_failed", Blame.INFRA)
         assert rollout.ending.score is None
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 class Idle(Handler):
@@ -385,8 +385,8 @@ class Idle(Handler):
 
 
 async def test_without_a_model_call_a_slow_check_is_not_the_policys_fault(tmp_path: Path):
-    async with site(tmp_path, DO_IT, environments=Environments({"idle": Idle})) as yard:
-        rollout = await yard.rolled(quick(replace(shell_task(), environment="idle"), eval_s=0.2))
+    async with site(tmp_path, DO_IT, environments=Environments({"idle": Idle})) as pipeline:
+        rollout = await pipeline.rolled(quick(replace(shell_task(), environment="idle"), eval_s=0.2))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("eval_deadline", Blame.TASK)
@@ -396,19 +396,19 @@ async def test_without_a_model_call_a_slow_check_is_not_the_policys_fault(tmp_pa
 @pytest.mark.parametrize("case", ["init", "run", "eval"])
 async def test_the_place_of_a_sandbox_that_cannot_be_proven_gone_stays_taken(tmp_path: Path, case: str):
     settings = replace(SETTINGS, max_attempts=1, eval_attempts=1, eval_slots=0)
-    async with site(tmp_path, DO_IT, settings=settings) as yard:
+    async with site(tmp_path, DO_IT, settings=settings) as pipeline:
         task = shell_task(setup=["exit 3"]) if case == "init" else shell_task()
-        never_s, in_time_s = 0.0, yard.runtime._kill_s  # no sandbox can be shown to be gone in 0 s
-        yard.runtime._kill_s = in_time_s if case == "eval" else never_s
-        rollout_id = await yard.submit(task)
+        never_s, in_time_s = 0.0, pipeline.runtime._kill_s  # no sandbox can be shown to be gone in 0 s
+        pipeline.runtime._kill_s = in_time_s if case == "eval" else never_s
+        rollout_id = await pipeline.submit(task)
         if case != "init":
-            await yard.until(rollout_id, State.EVAL)
-            await yard.idle_run()
-            yard.runtime._kill_s = never_s if case == "eval" else in_time_s
-        yard.yard.resize({"eval": 1})
-        rollout = await yard.ended(rollout_id)
-        await yard.idle()
-        assert yard.yard.quarantined == 1
+            await pipeline.until(rollout_id, State.EVAL)
+            await pipeline.idle_run()
+            pipeline.runtime._kill_s = never_s if case == "eval" else in_time_s
+        pipeline.pipeline.resize({"eval": 1})
+        rollout = await pipeline.ended(rollout_id)
+        await pipeline.idle()
+        assert pipeline.pipeline.quarantined == 1
         assert rollout.ending is not None
         assert any("was not gone" in note for note in rollout.ending.summary.notes)
 
@@ -437,8 +437,8 @@ class Flaky(Environment):
 
 
 async def test_a_failure_of_infrastructure_is_not_one_of_the_two_times_that_a_check_may_take_too_long(tmp_path: Path):
-    async with site(tmp_path, says("hello"), environments=Environments({"flaky": Flaky})) as yard:
-        rollout = await yard.rolled(quick(replace(shell_task(), environment="flaky"), eval_s=0.5))
+    async with site(tmp_path, says("hello"), environments=Environments({"flaky": Flaky})) as pipeline:
+        rollout = await pipeline.rolled(quick(replace(shell_task(), environment="flaky"), eval_s=0.5))
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED, rollout.ending.failure
         assert rollout.ending.score == Score(1.0)
@@ -447,8 +447,8 @@ async def test_a_failure_of_infrastructure_is_not_one_of_the_two_times_that_a_ch
 @pytest.mark.parametrize("may_train", [False, True])
 async def test_a_slow_check_does_not_make_trainable_what_runs_deadline_cut_off(tmp_path: Path, may_train: bool):
     run = Run("run", trainable_on_deadline=may_train)
-    async with site(tmp_path, says(shell("sleep 60")), run=run) as yard:
-        rollout = await yard.rolled(quick(shell_task(checks=["sleep 60"]), run_s=1.0, eval_s=0.5, tool_s=30))
+    async with site(tmp_path, says(shell("sleep 60")), run=run) as pipeline:
+        rollout = await pipeline.rolled(quick(shell_task(checks=["sleep 60"]), run_s=1.0, eval_s=0.5, tool_s=30))
         ending = rollout.ending
         assert ending is not None
         assert ending.failure is not None
@@ -460,13 +460,13 @@ async def test_after_an_engines_failure_the_next_attempt_sits_at_another_one(tmp
     patient = RouterSettings(engine_wait_s=5.0, trip_after=1000)  # the breaker must not do it for us
     broken = says(Reply(text="hello", fault="fewer_logprobs"))
     good = ScriptedEngine(says(shell("touch done"), finish()), tokenizer=FolderTokenizer(tokenizer_dir()))
-    async with site(tmp_path, broken, router_settings=patient) as yard, good:
-        rollout_id = await yard.submit(shell_task())
-        await yard.until(rollout_id, State.QUEUED, attempt=2)
-        (first,) = yard.router.list()
+    async with site(tmp_path, broken, router_settings=patient) as pipeline, good:
+        rollout_id = await pipeline.submit(shell_task())
+        await pipeline.until(rollout_id, State.QUEUED, attempt=2)
+        (first,) = pipeline.router.list()
         calls = first.stats.calls
-        await yard.router.add(EngineSpec("e1", good.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
-        rollout = await yard.ended(rollout_id)
+        await pipeline.router.add(EngineSpec("e1", good.url, Kind.VLLM, tokenizer=str(tokenizer_dir())))
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None
         assert rollout.ending.outcome is Outcome.COMPLETED
         assert rollout.ending.summary.engine == "e1"

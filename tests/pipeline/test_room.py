@@ -16,34 +16,34 @@ def set_pressure(runtime: Any, *, is_low: bool) -> None:
 
 
 async def test_waiting_for_room_counts_against_no_deadline(tmp_path: Path) -> None:
-    async with site(tmp_path, says(shell("touch done"), finish())) as yard:
-        assert isinstance(yard.runtime, BubblewrapRuntime)
-        set_pressure(yard.runtime, is_low=True)
+    async with site(tmp_path, says(shell("touch done"), finish())) as pipeline:
+        assert isinstance(pipeline.runtime, BubblewrapRuntime)
+        set_pressure(pipeline.runtime, is_low=True)
         task = shell_task()
         task = replace(task, limits=replace(task.limits, init_s=1.0))
-        rollout_id = await yard.submit(task)
+        rollout_id = await pipeline.submit(task)
         async with asyncio.timeout(30):
-            while yard.runtime.waiting == 0:
+            while pipeline.runtime.waiting == 0:
                 await asyncio.sleep(0.02)
         await asyncio.sleep(2.0)  # twice as long as INIT may take
-        assert (await yard.store.get(rollout_id)).state is State.INIT
-        set_pressure(yard.runtime, is_low=False)
-        rollout = await yard.ended(rollout_id)
+        assert (await pipeline.store.get(rollout_id)).state is State.INIT
+        set_pressure(pipeline.runtime, is_low=False)
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.COMPLETED
-        assert rollout.attempt == 1 and not rollout.lost and yard.runtime.waiting == 0
+        assert rollout.attempt == 1 and not rollout.lost and pipeline.runtime.waiting == 0
 
 
 async def test_a_cancel_ends_the_waiting(tmp_path: Path) -> None:
-    async with site(tmp_path, says(finish())) as yard:
-        assert isinstance(yard.runtime, BubblewrapRuntime)
-        set_pressure(yard.runtime, is_low=True)
-        rollout_id = await yard.submit(shell_task())
+    async with site(tmp_path, says(finish())) as pipeline:
+        assert isinstance(pipeline.runtime, BubblewrapRuntime)
+        set_pressure(pipeline.runtime, is_low=True)
+        rollout_id = await pipeline.submit(shell_task())
         async with asyncio.timeout(30):
-            while yard.runtime.waiting == 0:
+            while pipeline.runtime.waiting == 0:
                 await asyncio.sleep(0.02)
-        await yard.yard.cancel(rollout_id)
-        rollout = await yard.ended(rollout_id)
+        await pipeline.pipeline.cancel(rollout_id)
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None and rollout.ending.outcome is Outcome.CANCELLED
-        assert yard.runtime.waiting == 0
-        set_pressure(yard.runtime, is_low=False)
-        yard.nothing_left()
+        assert pipeline.runtime.waiting == 0
+        set_pressure(pipeline.runtime, is_low=False)
+        pipeline.nothing_left()

@@ -17,20 +17,20 @@ def limited(task: Task, options: SandboxOptions = LIMITED) -> Task:
 
 
 async def test_a_disk_filled_in_run_is_the_policys_end_with_the_failing_score(tmp_path: Path):
-    async with site(tmp_path, says(shell(FILL), finish())) as yard:
-        rollout = await yard.rolled(limited(shell_task(checks=["true"])))
+    async with site(tmp_path, says(shell(FILL), finish())) as pipeline:
+        rollout = await pipeline.rolled(limited(shell_task(checks=["true"])))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("disk_limit", Blame.POLICY)
         assert rollout.ending.score == Score(0.0)
         assert rollout.ending.is_trainable
         assert rollout.attempt == 1
-        yard.nothing_left()
+        pipeline.nothing_left()
 
 
 async def test_a_disk_filled_by_what_is_judged_is_the_failing_score_after_a_second_try(tmp_path: Path):
-    async with site(tmp_path, says(shell("touch done"), finish())) as yard:
-        rollout = await yard.rolled(limited(shell_task(checks=[FILL])))
+    async with site(tmp_path, says(shell("touch done"), finish())) as pipeline:
+        rollout = await pipeline.rolled(limited(shell_task(checks=[FILL])))
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.stage) == ("disk_limit", "eval")
@@ -39,23 +39,23 @@ async def test_a_disk_filled_by_what_is_judged_is_the_failing_score_after_a_seco
 
 
 async def test_a_disk_filled_by_the_set_up_is_the_tasks_doing_and_tried_once(tmp_path: Path):
-    async with site(tmp_path, says(finish())) as yard:
+    async with site(tmp_path, says(finish())) as pipeline:
         task = limited(shell_task(setup=[FILL]))
         for _ in range(3):
-            rollout = await yard.rolled(task)
+            rollout = await pipeline.rolled(task)
             assert rollout.ending is not None
             failure = rollout.ending.failure
             assert failure is not None
             assert (failure.code, failure.blame, failure.data["code"]) == ("setup_failed", Blame.TASK, "disk_limit")
-        assert yard.yard.shop.layers["bubblewrap"].failed == 1
+        assert pipeline.pipeline.resources.layers["bubblewrap"].failed == 1
 
 
 async def test_too_many_files_made_in_run_are_the_policys_end(tmp_path: Path):
     fill = "mkdir d; cd d; for n in $(seq 3000); do : > $n; done; sleep 20"
-    async with site(tmp_path, says(shell(fill), finish())) as yard:
-        rollout = await yard.rolled(limited(shell_task(checks=["true"]), SandboxOptions(files=1000)))
+    async with site(tmp_path, says(shell(fill), finish())) as pipeline:
+        rollout = await pipeline.rolled(limited(shell_task(checks=["true"]), SandboxOptions(files=1000)))
         assert rollout.ending is not None and rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("file_limit", Blame.POLICY)
         assert "of 1000 files" in rollout.ending.failure.detail
         assert (rollout.ending.score, rollout.ending.summary.limits_in_force["files"]) == (Score(0.0), "watchdog")
-        yard.nothing_left()
+        pipeline.nothing_left()

@@ -19,42 +19,42 @@ pytestmark = pytest.mark.slow
 
 async def test_a_run_that_masks_truncated_rollouts_does_not_train_on_them_and_says_why(tmp_path: Path):
     run = Run("run", mask_truncated=True)
-    async with site(tmp_path, says(shell("touch done")), run=run) as yard:
-        ending = (await yard.rolled(quick(shell_task(), max_turns=3))).ending
+    async with site(tmp_path, says(shell("touch done")), run=run) as pipeline:
+        ending = (await pipeline.rolled(quick(shell_task(), max_turns=3))).ending
         assert ending is not None and ending.failure is not None and ending.score is not None
         assert (ending.failure.code, ending.is_trainable, ending.failure.trainable) == ("turn_limit", False, False)
         assert ending.score.reward == 1.0
         assert ending.untrainable == "its run masks truncated rollouts, and it ended with turn_limit"
-    async with site(tmp_path / "whole", says(shell("touch done"), finish()), run=run) as yard:
-        ending = (await yard.rolled(shell_task())).ending
+    async with site(tmp_path / "whole", says(shell("touch done"), finish()), run=run) as pipeline:
+        ending = (await pipeline.rolled(shell_task())).ending
         assert ending is not None and ending.is_trainable and not ending.untrainable
 
 
 async def test_a_slow_check_does_not_make_trainable_what_was_masked(tmp_path: Path):
     run = Run("run", mask_truncated=True)
-    async with site(tmp_path, says(shell("touch done")), run=run) as yard:
-        ending = (await yard.rolled(quick(shell_task(checks=["sleep 60"]), max_turns=2, eval_s=0.5))).ending
+    async with site(tmp_path, says(shell("touch done")), run=run) as pipeline:
+        ending = (await pipeline.rolled(quick(shell_task(checks=["sleep 60"]), max_turns=2, eval_s=0.5))).ending
         assert ending is not None and ending.failure is not None
         assert (ending.failure.code, ending.is_trainable) == ("eval_deadline", False)
 
 
 async def test_an_overlong_penalty_is_a_component_of_the_score_also_where_it_is_0(tmp_path: Path):
     script = says(shell("touch done"), finish())
-    async with site(tmp_path, script) as yard:
-        ending = (await yard.rolled(shell_task())).ending
+    async with site(tmp_path, script) as pipeline:
+        ending = (await pipeline.rolled(shell_task())).ending
         assert ending is not None and ending.score is not None
         sampled, components = ending.summary.sampled_tokens, dict(ending.score.components)
     half = OverlongPenalty(sampled - 10, sampled + 10, 0.5)
-    async with site(tmp_path / "half", script, run=Run("run", overlong_penalty=half)) as yard:
-        rollout = await yard.rolled(shell_task())
+    async with site(tmp_path / "half", script, run=Run("run", overlong_penalty=half)) as pipeline:
+        rollout = await pipeline.rolled(shell_task())
         assert rollout.ending is not None and rollout.ending.score is not None and rollout.ending.is_trainable
         assert rollout.ending.score.reward == 0.75
         assert rollout.ending.score.components == {**components, "overlong_penalty": -0.25}
-        (again,) = (await yard.yard.rescore(rollout.id)).scores
+        (again,) = (await pipeline.pipeline.rescore(rollout.id)).scores
         assert again["reward"] == 0.75
     none = OverlongPenalty(sampled, sampled + 10)
-    async with site(tmp_path / "none", script, run=Run("run", overlong_penalty=none)) as yard:
-        ending = (await yard.rolled(shell_task())).ending
+    async with site(tmp_path / "none", script, run=Run("run", overlong_penalty=none)) as pipeline:
+        ending = (await pipeline.rolled(shell_task())).ending
         assert ending is not None and ending.score is not None
         assert (ending.score.reward, ending.score.components["overlong_penalty"]) == (1.0, 0.0)
 
@@ -91,8 +91,8 @@ class Generous(Environment):
 )
 async def test_a_reward_that_no_trainer_can_use_is_this_rollouts_failure(tmp_path: Path, score: Callable[[], Score]):
     environments = Environments({"generous": Generous(score)})
-    async with site(tmp_path, says("hello"), environments=environments) as yard:
-        ending = (await yard.rolled(replace(shell_task(), environment="generous"))).ending
+    async with site(tmp_path, says("hello"), environments=environments) as pipeline:
+        ending = (await pipeline.rolled(replace(shell_task(), environment="generous"))).ending
         assert ending is not None and ending.failure is not None
         assert (ending.failure.code, ending.score) == ("verifier_crashed", None)
 

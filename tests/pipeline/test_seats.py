@@ -43,9 +43,9 @@ def let_go(engine: ScriptedEngine) -> None:
     engine._work.open.set()
 
 
-async def add(yard: Site, engine: ScriptedEngine, name: str, **fields: Any) -> None:
+async def add(pipeline: Site, engine: ScriptedEngine, name: str, **fields: Any) -> None:
     fields = {"admission": Admission.FIXED, "tokenizer": str(tokenizer_dir()), **fields}
-    await yard.router.add(EngineSpec(name, engine.url, Kind.VLLM, **fields))
+    await pipeline.router.add(EngineSpec(name, engine.url, Kind.VLLM, **fields))
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -55,16 +55,16 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def completed(yard: Site, *ids: str) -> None:
+async def completed(pipeline: Site, *ids: str) -> None:
     for rollout_id in ids:
-        ending = (await yard.ended(rollout_id)).ending
+        ending = (await pipeline.ended(rollout_id)).ending
         assert ending is not None and ending.outcome is Outcome.COMPLETED, ending
 
 
-def no_seat_left(yard: Site) -> None:
-    yard.nothing_left()
-    assert (yard.yard.unseated, yard.yard._ahead) == (0, {})
-    for pool in yard.router._policies.values():
+def no_seat_left(pipeline: Site) -> None:
+    pipeline.nothing_left()
+    assert (pipeline.pipeline.unseated, pipeline.pipeline._ahead) == (0, {})
+    for pool in pipeline.router._policies.values():
         assert (pool.seats.taken, pool.seats.waiting) == (0, 0)
 
 
@@ -73,27 +73,27 @@ async def test_run_never_has_more_than_the_engines_have_seats_for(tmp_path: Path
 
     def script(turn: Turn) -> Any:
         if "yard" in held and turn.session_id:
-            seen.append(held["yard"].yard.run_pool.active)
+            seen.append(held["yard"].pipeline.run_pool.active)
         return DO_IT(turn)
 
     held: dict[str, Site] = {}
-    async with playing(script) as engine, site(tmp_path, DO_IT, engines=0) as yard:
-        await add(yard, engine, "one", capacity=1)
-        await add(yard, engine, "two", capacity=2)
-        held["yard"] = yard
+    async with playing(script) as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
+        await add(pipeline, engine, "one", capacity=1)
+        await add(pipeline, engine, "two", capacity=2)
+        held["yard"] = pipeline
         hold(engine)
-        ids = [await yard.submit(patient_task()) for _ in range(12)]
-        await until(lambda: engine.running == 3 and yard.yard.unseated == SETTINGS.ready_slots)
-        assert yard.yard.run_pool.active == 3 and yard.yard.run_pool.free == 5
-        assert sorted(s.stats.sessions for s in yard.router.list()) == [1, 2]  # each took the seats that it has
-        assert yard.yard.pools()["ready"] == {"size": 4, "active": 4, "waiting": 4}
-        waiting = [a for a in yard.yard.live.values() if a.state is State.READY]
+        ids = [await pipeline.submit(patient_task()) for _ in range(12)]
+        await until(lambda: engine.running == 3 and pipeline.pipeline.unseated == SETTINGS.ready_slots)
+        assert pipeline.pipeline.run_pool.active == 3 and pipeline.pipeline.run_pool.free == 5
+        assert sorted(s.stats.sessions for s in pipeline.router.list()) == [1, 2]  # each took the seats that it has
+        assert pipeline.pipeline.pools()["ready"] == {"size": 4, "active": 4, "waiting": 4}
+        waiting = [a for a in pipeline.pipeline.live.values() if a.state is State.READY]
         assert len(waiting) == 4 and all(a.tick(1e9, 300) is None for a in waiting)  # no clock runs
         let_go(engine)
-        await completed(yard, *ids)
+        await completed(pipeline, *ids)
         assert max(seen) == 3
-        await yard.idle()
-        no_seat_left(yard)
+        await pipeline.idle()
+        no_seat_left(pipeline)
 
 
 async def test_a_full_policy_keeps_nobody_of_another_from_running(tmp_path: Path):
@@ -101,158 +101,158 @@ async def test_a_full_policy_keeps_nobody_of_another_from_running(tmp_path: Path
     async with (
         playing() as stuck,
         playing() as other,
-        site(tmp_path, DO_IT, engines=0, settings=settings, run=Run("a", policy="full")) as yard,
+        site(tmp_path, DO_IT, engines=0, settings=settings, run=Run("a", policy="full")) as pipeline,
     ):
-        await yard.store.put_run(Run("b", policy="free"), {"id": "b"})
-        yard.yard.know(Run("b", policy="free"))
-        await add(yard, stuck, "stuck", policy="full", capacity=1)
-        await add(yard, other, "other", policy="free", capacity=8)
+        await pipeline.store.put_run(Run("b", policy="free"), {"id": "b"})
+        pipeline.pipeline.know(Run("b", policy="free"))
+        await add(pipeline, stuck, "stuck", policy="full", capacity=1)
+        await add(pipeline, other, "other", policy="free", capacity=8)
         hold(stuck)
-        full = [await yard.submit(patient_task()) for _ in range(10)]
-        await until(lambda: stuck.running == 1 and yard.router.waiting()["full"] == 2)
+        full = [await pipeline.submit(patient_task()) for _ in range(10)]
+        await until(lambda: stuck.running == 1 and pipeline.router.waiting()["full"] == 2)
         hold(other)
-        free = [await yard.submit(patient_task(), run="b") for _ in range(8)]
-        await until(lambda: other.running == 1 and yard.yard.run_pool.free == 0)
-        await yard.until(free[1], State.READY)  # INIT runs ahead for this one too
+        free = [await pipeline.submit(patient_task(), run="b") for _ in range(8)]
+        await until(lambda: other.running == 1 and pipeline.pipeline.run_pool.free == 0)
+        await pipeline.until(free[1], State.READY)  # INIT runs ahead for this one too
         let_go(other)
-        await completed(yard, *free)  # with one RUN slot, while the other policy's rollouts wait
-        assert yard.router.waiting() == {"full": 2, "free": 0}
+        await completed(pipeline, *free)  # with one RUN slot, while the other policy's rollouts wait
+        assert pipeline.router.waiting() == {"full": 2, "free": 0}
         let_go(stuck)
-        await completed(yard, *full)
-        await yard.idle()
-        no_seat_left(yard)
+        await completed(pipeline, *full)
+        await pipeline.idle()
+        no_seat_left(pipeline)
 
 
 async def test_a_rollout_that_is_cancelled_while_it_waits_leaves_nothing(tmp_path: Path):
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as yard:
-        await add(yard, engine, "e", capacity=1)
+    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
+        await add(pipeline, engine, "e", capacity=1)
         hold(engine)
-        first = await yard.submit(patient_task())
+        first = await pipeline.submit(patient_task())
         await until(lambda: engine.running == 1)
-        waiting = [await yard.submit(patient_task()) for _ in range(3)]
-        await until(lambda: yard.yard.unseated == 3)
-        await yard.yard.cancel(waiting[0])
-        await yard.yard.cancel(waiting[2])
+        waiting = [await pipeline.submit(patient_task()) for _ in range(3)]
+        await until(lambda: pipeline.pipeline.unseated == 3)
+        await pipeline.pipeline.cancel(waiting[0])
+        await pipeline.pipeline.cancel(waiting[2])
         for rollout_id in (waiting[0], waiting[2]):
-            ending = (await yard.ended(rollout_id)).ending
+            ending = (await pipeline.ended(rollout_id)).ending
             assert ending is not None and ending.outcome is Outcome.CANCELLED
-        await until(lambda: len(yard.yard.live) == 2)
-        assert (yard.yard.ready, yard.yard.unseated, yard.router.waiting()) == (1, 1, {"default": 1})
+        await until(lambda: len(pipeline.pipeline.live) == 2)
+        assert (pipeline.pipeline.ready, pipeline.pipeline.unseated, pipeline.router.waiting()) == (1, 1, {"default": 1})
         let_go(engine)
-        await completed(yard, first, waiting[1])
-        await yard.idle()
-        no_seat_left(yard)
+        await completed(pipeline, first, waiting[1])
+        await pipeline.idle()
+        no_seat_left(pipeline)
 
 
 async def test_the_one_with_the_highest_priority_gets_the_next_seat(tmp_path: Path):
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as yard:
-        await add(yard, engine, "e", capacity=1)
+    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
+        await add(pipeline, engine, "e", capacity=1)
         hold(engine)
-        first = await yard.submit(patient_task())
+        first = await pipeline.submit(patient_task())
         await until(lambda: engine.running == 1)
-        low = await yard.submit(patient_task())
-        await until(lambda: yard.yard.unseated == 1)
-        high = await yard.submit(patient_task(), priority=5)
-        await until(lambda: yard.yard.unseated == 2)
+        low = await pipeline.submit(patient_task())
+        await until(lambda: pipeline.pipeline.unseated == 1)
+        high = await pipeline.submit(patient_task(), priority=5)
+        await until(lambda: pipeline.pipeline.unseated == 2)
         let_go(engine)
-        await completed(yard, first, low, high)
+        await completed(pipeline, first, low, high)
         begun = [call.session_id for call in engine.calls]
         assert begun.index(high) < begun.index(low)
 
 
 async def test_when_the_cap_shrinks_nobody_is_thrown_out_and_the_next_ones_wait(tmp_path: Path):
     router_settings = RouterSettings(engine_wait_s=5.0, watch_s=0.02, cap_rules=CapRules(start=4, settle_s=0.0))
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as yard:
+    async with playing() as engine, site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as pipeline:
         engine.kv_use = 0.9  # no room to grow, and no trouble
-        await add(yard, engine, "e", admission=Admission.ADAPTIVE)
+        await add(pipeline, engine, "e", admission=Admission.ADAPTIVE)
         hold(engine)
-        ids = [await yard.submit(patient_task()) for _ in range(10)]
-        await until(lambda: engine.running == 4 and yard.yard.unseated == 4)
+        ids = [await pipeline.submit(patient_task()) for _ in range(10)]
+        await until(lambda: engine.running == 4 and pipeline.pipeline.unseated == 4)
         engine.preemptions += 1
-        await until(lambda: yard.router.list()[0].cap == 3)
-        assert (yard.yard.run_pool.active, engine.running) == (4, 4)
-        await yard.yard.cancel(ids.pop(0))
-        await until(lambda: yard.router.seats("default").taken == 3)
-        assert yard.yard.unseated == 4  # whom it left behind is one too many for the new cap
-        await yard.yard.cancel(ids.pop(0))
-        await until(lambda: engine.running == 3 and yard.yard.unseated == 4)  # one goes, one comes from the queue
+        await until(lambda: pipeline.router.list()[0].cap == 3)
+        assert (pipeline.pipeline.run_pool.active, engine.running) == (4, 4)
+        await pipeline.pipeline.cancel(ids.pop(0))
+        await until(lambda: pipeline.router.seats("default").taken == 3)
+        assert pipeline.pipeline.unseated == 4  # whom it left behind is one too many for the new cap
+        await pipeline.pipeline.cancel(ids.pop(0))
+        await until(lambda: engine.running == 3 and pipeline.pipeline.unseated == 4)  # one goes, one comes from the queue
         let_go(engine)
-        await completed(yard, *ids)
-        await yard.idle()
-        no_seat_left(yard)
+        await completed(pipeline, *ids)
+        await pipeline.idle()
+        no_seat_left(pipeline)
 
 
 async def test_the_cap_grows_while_rollouts_wait_and_the_cache_has_room(tmp_path: Path):
     router_settings = RouterSettings(engine_wait_s=5.0, watch_s=0.02, cap_rules=CapRules(start=1, settle_s=0.0))
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as yard:
+    async with playing() as engine, site(tmp_path, DO_IT, engines=0, router_settings=router_settings) as pipeline:
         engine.kv_use = lambda: engine.running / 10
-        await add(yard, engine, "e", admission=Admission.ADAPTIVE, capacity=6)
+        await add(pipeline, engine, "e", admission=Admission.ADAPTIVE, capacity=6)
         hold(engine)
-        ids = [await yard.submit(patient_task()) for _ in range(12)]
+        ids = [await pipeline.submit(patient_task()) for _ in range(12)]
         await until(lambda: engine.running == 6)  # its capacity, though RUN has room for 8
-        assert yard.router.list()[0].cap == 6
+        assert pipeline.router.list()[0].cap == 6
         let_go(engine)
-        await completed(yard, *ids)
+        await completed(pipeline, *ids)
 
 
 async def test_an_engine_that_is_removed_takes_its_seats_with_it(tmp_path: Path):
-    async with playing() as staying, playing() as leaving, site(tmp_path, DO_IT, engines=0) as yard:
-        await add(yard, staying, "stays", capacity=1)
-        await add(yard, leaving, "leaves", capacity=1)
+    async with playing() as staying, playing() as leaving, site(tmp_path, DO_IT, engines=0) as pipeline:
+        await add(pipeline, staying, "stays", capacity=1)
+        await add(pipeline, leaving, "leaves", capacity=1)
         hold(staying)
         hold(leaving)
-        ids = [await yard.submit(patient_task()) for _ in range(6)]
-        await until(lambda: staying.running == leaving.running == 1 and yard.yard.unseated == 4)
-        await yard.router.remove("leaves")
-        seats = yard.router.seats("default")
+        ids = [await pipeline.submit(patient_task()) for _ in range(6)]
+        await until(lambda: staying.running == leaving.running == 1 and pipeline.pipeline.unseated == 4)
+        await pipeline.router.remove("leaves")
+        seats = pipeline.router.seats("default")
         assert (seats.bound, seats.taken) == (1, 2)
         let_go(staying)
-        await completed(yard, *ids)
-        await yard.idle()
-        no_seat_left(yard)
+        await completed(pipeline, *ids)
+        await pipeline.idle()
+        no_seat_left(pipeline)
 
 
 async def test_when_the_last_engine_goes_those_who_wait_go_on_to_wait_for_another(tmp_path: Path):
-    async with playing() as leaving, playing() as coming, site(tmp_path, DO_IT, engines=0) as yard:
-        await add(yard, leaving, "leaves", capacity=1)
+    async with playing() as leaving, playing() as coming, site(tmp_path, DO_IT, engines=0) as pipeline:
+        await add(pipeline, leaving, "leaves", capacity=1)
         hold(leaving)
-        ids = [await yard.submit(patient_task()) for _ in range(4)]
-        await until(lambda: leaving.running == 1 and yard.yard.unseated == 3)
-        await yard.router.remove("leaves")
-        await until(lambda: yard.yard.run_pool.active == 4)  # as where there never was an engine
-        await add(yard, coming, "comes", capacity=1)
-        await completed(yard, *ids)
-        await yard.idle()
-        no_seat_left(yard)
+        ids = [await pipeline.submit(patient_task()) for _ in range(4)]
+        await until(lambda: leaving.running == 1 and pipeline.pipeline.unseated == 3)
+        await pipeline.router.remove("leaves")
+        await until(lambda: pipeline.pipeline.run_pool.active == 4)  # as where there never was an engine
+        await add(pipeline, coming, "comes", capacity=1)
+        await completed(pipeline, *ids)
+        await pipeline.idle()
+        no_seat_left(pipeline)
 
 
 async def test_an_agent_that_needs_no_model_needs_no_seat(tmp_path: Path):
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as yard:
-        await add(yard, engine, "e", capacity=1)
+    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
+        await add(pipeline, engine, "e", capacity=1)
         hold(engine)
-        first = await yard.submit(patient_task())
+        first = await pipeline.submit(patient_task())
         await until(lambda: engine.running == 1)
         idle = replace(patient_task(), agent=AgentSpec("noop"))
-        ending = (await yard.rolled(idle)).ending
+        ending = (await pipeline.rolled(idle)).ending
         assert ending is not None and ending.outcome is Outcome.COMPLETED
         let_go(engine)
-        await completed(yard, first)
-        await yard.idle()
-        no_seat_left(yard)
+        await completed(pipeline, first)
+        await pipeline.idle()
+        no_seat_left(pipeline)
 
 
 async def test_a_drain_gives_back_those_who_wait_for_a_seat(tmp_path: Path):
-    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as yard:
-        await add(yard, engine, "e", capacity=1)
+    async with playing() as engine, site(tmp_path, DO_IT, engines=0) as pipeline:
+        await add(pipeline, engine, "e", capacity=1)
         hold(engine)
-        first = await yard.submit(patient_task())
+        first = await pipeline.submit(patient_task())
         await until(lambda: engine.running == 1)
-        second = await yard.submit(patient_task())
-        await until(lambda: yard.yard.unseated == 1)
-        draining = asyncio.create_task(yard.yard.drain())
-        await until(lambda: second not in yard.yard.live)
-        assert (await yard.store.get(second)).state is State.QUEUED
+        second = await pipeline.submit(patient_task())
+        await until(lambda: pipeline.pipeline.unseated == 1)
+        draining = asyncio.create_task(pipeline.pipeline.drain())
+        await until(lambda: second not in pipeline.pipeline.live)
+        assert (await pipeline.store.get(second)).state is State.QUEUED
         let_go(engine)
         await draining
-        await completed(yard, first)
-        no_seat_left(yard)
+        await completed(pipeline, first)
+        no_seat_left(pipeline)

@@ -17,19 +17,19 @@ pytestmark = pytest.mark.slow
 
 async def test_a_silent_client_is_no_stall_of_ours(tmp_path: Path):
     task = Task("session", agent=AgentSpec("session"), limits=Limits(stall_s=0.3, run_s=30))
-    async with site(tmp_path, says("one")) as yard:
-        agent = yard.yard.shop.agents.get("session")
+    async with site(tmp_path, says("one")) as pipeline:
+        agent = pipeline.pipeline.resources.agents.get("session")
         assert isinstance(agent, SessionAgent)
-        rollout_id = await yard.submit(task)
+        rollout_id = await pipeline.submit(task)
         live = await agent.opened(rollout_id)
         await asyncio.sleep(1.0)  # three times the bound, with a look every 0.05 s
         live.give({"reward": 1.0})
-        rollout = await yard.ended(rollout_id)
+        rollout = await pipeline.ended(rollout_id)
         assert rollout.ending is not None
         assert (rollout.ending.outcome, rollout.attempt) == (Outcome.COMPLETED, 1)
         assert agent.live(rollout_id) is None
-        await yard.idle()
-        yard.nothing_left()
+        await pipeline.idle()
+        pipeline.nothing_left()
 
 
 async def test_after_kill_9_a_begun_session_is_lost_and_a_saved_reward_is_not(tmp_path: Path):

@@ -35,7 +35,7 @@ class Driven:
     def __init__(self, config: DrawConfig, want: int = 4) -> None:
         self.config = config
         self.want = want
-        self.drawing = DrawState(Draw("d", "r", config), TaskOrder(config, config.source.size))
+        self.draw_state = DrawState(Draw("d", "r", config), TaskOrder(config, config.source.size))
         self.groups: dict[str, Group] = {}
         self.flying: dict[str, ActiveGroup] = {}  # every one there was
         self.batches: list[Batch] = []  # closed
@@ -43,7 +43,7 @@ class Driven:
 
     @property
     def version(self) -> int:
-        return self.drawing.progress.version
+        return self.draw_state.progress.version
 
     def open(self) -> list[str]:
         return [group.id for group in self.groups.values() if group.state is GroupState.OPEN]
@@ -52,17 +52,17 @@ class Driven:
         return [group for group in self.groups.values() if group.state is state]
 
     def ask(self) -> None:
-        assert self.drawing.batch is None
-        self.drawing.ask(self.want)
+        assert self.draw_state.batch is None
+        self.draw_state.ask(self.want)
         self.settle()
 
     def raise_version(self) -> None:
-        self.drawing.set_version(self.version + 1)
+        self.draw_state.set_version(self.version + 1)
         self.settle()
 
     def end(self, group_id: str, *, is_kept: bool = True) -> None:
         """All members of a group have ended."""
-        self.drawing.seen([0.0, 1.0] if is_kept else [0.0, 0.0])
+        self.draw_state.seen([0.0, 1.0] if is_kept else [0.0, 0.0])
         self._end(group_id, GroupState.COMPLETE if is_kept else GroupState.FILTERED)
         self.settle()
 
@@ -77,17 +77,17 @@ class Driven:
             self._end(group_id, GroupState.VOID, returns=True)
         place = sum(batch.delivered for batch in self.batches if batch.number <= to)
         undone = [group for group in self.of(GroupState.DELIVERED) if (group.place or 0) > place]
-        for group in self.drawing.rewind(to, place, version, [*undone, *self.of(GroupState.COMPLETE)]):
+        for group in self.draw_state.rewind(to, place, version, [*undone, *self.of(GroupState.COMPLETE)]):
             self.groups[group.id] = group
         self.batches = [batch for batch in self.batches if batch.number <= to]
         self.settle()
 
     def settle(self) -> None:
-        drawing = self.drawing
+        draw_state = self.draw_state
         while True:
-            for one in drawing.too_old():
+            for one in draw_state.too_old():
                 self._end(one.id, GroupState.DROPPED)
-            for handed in drawing.hand_out():
+            for handed in draw_state.hand_out():
                 group = replace(
                     self.groups[handed.id],
                     state=GroupState.DELIVERED,
@@ -97,15 +97,15 @@ class Driven:
                 )
                 assert self.groups[handed.id].state is GroupState.COMPLETE
                 self.groups[handed.id] = group
-                drawing.delivered(group)
-            for one in drawing.surplus():
+                draw_state.delivered(group)
+            for one in draw_state.surplus():
                 self._end(one.id, GroupState.CANCELLED, returns=True)
-            if drawing.check_end() is not None:
-                for group_id in list(drawing.flying):
+            if draw_state.check_end() is not None:
+                for group_id in list(draw_state.flying):
                     self._end(group_id, GroupState.CANCELLED)
-            self.batches += drawing.closed
-            drawing.closed.clear()
-            begun = drawing.admit()
+            self.batches += draw_state.closed
+            draw_state.closed.clear()
+            begun = draw_state.admit()
             for one in begun:
                 assert one.id not in self.flying, "a name is used once"
                 self.flying[one.id] = one
@@ -121,7 +121,7 @@ class Driven:
         group = self.groups[group_id]
         assert group.state in (GroupState.OPEN, GroupState.COMPLETE), "a group ends once"
         stats = group.stats or GroupStats(sampled_tokens=10 * self.config.group_size)
-        self.drawing.ended(group_id, state, stats, is_infra=is_infra, returns=returns)
+        self.draw_state.ended(group_id, state, stats, is_infra=is_infra, returns=returns)
         versions = {"oldest_version": group.admitted_version, "newest_version": self.version}
         self.groups[group_id] = replace(group, state=state, stats=stats, **(versions if group.stats is None else {}))
 
@@ -129,11 +129,11 @@ class Driven:
 
     def _check_pace(self) -> None:
         """Before the last one was begun there was room by the stated rule."""
-        drawing, config, progress = self.drawing, self.config, self.drawing.progress
+        draw_state, config, progress = self.draw_state, self.config, self.draw_state.progress
         complete, opened = len(self.of(GroupState.COMPLETE)), len(self.open()) - 1
         ahead = opened - (self._late() if config.on_stale is OnStale.DELIVER else 0)
         rate = 1.0 if config.on_stale is OnStale.WAIT else 0.05  # the least there is; at most is tested by hand
-        missing = drawing.batch.want - drawing.batch.delivered if drawing.batch else 0
+        missing = draw_state.batch.want - draw_state.batch.delivered if draw_state.batch else 0
         assert complete + ahead * rate < max(progress.want * (config.max_staleness + 1) - progress.handed, missing)
         if config.max_groups_in_flight is not None:
             assert opened + 1 <= config.max_groups_in_flight
@@ -142,25 +142,25 @@ class Driven:
         """Open groups that half a batch of later ones has overtaken."""
         orders = [self.groups[name].order for name in self.open()]
         ended = [group.order for group in self.groups.values() if group.state is not GroupState.OPEN]
-        most = max(1, self.drawing.progress.want // 2)
+        most = max(1, self.draw_state.progress.want // 2)
         return sum(sum(later > order for later in ended) >= most for order in orders)
 
     def check(self) -> None:
-        drawing, figures = self.drawing, self.drawing.progress.figures
+        draw_state, figures = self.draw_state, self.draw_state.progress.figures
         states = Counter(group.state for group in self.groups.values())
         assert figures.admitted == len(self.groups) == states.total()
         for state in ENDS:
             assert getattr(figures, state.value) == states[state], state
-        assert drawing.open_count == states[GroupState.OPEN]
-        assert set(drawing.flying) == {*self.open(), *(group.id for group in self.of(GroupState.COMPLETE))}
+        assert draw_state.open_count == states[GroupState.OPEN]
+        assert set(draw_state.flying) == {*self.open(), *(group.id for group in self.of(GroupState.COMPLETE))}
         assert figures.tokens_delivered == 10 * self.config.group_size * states[GroupState.DELIVERED]
         self._check_items()
         self._check_batches()
-        if drawing.draw.is_active and drawing.batch is not None:
-            waits_for_push = drawing.order.is_growing and not drawing.order.has_more(drawing.progress)
-            assert drawing.open_count or waits_for_push, "a batch is waited for and nothing is at work"
-        if not drawing.draw.is_active:
-            assert not drawing.flying and drawing.batch is None
+        if draw_state.draw.is_active and draw_state.batch is not None:
+            waits_for_push = draw_state.order.is_growing and not draw_state.order.has_more(draw_state.progress)
+            assert draw_state.open_count or waits_for_push, "a batch is waited for and nothing is at work"
+        if not draw_state.draw.is_active:
+            assert not draw_state.flying and draw_state.batch is None
 
     def _check_items(self) -> None:
         """A task is used up once an epoch, and at work once at a time; it returns twice at most for infrastructure."""
@@ -172,7 +172,7 @@ class Driven:
             assert len(final) <= 1, f"{item} is there twice in an epoch"
             assert self.infra[item] <= 3
             assert [g.turn for g in groups] == list(range(len(groups)))
-        for returned in self.drawing.progress.returned:
+        for returned in self.draw_state.progress.returned:
             assert all(g.state is not GroupState.OPEN for g in used[returned.epoch, returned.index])
 
     def _check_batches(self) -> None:
@@ -182,5 +182,5 @@ class Driven:
         for batch in self.batches:
             of_it = sorted(group.place or 0 for group in self.groups.values() if group.batch == batch.number)
             assert of_it == list(range(batch.after + 1, batch.after + batch.delivered + 1))
-            assert (batch.delivered == batch.want) or (batch.is_last and batch.reason == self.drawing.draw.reason)
+            assert (batch.delivered == batch.want) or (batch.is_last and batch.reason == self.draw_state.draw.reason)
             assert all(value >= 0 for name, value in batch.figures.items() if isinstance(value, int)), batch.figures

@@ -43,7 +43,7 @@ class AnyDraw(RuleBasedStateMachine):
     def begin(self, config: DrawConfig, want: int):
         self.it = Driven(config, want)
 
-    @precondition(lambda self: self.it.drawing.draw.is_active and self.it.drawing.batch is None)
+    @precondition(lambda self: self.it.draw_state.draw.is_active and self.it.draw_state.batch is None)
     @rule()
     def ask(self):
         self.it.ask()
@@ -70,8 +70,8 @@ class AnyDraw(RuleBasedStateMachine):
     def teardown(self):
         """Whatever happened: the trainer goes on, groups end, and every group that was there has an end."""
         there = {*self.it.open(), *(group.id for group in self.it.of(GroupState.COMPLETE))}
-        while self.it.drawing.draw.is_active and there & set(self.it.drawing.flying):
-            if self.it.drawing.batch is None:
+        while self.it.draw_state.draw.is_active and there & set(self.it.draw_state.flying):
+            if self.it.draw_state.batch is None:
                 self.it.ask()
             else:
                 self.it.end(self.it.open()[0])
@@ -84,9 +84,9 @@ TestAnyDraw = AnyDraw.TestCase
 def finish(it: Driven, dice: Random, kept: float = 1.0, most: int = 10_000) -> None:
     """Batches are asked for and groups end in any order, until the draw does."""
     for _ in range(most):
-        if not it.drawing.draw.is_active:
+        if not it.draw_state.draw.is_active:
             return
-        if it.drawing.batch is None:
+        if it.draw_state.batch is None:
             it.raise_version()
             it.ask()
         else:
@@ -99,7 +99,7 @@ def finish(it: Driven, dice: Random, kept: float = 1.0, most: int = 10_000) -> N
 def test_a_draw_without_failures_uses_every_task_once_an_epoch_and_is_exhausted(seed: int, epochs: int, kept: float):
     it = Driven(config_of(7, epochs=epochs, patience=1000))
     finish(it, Random(seed), kept)
-    assert it.drawing.draw.reason == "exhausted"
+    assert it.draw_state.draw.reason == "exhausted"
     assert sorted((g.epoch, g.item) for g in it.groups.values()) == [(e, i) for e in range(epochs) for i in range(7)]
     assert {group.state for group in it.groups.values()} <= {GroupState.DELIVERED, GroupState.FILTERED}
     assert it.batches[-1].is_last or it.batches[-1].delivered == it.want
@@ -116,8 +116,8 @@ def test_a_task_that_infrastructure_fails_returns_twice_and_one_that_fails_by_it
         one = it.flying[again]
         assert (one.item.index, one.item.tries, one.item.turn) == (it.flying[unlucky].item.index, turn, turn)
     it.fail(it.open()[0], is_infra=True)
-    figures = it.drawing.progress.figures
-    assert (figures.failed, figures.returned, it.drawing.draw.reason) == (4, MOST_TRIES, "exhausted")
+    figures = it.draw_state.progress.figures
+    assert (figures.failed, figures.returned, it.draw_state.draw.reason) == (4, MOST_TRIES, "exhausted")
 
 
 BUDGETS = [
@@ -136,11 +136,11 @@ def test_each_budget_ends_the_draw(budget: Budget, detail: str, delivered: int |
     dice = Random(seed)
     if budget.seconds is not None:
         it.ask()
-        it.drawing.elapsed_s = 6.0
+        it.draw_state.elapsed_s = 6.0
     finish(it, dice)
-    draw = it.drawing.draw
+    draw = it.draw_state.draw
     assert draw.reason == "budget" and draw.detail is not None and draw.detail.startswith(detail)
-    figures = it.drawing.progress.figures
+    figures = it.draw_state.progress.figures
     assert delivered is None or figures.delivered == delivered
     assert batches is None or len(it.batches) == batches
     if budget.groups is None and budget.batches is None:
@@ -153,15 +153,15 @@ def test_a_draw_that_keeps_nothing_gives_up_after_its_patience():
     it = Driven(config_of(5, patience=12))
     it.ask()
     finish(it, Random(0), kept=0.0)
-    assert it.drawing.draw.reason == "nothing_kept" and it.drawing.progress.figures.filtered >= 12
+    assert it.draw_state.draw.reason == "nothing_kept" and it.draw_state.progress.figures.filtered >= 12
     assert it.batches[-1].is_last and it.batches[-1].reason == "nothing_kept" and it.batches[-1].delivered == 0
     lucky = Driven(config_of(5, patience=3))
     lucky.ask()
     for number in range(60):
-        if lucky.drawing.batch is None:
+        if lucky.draw_state.batch is None:
             lucky.ask()
         lucky.end(lucky.open()[0], is_kept=number % 3 == 2)
-    assert lucky.drawing.draw.is_active, "one that is kept makes it patient again"
+    assert lucky.draw_state.draw.is_active, "one that is kept makes it patient again"
 
 
 def test_complete_groups_are_handed_out_oldest_first():
@@ -205,7 +205,7 @@ def test_a_rewind_voids_what_is_newer_and_delivers_the_rest_again():
     it = Driven(config_of(), want=2)
     for version in range(3):
         it.ask()
-        while it.drawing.batch is not None:
+        while it.draw_state.batch is not None:
             it.end(it.open()[0])
         it.raise_version()
         assert it.version == version + 1
@@ -214,7 +214,7 @@ def test_a_rewind_voids_what_is_newer_and_delivers_the_rest_again():
     assert newer and older
     it.rewind(1, 1)
     assert {g.id for g in it.of(GroupState.VOID)} >= newer and {g.id for g in it.of(GroupState.COMPLETE)} == older
-    assert (it.drawing.progress.batch, it.drawing.progress.place, it.version) == (1, 2, 1)
+    assert (it.draw_state.progress.batch, it.draw_state.progress.place, it.version) == (1, 2, 1)
     it.ask()
     assert {g.id for g in it.of(GroupState.DELIVERED) if g.batch == 2} == set(sorted(older)[:2])
     assert it.batches[-1].figures["delivered"] == 2, "what was undone is not taken off the new batch"
@@ -224,33 +224,33 @@ def test_a_rewind_voids_what_is_newer_and_delivers_the_rest_again():
 def test_a_draw_that_was_over_goes_on_after_a_rewind():
     it = Driven(config_of(4, epochs=1), want=2)
     finish(it, Random(0))
-    assert it.drawing.draw.reason == "exhausted" and len(it.of(GroupState.DELIVERED)) == 4
+    assert it.draw_state.draw.reason == "exhausted" and len(it.of(GroupState.DELIVERED)) == 4
     it.rewind(0, 0)
-    assert it.drawing.draw.is_active and it.drawing.draw.reason is None
+    assert it.draw_state.draw.is_active and it.draw_state.draw.reason is None
     finish(it, Random(1))
-    assert len(it.of(GroupState.DELIVERED)) == 4 and it.drawing.draw.reason == "exhausted"
+    assert len(it.of(GroupState.DELIVERED)) == 4 and it.draw_state.draw.reason == "exhausted"
 
 
 def test_a_pushed_source_waits_for_more_and_ends_when_it_is_closed():
     it = Driven(config_of(None), want=2)
     it.ask()
-    assert it.drawing.draw.is_active and not it.open()
-    it.drawing.order.grown = 3
+    assert it.draw_state.draw.is_active and not it.open()
+    it.draw_state.order.grown = 3
     it.settle()
     for name in it.open():
         it.end(name)
     it.ask()
-    assert it.drawing.batch is not None and it.drawing.batch.delivered == 1
-    it.drawing.progress.is_source_closed = True
+    assert it.draw_state.batch is not None and it.draw_state.batch.delivered == 1
+    it.draw_state.progress.is_source_closed = True
     it.settle()
-    assert it.drawing.draw.reason == "exhausted" and it.batches[-1].is_last and it.batches[-1].delivered == 1
+    assert it.draw_state.draw.reason == "exhausted" and it.batches[-1].is_last and it.batches[-1].delivered == 1
 
 
 def test_a_drawing_goes_on_from_what_was_stored():
     it = Driven(config_of(20, epochs=1), want=3)
     it.ask()
     it.end(it.open()[1])
-    before = it.drawing
+    before = it.draw_state
     taken_up = DrawState(
         Draw("d", "r", it.config, progress=before.progress),
         TaskOrder(it.config, 20),
@@ -258,7 +258,7 @@ def test_a_drawing_goes_on_from_what_was_stored():
         list(before.flying.values()),
     )
     assert taken_up.open_count == before.open_count and taken_up.batch == before.batch
-    it.drawing = taken_up
+    it.draw_state = taken_up
     finish(it, Random(3))
     assert len({(g.epoch, g.item) for g in it.of(GroupState.DELIVERED)}) == 20
 

@@ -110,7 +110,7 @@ def test_the_reference_is_biased_against_stragglers_and_successes():
 def test_rewards_before_filtering_are_those_of_everything_that_was_judged():
     ours = Ours(WORLD)
     ours.run(followed(COUNT))
-    figures = ours.drawing.progress.figures
+    figures = ours.draw_state.progress.figures
     judged = [one.script for one in ours.tally.begun if not one.left]
     assert figures.judged == len(judged)
     assert figures.reward_sum == sum(member.reward for script in judged for member in script.members)

@@ -36,7 +36,7 @@ def test_under_wait_nothing_is_ever_too_old(
     it.ask()
     is_raise_due = False
     for _ in range(100):
-        if it.drawing.batch is None:
+        if it.draw_state.batch is None:
             if is_raise_due or not is_early:
                 it.raise_version()
             is_raise_due = is_early
@@ -47,7 +47,7 @@ def test_under_wait_nothing_is_ever_too_old(
         else:
             opened = it.open()
             it.end(opened[-1] if is_lifo else dice.choice(opened), is_kept=dice.random() < kept)
-    assert it.drawing.progress.figures.dropped == 0 and it.drawing.progress.figures.stale == 0
+    assert it.draw_state.progress.figures.dropped == 0 and it.draw_state.progress.figures.stale == 0
     for group in it.of(GroupState.DELIVERED):
         assert group.staleness is not None and group.staleness <= staleness
     assert len(it.batches) > 1
@@ -64,7 +64,7 @@ def test_a_trainer_can_take_turns(on_stale: OnStale, surplus: Surplus, seed: int
     it = Driven(config_of(200, max_staleness=0, on_stale=on_stale, surplus=surplus), want)
     it.ask()
     for _ in range(100):
-        if it.drawing.batch is not None:
+        if it.draw_state.batch is not None:
             it.end(dice.choice(it.open()), is_kept=dice.random() < kept)
             continue
         assert not it.open(), "nothing is sampled meanwhile"
@@ -72,7 +72,7 @@ def test_a_trainer_can_take_turns(on_stale: OnStale, surplus: Surplus, seed: int
         it.ask()
     assert len(it.batches) > 1
     assert all(group.staleness == 0 for group in it.of(GroupState.DELIVERED))
-    assert on_stale is OnStale.DROP or not it.drawing.progress.figures.dropped
+    assert on_stale is OnStale.DROP or not it.draw_state.progress.figures.dropped
 
 
 def test_under_wait_the_last_places_are_kept_for_the_oldest():
@@ -82,7 +82,7 @@ def test_under_wait_the_last_places_are_kept_for_the_oldest():
     it.raise_version()
     third = next(name for name in it.open() if name not in (first, second)) if len(it.open()) > 2 else None
     it.end(second)
-    assert third is None and it.drawing.batch is not None and it.drawing.batch.delivered == 1
+    assert third is None and it.draw_state.batch is not None and it.draw_state.batch.delivered == 1
     it.end(first)
     assert {group.id for group in it.of(GroupState.DELIVERED)} == {first, second}
 
@@ -97,7 +97,7 @@ def test_under_wait_places_are_kept_while_there_still_are_enough():
     it.ask()
     (newer,) = set(it.open()) - set(old)
     it.end(newer)
-    assert it.groups[newer].state is GroupState.COMPLETE and it.drawing.batch is not None
+    assert it.groups[newer].state is GroupState.COMPLETE and it.draw_state.batch is not None
     it.end(old[1])
     it.raise_version()
     it.ask()
@@ -105,7 +105,7 @@ def test_under_wait_places_are_kept_while_there_still_are_enough():
     assert [it.groups[name].batch for name in (first, old[1], old[0])] == [1, 2, 3]
     it.raise_version()
     it.ask()
-    assert it.groups[newer].batch == 4 and it.drawing.progress.figures.dropped == 0
+    assert it.groups[newer].batch == 4 and it.draw_state.progress.figures.dropped == 0
 
 
 def test_a_trainer_that_skips_versions_loses_what_is_too_old_under_wait_and_drop_and_gets_it_under_deliver():
@@ -117,13 +117,13 @@ def test_a_trainer_that_skips_versions_loses_what_is_too_old_under_wait_and_drop
             it.raise_version()
         old = len([name for name in it.open() if it.flying[name].version < 2])
         it.ask()
-        assert it.drawing.progress.figures.dropped == (old if dropped else 0)
+        assert it.draw_state.progress.figures.dropped == (old if dropped else 0)
         assert bool(old)
 
 
 def test_pace_is_by_the_kept_share_and_never_below_what_the_batch_lacks():
     it = Driven(config_of(max_staleness=1), want=4)
-    assert it.drawing.admit() == [], "nobody has asked for anything"
+    assert it.draw_state.admit() == [], "nobody has asked for anything"
     it.ask()
     assert len(it.open()) == 8, "two batches' worth, while nothing is known of what is kept"
     for _ in range(4):
@@ -153,12 +153,12 @@ def test_a_straggler_holds_up_nobody_once_half_a_batch_has_overtaken_it():
     it.ask()
     slow = it.open()[0]
     for _ in range(40):
-        if it.drawing.batch is None:
+        if it.draw_state.batch is None:
             it.raise_version()
             it.ask()
         it.end(next(name for name in it.open() if name != slow))
         others = len(it.open()) - 1
-        batch = it.drawing.batch
+        batch = it.draw_state.batch
         handed = batch.delivered if batch is not None else 4
         overtakers = len(it.batches) * 4 + handed if batch is not None else len(it.batches) * 4
         if overtakers >= 2:
@@ -172,7 +172,7 @@ def test_in_the_long_run_as_much_is_begun_as_the_filter_needs(seed: int):
     it.ask()
     opened: list[int] = []
     for _ in range(300):
-        if it.drawing.batch is None:
+        if it.draw_state.batch is None:
             it.raise_version()
             it.ask()
         it.end(dice.choice(it.open()), is_kept=dice.random() < 0.25)
@@ -191,14 +191,14 @@ def test_a_huge_batch_is_begun_and_handed_out_without_looking_at_all_groups_for_
             return super().values()
 
     it = Driven(config_of(3000, on_stale=on_stale, max_staleness=0), want=500)
-    it.drawing.flying = flying = Counted()
-    it.drawing.ask(500)
-    begun = it.drawing.admit()
+    it.draw_state.flying = flying = Counted()
+    it.draw_state.ask(500)
+    begun = it.draw_state.admit()
     assert len(begun) == 500 and flying.looks < 10
     for one in begun:
-        it.drawing.ended(one.id, GroupState.COMPLETE, GroupStats())
+        it.draw_state.ended(one.id, GroupState.COMPLETE, GroupStats())
     flying.looks = 0
-    assert [handed.id for handed in it.drawing.hand_out()] == [one.id for one in begun]
+    assert [handed.id for handed in it.draw_state.hand_out()] == [one.id for one in begun]
     assert flying.looks < 10
 
 
@@ -208,8 +208,8 @@ def test_without_staleness_alone_a_trainer_does_not_take_turns():
     dice = Random(1)
     it.ask()
     while len(it.batches) < 4:
-        if it.drawing.batch is None:
+        if it.draw_state.batch is None:
             it.raise_version()
             it.ask()
         it.end(dice.choice(it.open()), is_kept=dice.random() < 0.5)
-    assert it.drawing.batch is None and it.open()
+    assert it.draw_state.batch is None and it.open()

@@ -15,15 +15,15 @@ async def test_a_batch_is_told_before_what_it_left_over_is_cancelled(tmp_path: P
         return 0.0 if int(rollout_id.split(".")[2]) < 2 else 30.0
 
     async with skilled(mixed, slow) as engine, site_with(tmp_path, engine) as site:
-        yard, may_cancel, asked = site.served.house.yard, asyncio.Event(), list[str]()
-        cancel = yard.cancel
+        pipeline, may_cancel, asked = site.served.app_state.pipeline, asyncio.Event(), list[str]()
+        cancel = pipeline.cancel
 
         async def held(rollout_id: str, detail: str) -> Any:
             asked.append(rollout_id)
             await may_cancel.wait()
             return await cancel(rollout_id, detail)
 
-        monkeypatch.setattr(yard, "cancel", held)
+        monkeypatch.setattr(pipeline, "cancel", held)
         await draw(site, 6, shuffle=False, surplus="cancel", max_staleness=2)
         await site.post("/v1/draws/d/batches", {"want": 2, "number": 1})
         try:
@@ -62,14 +62,14 @@ async def test_what_is_due_is_not_put_off_by_what_comes_later(tmp_path: Path, mo
     """The end of its seconds, say, by a hold-off that begins in the same turn."""
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, source={"push": True})
-        keeper, woken = await site.served.house.sampler.keeper("d"), asyncio.Event()
-        monkeypatch.setattr(keeper, "wake", woken.set)
-        keeper.wake_in(0.0)
-        keeper.wake_in(3600.0)
+        runner, woken = await site.served.app_state.sampler.runner("d"), asyncio.Event()
+        monkeypatch.setattr(runner, "wake", woken.set)
+        runner.wake_in(0.0)
+        runner.wake_in(3600.0)
         async with asyncio.timeout(90):
             await woken.wait()
         woken.clear()
-        keeper.wake_in(3600.0)
-        keeper.wake_in(0.0)
+        runner.wake_in(3600.0)
+        runner.wake_in(0.0)
         async with asyncio.timeout(90):
             await woken.wait()

@@ -153,13 +153,13 @@ async def test_a_start_that_hangs_is_given_up_and_cleaned_up(tmp_path: Path) -> 
 
 async def test_a_dead_launcher_is_replaced_and_costs_no_sandbox(bubblewrap: BubblewrapRuntime) -> None:
     async with started(bubblewrap) as old:
-        pid = bubblewrap._zygote.pid
+        pid = bubblewrap._fork_server.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         async with started(bubblewrap) as new:
             for sandbox in (old, new):
                 assert (await sandbox.exec(["echo", "on"], timeout_s=60.0)).stdout == b"on\n"
-        assert bubblewrap._zygote.pid not in (None, pid)
+        assert bubblewrap._fork_server.pid not in (None, pid)
 
 
 async def test_a_closed_runtime_starts_nothing(tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ async def test_closing_waits_for_an_end_that_nobody_waits_for_any_more(
     async with BubblewrapRuntime(root=tmp_path) as runtime:
         sandbox = await runtime.start(SPEC, lease_s=60.0)
         await sandbox.exec("touch $(seq 50)", timeout_s=20.0)
-        zygote = runtime._zygote.pid
-        assert zygote is not None
-        os.kill(zygote, signal.SIGSTOP)  # it deletes nothing for a while
+        fork_server = runtime._fork_server.pid
+        assert fork_server is not None
+        os.kill(fork_server, signal.SIGSTOP)  # it deletes nothing for a while
         try:
             killing = asyncio.ensure_future(sandbox.kill())
             await eventually(lambda: not runtime._live, "it was not ended")
@@ -199,10 +199,10 @@ async def test_closing_waits_for_an_end_that_nobody_waits_for_any_more(
             closing = asyncio.ensure_future(runtime.close())
             await asyncio.wait([closing], timeout=0.1)
         finally:
-            os.kill(zygote, signal.SIGCONT)
+            os.kill(fork_server, signal.SIGCONT)
         await closing
     assert not runtime._endings and not left_below(tmp_path)
-    assert runtime._zygote.pid is None
+    assert runtime._fork_server.pid is None
     assert "could not be deleted" not in caplog.text
 
 
@@ -215,7 +215,7 @@ async def test_closing_ends_the_wait_for_room(tmp_path: Path) -> None:
         assert not starting.done() and not runtime._live
     with pytest.raises(SandboxStartFailed, match="closed"):
         await starting
-    assert runtime._zygote.pid is None
+    assert runtime._fork_server.pid is None
     assert not left_below(tmp_path)
 
 
@@ -237,7 +237,7 @@ async def test_what_fails_while_it_opens_leaves_nothing_open(tmp_path: Path) -> 
     runtime = BubblewrapRuntime(root=tmp_path)
     with pytest.raises(OSError, match="etc"):
         await runtime.__aenter__()
-    assert runtime._limiter._warden is not None and runtime._limiter._warden.pid is None
+    assert runtime._limiter._monitor is not None and runtime._limiter._monitor.pid is None
     (tmp_path / "etc").unlink()
     async with runtime, started(runtime):  # nobody holds its folder any more
         pass
@@ -542,10 +542,10 @@ async def test_an_idle_process_killed_inside_is_not(bubblewrap: BubblewrapRuntim
 
 async def test_a_status_that_follows_our_own_failure_is_not_the_commands(bubblewrap: BubblewrapRuntime) -> None:
     async with started(bubblewrap) as sandbox:
-        keeper = bubblewrap._keepers[sandbox.id]
-        job = keeper.request({"op": "stat"})  # which no keeper knows: nothing will answer it
-        keeper._on_message({"n": job.number, "broken": "entering the sandbox: no memory", "errno": errno.ENOMEM}, [])
-        keeper._on_message({"n": job.number, "status": 255}, [])
+        init_client = bubblewrap._keepers[sandbox.id]
+        job = init_client.request({"op": "stat"})  # which no keeper knows: nothing will answer it
+        init_client._on_message({"n": job.number, "broken": "entering the sandbox: no memory", "errno": errno.ENOMEM}, [])
+        init_client._on_message({"n": job.number, "status": 255}, [])
         with pytest.raises(SandboxLost, match="no memory"):
             await job.done
 
@@ -608,12 +608,12 @@ async def test_what_cannot_be_proven_gone_is_stuck_and_its_folder_is_kept(tmp_pa
 async def test_a_runtime_that_closes_closes_the_descriptors_of_what_is_stuck(tmp_path: Path) -> None:
     async with LocalRuntime(root=tmp_path, kill_s=0.2) as runtime:
         sandbox = await runtime.start(SPEC, lease_s=60.0)
-        (keeper,) = runtime._keepers.values()
+        (init_client,) = runtime._keepers.values()
         os.kill(sandbox.pid, signal.SIGSTOP)
         with pytest.raises(SandboxStuck):
             await sandbox.kill()
-        assert keeper._wire._sock.fileno() >= 0, "it may still end, and say so"
-    assert keeper._wire._sock.fileno() == keeper._pidfd == -1
+        assert init_client._wire._sock.fileno() >= 0, "it may still end, and say so"
+    assert init_client._wire._sock.fileno() == init_client._pidfd == -1
     os.kill(sandbox.pid, signal.SIGKILL)
 
 
@@ -624,7 +624,7 @@ async def test_files_are_deleted_although_the_launcher_dies_over_it(
     folder.mkdir()
     async with started(bubblewrap):  # there is a launcher
         pass
-    pid = bubblewrap._zygote.pid
+    pid = bubblewrap._fork_server.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)  # so that it has not answered when it dies
     removing = asyncio.ensure_future(bubblewrap.remove([folder]))
@@ -750,7 +750,7 @@ async def test_a_folder_that_is_shut_keeps_nothing_from_being_left_out(tmp_path:
 
 async def test_files_that_could_not_be_deleted_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with LocalRuntime(root=tmp_path) as runtime:
-        real, tries = runtime._zygote.remove, list[list[str]]()
+        real, tries = runtime._fork_server.remove, list[list[str]]()
 
         async def short(paths: list[str], groups: tuple[str, ...] = ()) -> bool:
             tries.append(paths)
@@ -758,7 +758,7 @@ async def test_files_that_could_not_be_deleted_are_tried_again(tmp_path: Path, m
                 raise OSError(errno.EMFILE, "Too many open files")
             return await real(paths, groups)
 
-        monkeypatch.setattr(runtime._zygote, "remove", short)
+        monkeypatch.setattr(runtime._fork_server, "remove", short)
         for left in (1, 2, 1):  # the third deletes its own, and one of those
             async with started(runtime, SPEC):
                 pass

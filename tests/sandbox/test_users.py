@@ -38,7 +38,7 @@ def uids_below(pid: int) -> set[int]:
     return found
 
 
-def keeper(sandbox: Sandbox) -> int:
+def init_client(sandbox: Sandbox) -> int:
     assert isinstance(sandbox, LaunchedSandbox)
     return sandbox.pid
 
@@ -50,7 +50,7 @@ async def test_each_sandbox_has_an_unprivileged_uid_of_its_own(
     async with kind(root=tmp_path) as runtime, started(runtime) as one, started(runtime) as two:
         await Shell.open(one)
         await Shell.open(two)
-        (first,), (second,) = uids_below(keeper(one)), uids_below(keeper(two))
+        (first,), (second,) = uids_below(init_client(one)), uids_below(init_client(two))
         assert first != second and first in UIDS and second in UIDS
         assert one.limits_in_force["user"] == "own"
         await one.exec("echo mine > file", timeout_s=60.0)

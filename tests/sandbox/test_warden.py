@@ -37,7 +37,7 @@ class Told:
         self.ooms: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.pressure: asyncio.Queue[tuple[bool, Mapping[str, int]]] = asyncio.Queue()
 
-    def warden(self, **reserves: object) -> MonitorClient:
+    def monitor(self, **reserves: object) -> MonitorClient:
         return MonitorClient(
             lambda *said: self.limits.put_nowait(said),
             lambda *said: self.ooms.put_nowait(said),
@@ -56,14 +56,14 @@ def told() -> Told:
 
 
 @pytest.fixture
-async def warden(told: Told) -> AsyncGenerator[MonitorClient, None]:
-    warden = told.warden()
-    yield warden
-    await warden.close()
+async def monitor(told: Told) -> AsyncGenerator[MonitorClient, None]:
+    monitor = told.monitor()
+    yield monitor
+    await monitor.close()
 
 
 @pytest.fixture
-def keeper() -> Generator[Callable[..., int], None, None]:
+def init_client() -> Generator[Callable[..., int], None, None]:
     """Starts a keeper whose child has done as `code` says, and stays. Its pid."""
     started: list[subprocess.Popen[bytes]] = []
 
@@ -92,9 +92,9 @@ def keeper() -> Generator[Callable[..., int], None, None]:
 HEAP = "x = b'x' * (100 << 20)"
 
 
-async def is_silent(told: Told, warden: MonitorClient, keeper: Callable[..., int]) -> None:
+async def is_silent(told: Told, monitor: MonitorClient, init_client: Callable[..., int]) -> None:
     """Nothing is told of what is watched already, although all of it is looked at."""
-    warden.watch("the sign", pid=keeper(HEAP), memory_bytes=16 * MIB)
+    monitor.watch("the sign", pid=init_client(HEAP), memory_bytes=16 * MIB)
     assert await told.limit() == ("the sign", "memory")
     assert told.limits.empty()
 
@@ -102,41 +102,41 @@ async def is_silent(told: Told, warden: MonitorClient, keeper: Callable[..., int
 # --- memory -------------------------------------------------------------------------------------------
 
 
-async def test_a_heap_beyond_the_limit_is_told_once(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
-    warden.watch("a", pid=keeper(HEAP), memory_bytes=64 * MIB)
+async def test_a_heap_beyond_the_limit_is_told_once(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+    monitor.watch("a", pid=init_client(HEAP), memory_bytes=64 * MIB)
     assert await told.limit() == ("a", "memory")
-    await is_silent(told, warden, keeper)
+    await is_silent(told, monitor, init_client)
 
 
-async def test_memory_within_the_limit_is_not_told(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
-    warden.watch("a", pid=keeper(HEAP), memory_bytes=200 * MIB)
-    await is_silent(told, warden, keeper)
+async def test_memory_within_the_limit_is_not_told(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+    monitor.watch("a", pid=init_client(HEAP), memory_bytes=200 * MIB)
+    await is_silent(told, monitor, init_client)
 
 
 MANY = "for _ in range(8):\n  if os.fork() == 0:\n    x = b'x' * (20 << 20); stay(); os._exit(0)\n"
 
 
-async def test_many_processes_are_counted_together(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
-    warden.watch("a", pid=keeper(MANY), memory_bytes=100 * MIB)
+async def test_many_processes_are_counted_together(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+    monitor.watch("a", pid=init_client(MANY), memory_bytes=100 * MIB)
     assert await told.limit() == ("a", "memory")
 
 
-async def test_pages_that_forks_share_count_once(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
+async def test_pages_that_forks_share_count_once(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     code = HEAP + "\nfor _ in range(5):\n  if os.fork() == 0: stay(); os._exit(0)"
-    warden.watch("a", pid=keeper(code), memory_bytes=200 * MIB)
-    await is_silent(told, warden, keeper)
+    monitor.watch("a", pid=init_client(code), memory_bytes=200 * MIB)
+    await is_silent(told, monitor, init_client)
 
 
 SHARED = "import mmap\nm = mmap.mmap(-1, 100 << 20)\nfor i in range(0, len(m), 4096): m[i] = 1\n"
 READ_IT = "for _ in range(3):\n  if os.fork() == 0: sum(m[i] for i in range(0, len(m), 4096)); stay(); os._exit(0)\n"
 
 
-async def test_shared_anonymous_memory_counts_and_counts_once(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
-    pid = keeper(SHARED + READ_IT)
-    warden.watch("within", pid=pid, memory_bytes=200 * MIB)
-    warden.watch("beyond", pid=keeper(SHARED), memory_bytes=64 * MIB)
+async def test_shared_anonymous_memory_counts_and_counts_once(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+    pid = init_client(SHARED + READ_IT)
+    monitor.watch("within", pid=pid, memory_bytes=200 * MIB)
+    monitor.watch("beyond", pid=init_client(SHARED), memory_bytes=64 * MIB)
     assert await told.limit() == ("beyond", "memory")
-    await is_silent(told, warden, keeper)
+    await is_silent(told, monitor, init_client)
 
 
 TMPFS = (
@@ -146,49 +146,49 @@ TMPFS = (
 OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 
 
-async def test_a_tmpfs_of_its_own_is_memory(told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path):
-    pid = keeper(TMPFS, argv=OWN_MOUNTS, at=tmp_path)
-    warden.watch("within", pid=pid, memory_bytes=200 * MIB, tmpfs_paths=[str(tmp_path)])
-    warden.watch("beyond", pid=pid, memory_bytes=64 * MIB, tmpfs_paths=["/missing", str(tmp_path)])
+async def test_a_tmpfs_of_its_own_is_memory(told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path):
+    pid = init_client(TMPFS, argv=OWN_MOUNTS, at=tmp_path)
+    monitor.watch("within", pid=pid, memory_bytes=200 * MIB, tmpfs_paths=[str(tmp_path)])
+    monitor.watch("beyond", pid=pid, memory_bytes=64 * MIB, tmpfs_paths=["/missing", str(tmp_path)])
     assert await told.limit() == ("beyond", "memory")
-    await is_silent(told, warden, keeper)
+    await is_silent(told, monitor, init_client)
 
 
 async def test_a_file_mapped_from_its_tmpfs_counts_once(
-    told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     code = TMPFS + "\nimport mmap\nm = mmap.mmap(os.open(sys.argv[1] + '/f', os.O_RDWR), 0)\n" + READ_IT
-    pid = keeper(code, argv=OWN_MOUNTS, at=tmp_path)
-    warden.watch("a", pid=pid, memory_bytes=150 * MIB, tmpfs_paths=[str(tmp_path)])
-    await is_silent(told, warden, keeper)
+    pid = init_client(code, argv=OWN_MOUNTS, at=tmp_path)
+    monitor.watch("a", pid=pid, memory_bytes=150 * MIB, tmpfs_paths=[str(tmp_path)])
+    await is_silent(told, monitor, init_client)
 
 
-async def test_a_tmpfs_of_the_host_is_nobodys_memory(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
+async def test_a_tmpfs_of_the_host_is_nobodys_memory(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     file = Path("/dev/shm") / f"rollyard-test-{uuid.uuid4().hex}"
     try:
         file.write_bytes(b"x" * (100 * MIB))
-        warden.watch("a", pid=keeper(""), memory_bytes=64 * MIB, tmpfs_paths=["/dev/shm", "/"])
-        await is_silent(told, warden, keeper)
+        monitor.watch("a", pid=init_client(""), memory_bytes=64 * MIB, tmpfs_paths=["/dev/shm", "/"])
+        await is_silent(told, monitor, init_client)
     finally:
         file.unlink(missing_ok=True)
 
 
-async def test_another_tree_is_never_counted(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
-    hog = keeper(HEAP)
-    warden.watch("a", pid=keeper(""), memory_bytes=64 * MIB, processes=4)
-    await is_silent(told, warden, keeper)
+async def test_another_tree_is_never_counted(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+    hog = init_client(HEAP)
+    monitor.watch("a", pid=init_client(""), memory_bytes=64 * MIB, processes=4)
+    await is_silent(told, monitor, init_client)
     assert hog
 
 
-async def test_a_number_that_went_to_a_stranger_is_not_the_keeper(keeper: Callable[..., int]):
+async def test_a_number_that_went_to_a_stranger_is_not_the_keeper(init_client: Callable[..., int]):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        warden = monitor_program.ResourceMonitor(theirs)
-        request = {"id": "a", "pid": keeper(HEAP), "memory_bytes": 1, "processes": None, "disk_bytes": None}
+        monitor = monitor_program.ResourceMonitor(theirs)
+        request = {"id": "a", "pid": init_client(HEAP), "memory_bytes": 1, "processes": None, "disk_bytes": None}
         watched = monitor_program.WatchedSandbox({**request, "disk_folders": [], "tmpfs_paths": [], "event_files": []})
-        assert len(warden.trees_of([watched])[0][1]) == 1
+        assert len(monitor.trees_of([watched])[0][1]) == 1
         watched.start_time -= 1
-        assert warden.trees_of([watched]) == []
+        assert monitor.trees_of([watched]) == []
 
 
 def test_a_ring_of_reused_numbers_ends():
@@ -210,17 +210,17 @@ BOMB = (
 
 
 @as_root
-async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
-    pid = keeper(BOMB, uid=2_000_000 + os.getpid())
-    warden.watch("within", pid=pid, processes=21)
-    warden.watch("beyond", pid=keeper(BOMB, uid=3_000_000 + os.getpid()), processes=20)
+async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+    pid = init_client(BOMB, uid=2_000_000 + os.getpid())
+    monitor.watch("within", pid=pid, processes=21)
+    monitor.watch("beyond", pid=init_client(BOMB, uid=3_000_000 + os.getpid()), processes=20)
     assert await told.limit() == ("beyond", "processes")
     assert told.limits.empty()
 
 
-async def test_threads_count_as_the_kernel_counts_them(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
+async def test_threads_count_as_the_kernel_counts_them(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
     code = "import threading\nfor _ in range(9): threading.Thread(target=sys.stdin.read, daemon=True).start()"
-    warden.watch("a", pid=keeper(code), processes=10)
+    monitor.watch("a", pid=init_client(code), processes=10)
     assert await told.limit() == ("a", "processes")
 
 
@@ -261,11 +261,11 @@ def one_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [one_file, small_files, deep_files])
 async def test_a_full_disk_is_told(
-    fill: Callable[[Path], None], told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     fill(tmp_path)
-    pid = keeper("")
-    warden.watch("a", pid=pid, disk_bytes=2 * MIB, disk_folders=[tmp_path / "missing", tmp_path])
+    pid = init_client("")
+    monitor.watch("a", pid=pid, disk_bytes=2 * MIB, disk_folders=[tmp_path / "missing", tmp_path])
     assert await told.limit() == ("a", "disk")
     subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
 
@@ -284,34 +284,34 @@ def links(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [sparse, links])
 async def test_what_takes_no_disk_is_not_told(
-    fill: Callable[[Path], None], told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     fill(tmp_path / "a")
     one_file(tmp_path / "b")
-    warden.watch("a", pid=keeper(""), disk_bytes=2 * MIB, disk_folders=[tmp_path / "a"])
-    warden.watch("b", pid=keeper(""), disk_bytes=2 * MIB, disk_folders=[tmp_path / "b"])
+    monitor.watch("a", pid=init_client(""), disk_bytes=2 * MIB, disk_folders=[tmp_path / "a"])
+    monitor.watch("b", pid=init_client(""), disk_bytes=2 * MIB, disk_folders=[tmp_path / "b"])
     assert await told.limit() == ("b", "disk")
     assert told.limits.empty()
 
 
 async def test_a_deleted_file_that_is_held_is_disk(
-    told: Told, warden: MonitorClient, keeper: Callable[..., int], disk_path: Path
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int], disk_path: Path
 ):
     code = "f = open(sys.argv[1], 'wb'); f.write(b'x' * (8 << 20)); f.flush(); os.unlink(sys.argv[1])"
     in_memory = "fd = os.memfd_create('x'); os.write(fd, b'x' * (8 << 20))"
     (one := disk_path / "one").mkdir()
     (two := disk_path / "two").mkdir()
-    warden.watch("memory", pid=keeper(in_memory), disk_bytes=2 * MIB, disk_folders=[one])
-    warden.watch("disk", pid=keeper(code, at=two / "file"), disk_bytes=2 * MIB, disk_folders=[two])
+    monitor.watch("memory", pid=init_client(in_memory), disk_bytes=2 * MIB, disk_folders=[one])
+    monitor.watch("disk", pid=init_client(code, at=two / "file"), disk_bytes=2 * MIB, disk_folders=[two])
     assert await told.limit() == ("disk", "disk")
     assert told.limits.empty()
 
 
-async def test_a_disk_that_fills_later_is_seen(told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path):
-    warden.watch("a", pid=keeper(""), disk_bytes=8 * MIB, disk_folders=[tmp_path])
-    await is_silent(told, warden, keeper)  # by now its first walk is done, and found nothing
+async def test_a_disk_that_fills_later_is_seen(told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path):
+    monitor.watch("a", pid=init_client(""), disk_bytes=8 * MIB, disk_folders=[tmp_path])
+    await is_silent(told, monitor, init_client)  # by now its first walk is done, and found nothing
     for number in range(32):
         (tmp_path / str(number)).write_bytes(b"x" * MIB)
     assert await told.limit() == ("a", "disk")
@@ -320,19 +320,19 @@ async def test_a_disk_that_fills_later_is_seen(told: Told, warden: MonitorClient
 def test_a_disk_is_walked_again_when_it_filled_or_after_a_while(tmp_path: Path):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        warden = monitor_program.ResourceMonitor(theirs)
+        monitor = monitor_program.ResourceMonitor(theirs)
         request = {"id": "a", "pid": 1, "memory_bytes": None, "processes": None, "disk_bytes": 16 * MIB}
         watched = monitor_program.WatchedSandbox({**request, "disk_folders": ["x"], "tmpfs_paths": [], "event_files": []})
-        assert warden.is_walk_due(watched, 100.0, {"x": (5 * MIB, 7)}) == (True, (5 * MIB, 7))
+        assert monitor.is_walk_due(watched, 100.0, {"x": (5 * MIB, 7)}) == (True, (5 * MIB, 7))
         watched.walked_at, watched.filled_at_walk = 100.0, (5 * MIB, 7)
-        assert warden.is_walk_due(watched, 129.0, {"x": (6 * MIB, 10**6)})[0] is False
-        assert warden.is_walk_due(watched, 130.0, {"x": (6 * MIB, 7)})[0] is True
-        assert warden.is_walk_due(watched, 101.0, {"x": (6 * MIB + 1, 7)})[0] is True
-        assert warden.is_walk_due(watched, 101.0, {"x": (2 * MIB, 7)})[0] is False  # others freed some…
-        assert warden.is_walk_due(watched, 101.0, {"x": (4 * MIB, 7)})[0] is True  # …which hides nothing
+        assert monitor.is_walk_due(watched, 129.0, {"x": (6 * MIB, 10**6)})[0] is False
+        assert monitor.is_walk_due(watched, 130.0, {"x": (6 * MIB, 7)})[0] is True
+        assert monitor.is_walk_due(watched, 101.0, {"x": (6 * MIB + 1, 7)})[0] is True
+        assert monitor.is_walk_due(watched, 101.0, {"x": (2 * MIB, 7)})[0] is False  # others freed some…
+        assert monitor.is_walk_due(watched, 101.0, {"x": (4 * MIB, 7)})[0] is True  # …which hides nothing
         watched.disk_bytes, watched.files, watched.filled_at_walk = None, 1600, (0, 50)
-        assert warden.is_walk_due(watched, 101.0, {"x": (1 << 50, 150)})[0] is False
-        assert warden.is_walk_due(watched, 101.0, {"x": (0, 151)})[0] is True
+        assert monitor.is_walk_due(watched, 101.0, {"x": (1 << 50, 150)})[0] is False
+        assert monitor.is_walk_due(watched, 101.0, {"x": (0, 151)})[0] is True
 
 
 def empty_files(folder: Path) -> None:
@@ -352,23 +352,23 @@ def symbolic_links(folder: Path) -> None:
 
 @pytest.mark.parametrize("fill", [empty_files, empty_folders, symbolic_links])
 async def test_too_many_files_are_told(
-    fill: Callable[[Path], None], told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
+    fill: Callable[[Path], None], told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
     (tmp_path / "few").mkdir()
     links(tmp_path / "few")  # one file with many names is one file
-    warden.watch("few", pid=keeper(""), files=200, disk_folders=[tmp_path / "few"])
+    monitor.watch("few", pid=init_client(""), files=200, disk_folders=[tmp_path / "few"])
     (tmp_path / "many").mkdir()
     fill(tmp_path / "many")
-    warden.watch("many", pid=keeper(""), files=200, disk_folders=[tmp_path / "many"])
+    monitor.watch("many", pid=init_client(""), files=200, disk_folders=[tmp_path / "many"])
     assert await told.limit() == ("many", "files")
     assert told.limits.empty()
 
 
 async def test_deleted_files_that_are_held_are_files(
-    told: Told, warden: MonitorClient, keeper: Callable[..., int], disk_path: Path
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int], disk_path: Path
 ):
     code = "held = [open(f'{sys.argv[1]}{n}', 'w') for n in range(300)]\nfor file in held: os.unlink(file.name)"
-    warden.watch("a", pid=keeper(code, at=disk_path / "file"), files=200, disk_folders=[disk_path])
+    monitor.watch("a", pid=init_client(code, at=disk_path / "file"), files=200, disk_folders=[disk_path])
     assert await told.limit() == ("a", "files")
 
 
@@ -475,43 +475,43 @@ ENTER = "for path in sys.argv[1].split(','): open(path, 'w').write('0')\n"
 
 
 async def test_an_oom_kill_in_its_cgroup_is_told(
-    told: Told, warden: MonitorClient, keeper: Callable[..., int], cgroups: Cgroups
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int], cgroups: Cgroups
 ):
     group = cgroups.make("sbx_1", 32 * MIB, None, None)
-    warden.watch("a", pid=keeper(""), event_files=group.event_files)
-    keeper("pid = os.fork()\nif pid == 0:\n  " + ENTER + "  " + HEAP + "\nos.waitpid(pid, 0)", at=group.procs_files[0])
+    monitor.watch("a", pid=init_client(""), event_files=group.event_files)
+    init_client("pid = os.fork()\nif pid == 0:\n  " + ENTER + "  " + HEAP + "\nos.waitpid(pid, 0)", at=group.procs_files[0])
     async with asyncio.timeout(90):
         assert await told.ooms.get() == ("a", 1)
-    os.kill(warden.pid or 0, signal.SIGKILL)
-    await is_silent(told, warden, keeper)
+    os.kill(monitor.pid or 0, signal.SIGKILL)
+    await is_silent(told, monitor, init_client)
     assert told.ooms.empty()  # the new warden told it again: that is no second kill
 
 
 async def test_a_group_that_stays_at_its_limit_of_processes_is_told(
-    told: Told, warden: MonitorClient, keeper: Callable[..., int], cgroups: Cgroups
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int], cgroups: Cgroups
 ):
     group = cgroups.make("sbx_1", None, 6, None)
     code = ENTER + "\nfor _ in range(5):\n  if os.fork() == 0: sys.stdin.read(); os._exit(0)"
-    pid = keeper(code, at=group.procs_files[0])
-    warden.watch("a", pid=pid, processes=6, event_files=group.event_files)
+    pid = init_client(code, at=group.procs_files[0])
+    monitor.watch("a", pid=pid, processes=6, event_files=group.event_files)
     assert await told.limit() == ("a", "processes")
 
 
 async def test_low_memory_of_the_machine_is_told(told: Told):
-    warden = told.warden(memory_reserve_bytes=1 << 60)
+    monitor = told.monitor(memory_reserve_bytes=1 << 60)
     try:
         async with asyncio.timeout(90):
             is_low, free = await told.pressure.get()
         assert is_low
         assert 0 < free["memory_available_bytes"] < 1 << 60
     finally:
-        await warden.close()
+        await monitor.close()
 
 
 @as_root
 async def test_a_full_disk_of_the_machine_is_told_and_its_recovery_too(told: Told, tmp_path: Path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "none", str(tmp_path)], check=True)
-    warden = told.warden(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
+    monitor = told.monitor(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
     try:
         one_file(tmp_path)  # 12 MB are left: no trouble yet
         (tmp_path / "more").write_bytes(b"x" * (8 * MIB))
@@ -521,14 +521,14 @@ async def test_a_full_disk_of_the_machine_is_told_and_its_recovery_too(told: Tol
             (tmp_path / "more").unlink()
             assert (await told.pressure.get())[0] is False
     finally:
-        await warden.close()
+        await monitor.close()
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @as_root
 async def test_a_file_system_without_free_inodes_is_told_and_its_recovery_too(told: Told, tmp_path: Path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=400", "none", str(tmp_path)], check=True)
-    warden = told.warden(disk_reserve_files=200, disk_path=tmp_path)
+    monitor = told.monitor(disk_reserve_files=200, disk_path=tmp_path)
     try:
         empty_files(tmp_path)
         async with asyncio.timeout(90):
@@ -538,7 +538,7 @@ async def test_a_file_system_without_free_inodes_is_told_and_its_recovery_too(to
                 file.unlink()
             assert (await told.pressure.get())[0] is False
     finally:
-        await warden.close()
+        await monitor.close()
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
@@ -546,17 +546,17 @@ async def test_a_file_system_without_free_inodes_is_told_and_its_recovery_too(to
 async def test_a_recovery_while_there_is_no_warden_is_told_by_the_next_one(told: Told, tmp_path: Path):
     """Else no sandbox would be started any more."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "none", str(tmp_path)], check=True)
-    warden = told.warden(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
+    monitor = told.monitor(disk_reserve_bytes=8 * MIB, disk_path=tmp_path)
     try:
         (tmp_path / "more").write_bytes(b"x" * (12 * MIB))
         async with asyncio.timeout(90):
             assert (await told.pressure.get())[0] is True
-            assert warden.pid is not None
-            os.kill(warden.pid, signal.SIGKILL)
+            assert monitor.pid is not None
+            os.kill(monitor.pid, signal.SIGKILL)
             (tmp_path / "more").unlink()
             assert (await told.pressure.get())[0] is False
     finally:
-        await warden.close()
+        await monitor.close()
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
@@ -564,40 +564,40 @@ async def test_a_recovery_while_there_is_no_warden_is_told_by_the_next_one(told:
 
 
 async def test_a_killed_warden_is_replaced_and_knows_what_was_watched(
-    told: Told, warden: MonitorClient, keeper: Callable[..., int], tmp_path: Path
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
 ):
-    warden.watch("a", pid=keeper(""), disk_bytes=4 * MIB, disk_folders=[tmp_path])
-    await is_silent(told, warden, keeper)
-    first = warden.pid
+    monitor.watch("a", pid=init_client(""), disk_bytes=4 * MIB, disk_folders=[tmp_path])
+    await is_silent(told, monitor, init_client)
+    first = monitor.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
     small_files(tmp_path)
     one_file(tmp_path)
     assert await told.limit() == ("a", "disk")
-    assert warden.pid not in (None, first)
+    assert monitor.pid not in (None, first)
 
 
-async def test_a_forgotten_sandbox_is_not_told(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
-    warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
-    warden.forget("a")
-    warden.forget("a")
-    await is_silent(told, warden, keeper)
+async def test_a_forgotten_sandbox_is_not_told(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+    monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
+    monitor.forget("a")
+    monitor.forget("a")
+    await is_silent(told, monitor, init_client)
 
 
-async def test_a_watch_of_the_same_name_begins_anew(told: Told, warden: MonitorClient, keeper: Callable[..., int]):
-    warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
+async def test_a_watch_of_the_same_name_begins_anew(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+    monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
     assert await told.limit() == ("a", "memory")
-    warden.watch("a", pid=keeper(HEAP), memory_bytes=16 * MIB)
+    monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
     assert await told.limit() == ("a", "memory")
 
 
-async def test_close_leaves_no_process(told: Told, keeper: Callable[..., int]):
-    warden = told.warden()
-    warden.watch("a", pid=keeper(""), memory_bytes=16 * MIB)
-    pid = warden.pid
-    await warden.close()
-    await warden.close()
-    assert warden.pid is None
+async def test_close_leaves_no_process(told: Told, init_client: Callable[..., int]):
+    monitor = told.monitor()
+    monitor.watch("a", pid=init_client(""), memory_bytes=16 * MIB)
+    pid = monitor.pid
+    await monitor.close()
+    await monitor.close()
+    assert monitor.pid is None
     assert not Path(f"/proc/{pid}").exists()
 
 

@@ -171,7 +171,7 @@ async def test_one_address_cannot_take_all_connections(tmp_path: Path) -> None:
         async with raw(site) as next_one:
             next_one.write(head(site))
             assert (await next_one.answer())[0] == 200
-    assert site.served.house.yard.metrics.render()[0].count(b'"too_many_connections_from_address"} 1.0') == 1
+    assert site.served.app_state.pipeline.metrics.render()[0].count(b'"too_many_connections_from_address"} 1.0') == 1
 
 
 async def test_beyond_all_connections_some_are_told_and_the_rest_is_cut(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ async def test_our_client_waits_for_a_connection(tmp_path: Path) -> None:
         held.write(head(site))
         assert (await held.answer())[0] == 200
         asking = asyncio.create_task(client.list_runs())
-        while b'"too_many_connections"}' not in site.served.house.yard.metrics.render()[0]:
+        while b'"too_many_connections"}' not in site.served.app_state.pipeline.metrics.render()[0]:
             await asyncio.sleep(0.01)
         assert not asking.done()
         held.writer.close()
@@ -212,7 +212,7 @@ async def test_pipelined_requests_are_not_queued(site: Site) -> None:
         status, headers, _ = await client.answer()
         assert (status, headers["connection"]) == (200, "close")
         assert await client.is_closed()
-    assert site.served.house.yard.metrics.render()[0].count(b'route="/healthz",status="200"} 1.0') == 1
+    assert site.served.app_state.pipeline.metrics.render()[0].count(b'route="/healthz",status="200"} 1.0') == 1
 
 
 # --- bodies ---------------------------------------------------------------------------------------------

@@ -80,12 +80,12 @@ async def test_a_filter_that_raises_ends_the_draw_and_is_named(tmp_path: Path, m
     install(monkeypatch, "broken")
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 4, keep={"filter": "broken"})
-        keeper = await site.served.house.sampler.keeper("d")
+        runner = await site.served.app_state.sampler.runner("d")
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
         batch = await closed(site, 1)
         assert (batch["reason"], batch["is_last"]) == ("internal_error", True)
         assert "'broken'" in (await ended(site))["detail"]
-        assert not keeper.drawing.flying
+        assert not runner.draw_state.flying
 
 
 async def test_a_filter_that_raises_while_a_client_asks_ends_the_draw_too(tmp_path: Path, monkeypatch: Any) -> None:
@@ -93,8 +93,8 @@ async def test_a_filter_that_raises_while_a_client_asks_ends_the_draw_too(tmp_pa
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, source={"push": True}, keep={"filter": "broken"})
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
-        keeper = await site.served.house.sampler.keeper("d")
-        monkeypatch.setattr(keeper, "wake", lambda: None)  # only clients drive it
+        runner = await site.served.app_state.sampler.runner("d")
+        monkeypatch.setattr(runner, "wake", lambda: None)  # only clients drive it
         await site.post("/v1/draws/d/tasks", {"tasks": tasks(1)})
         await site.ended("d.0.0.0-0")
         await site.ended("d.0.0.0-1")
@@ -158,7 +158,7 @@ async def test_what_a_refused_source_left_is_not_drawn(tmp_path: Path) -> None:
     async with skilled(mixed) as engine, site_with(tmp_path, engine, task_folders=[str(folder)]) as site:
         refused = await site.post("/v1/draws", {"id": "d", "source": {"file": str(bad)}})
         assert refused.status == 422 and "bad.jsonl:601" in refused.body["detail"]
-        assert await site.served.house.store.count_items("d") == 0
+        assert await site.served.app_state.store.count_items("d") == 0
         await draw(site, source={"push": True})
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
         pushed = await site.post("/v1/draws/d/tasks", {"tasks": tasks(1), "close": True})
@@ -177,7 +177,7 @@ async def test_two_draws_of_one_id_made_at_once_do_not_mix(tmp_path: Path) -> No
         answers = await asyncio.gather(*(site.post("/v1/draws", body) for body in bodies))
         assert sorted(answer.status for answer in answers) in ([201, 201, 409], [201, 409, 409])
         file = next(answer.body["config"]["source"]["file"] for answer in answers if answer.status == 201)
-        store = site.served.house.store
+        store = site.served.app_state.store
         for number in (0, 499, 700, 1499):
             assert f"of {Path(file).stem}," in json.dumps(await store.get_item("d", number))
 
@@ -194,19 +194,19 @@ async def test_a_full_queue_is_looked_at_by_one_timer(tmp_path: Path, monkeypatc
         await site.submit("a", "b")
         await draw(site)
         await site.post("/v1/draws/d/batches", {"want": 1, "number": 1})
-        keeper = await site.served.house.sampler.keeper("d")
+        runner = await site.served.app_state.sampler.runner("d")
         loop, begun = asyncio.get_running_loop(), list[Any]()
         call_later = loop.call_later
 
         def counted(delay: float, callback: Any, *arguments: Any, **options: Any) -> Any:
             handle = call_later(delay, callback, *arguments, **options)
-            if getattr(callback, "__self__", None) is keeper:
+            if getattr(callback, "__self__", None) is runner:
                 begun.append(handle)
             return handle
 
         monkeypatch.setattr(loop, "call_later", counted)
         for _ in range(20):
-            keeper.wake()
+            runner.wake()
             await site.get("/v1/draws/d")
         assert sum(not one.cancelled() and one.when() > loop.time() for one in begun) <= 1
         assert (await site.call("PATCH", "/v1/pools", json={"init": 2})).status == 200

@@ -308,9 +308,9 @@ async def test_a_rewind_takes_the_checkpoints_weights_under_a_new_number(tmp_pat
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 30, max_staleness=0, on_stale="wait")
         await take(site, 2, 1)
-        site.served.house.router.resume("default", 2)
+        site.served.app_state.router.resume("default", 2)
         _, second = await take(site, 2, 2)
-        site.served.house.router.resume("default", 1)
+        site.served.app_state.router.resume("default", 1)
         back = {"batch": 1, "version": 0, "policy_version": 2}
         assert (await site.post("/v1/draws/d/rewind", back)).code == "version_conflict", "it is at 1"
         assert (await site.post("/v1/draws/d/rewind", {**back, "policy_version": 1})).status == 200
@@ -334,15 +334,15 @@ async def test_an_ended_draw_is_forgotten_with_its_run_when_its_time_is_over(tmp
     async with skilled(mixed) as engine, site_with(tmp_path, engine, retain_s=0.001) as site:
         await draw(site)
         await take(site, 2, 1)
-        house = site.served.house
-        await house.yard.sweep()
+        app_state = site.served.app_state
+        await app_state.pipeline.sweep()
         assert (await site.get("/v1/draws/d")).status == 200, "it is active"
         await site.delete("/v1/draws/d")
         async with asyncio.timeout(60):
             while (await site.get("/v1/draws/d")).status != 404:
-                await house.yard.sweep()
-        await house.yard.sweep()
-        assert [run.id for run in house.yard.runs] == [] and await house.store.list_runs() == ()
+                await app_state.pipeline.sweep()
+        await app_state.pipeline.sweep()
+        assert [run.id for run in app_state.pipeline.runs] == [] and await app_state.store.list_runs() == ()
         assert (await site.get("/v1/draws/d/groups")).status == 404
         await draw(site)
         await take(site, 2, 1)
@@ -352,12 +352,12 @@ async def test_a_rewind_voids_what_newer_weights_sampled_and_returns_its_tasks(t
     async with skilled(mixed) as engine, site_with(tmp_path, engine) as site:
         await draw(site, 30, max_staleness=0, on_stale="wait")  # so that nothing is begun beyond the batch
         _, first = await take(site, 2, 1)
-        site.served.house.router.resume("default", 1)
+        site.served.app_state.router.resume("default", 1)
         _, second = await take(site, 2, 2)
         assert {group["newest_version"] for group in second} == {1}
         early = await site.post("/v1/draws/d/rewind", {"batch": 1, "version": 0})
         assert early.code == "version_conflict"
-        site.served.house.router.resume("default", 0)
+        site.served.app_state.router.resume("default", 0)
         body = (await site.post("/v1/draws/d/rewind", {"batch": 1, "version": 0})).body
         assert body["batch"] == 1 and body["figures"]["void"] >= 2 and body["figures"]["delivered"] == 2
         _, again = await take(site, 2, 2)

@@ -162,13 +162,13 @@ async def test_it_has_its_share_of_the_slots_and_leaves_the_rest_to_training(tmp
         skilled(lambda _: True, lambda _: 0.05) as engine,
         open_site(tmp_path, engines=[engine_table(engine)], run_slots=4) as site,
     ):
-        yard = site.served.house.yard
+        pipeline = site.served.app_state.pipeline
         seen: list[tuple[int, int]] = []
         script = engine.script
 
         def watched(turn: Turn) -> Any:
-            mine = sum(rollout.startswith("e~e.") for rollout in yard.live)
-            seen.append((mine, len(yard.live) - mine))
+            mine = sum(rollout.startswith("e~e.") for rollout in pipeline.live)
+            seen.append((mine, len(pipeline.live) - mine))
             return script(turn)
 
         engine.script = watched
@@ -183,7 +183,7 @@ async def test_it_has_its_share_of_the_slots_and_leaves_the_rest_to_training(tmp
         assert (await site.call("PATCH", "/v1/pools", json={"run": 8})).status == 200
         await site.post("/v1/evals", {"id": "w", "source": tasks(1), "pool_share": 0.01})
         await over(site, "w")
-        run = yard.run_of("w")
+        run = pipeline.run_of("w")
         assert run is not None and run.max_live == 1
 
 
@@ -194,11 +194,11 @@ async def test_its_share_follows_the_pool(tmp_path: Path) -> None:
     ):
         await site.hold()
         await begin(site, tasks(3), pool_share=0.5)
-        run = site.served.house.yard.run_of("e")
+        run = site.served.app_state.pipeline.run_of("e")
         assert run is not None and run.max_live == 2
         await site.call("PATCH", "/v1/pools", json={"run": 12, "init": 1})
         await over(site)
-        run = site.served.house.yard.run_of("e")
+        run = site.served.app_state.pipeline.run_of("e")
         assert run is not None and run.max_live == 6
 
 
@@ -218,7 +218,7 @@ async def test_many_tasks_are_begun_a_few_at_a_time(
 
         def watched(turn: Turn) -> Any:
             nonlocal most
-            groups = site.served.house.sampler.groups
+            groups = site.served.app_state.sampler.groups
             most = max(most, sum(groups.opened(f"e.{number}") is not None for number in range(21)))
             return script(turn)
 
@@ -313,7 +313,7 @@ async def test_it_goes_on_after_a_restart(tmp_path: Path, was_written: bool) -> 
                     await asyncio.sleep(0.02)
             assert done < 12
             if not was_written:
-                store = site.served.house.store
+                store = site.served.app_state.store
                 record = await store.get_eval("e~e")
                 await store.put_eval(replace(record, data={**record.data, "begun": 0}))
         async with skilled(knows) as quick:

@@ -154,7 +154,7 @@ async def test_a_group_named_twice_in_one_call_leaves_nothing(tmp_path: Path) ->
         one = {"id": "g", "task": task(), "size": 2}
         twice = await site.post("/v1/groups", {"groups": [one, one]})
         assert twice.code == "id_conflict"
-        assert site.served.house.sampler.groups.opened("g") is None
+        assert site.served.app_state.sampler.groups.opened("g") is None
         await site.post("/v1/groups", {**one, "size": 3})
         group = await over(site, "g")
         assert (group["size"], group["stats"]["members"]) == (3, 3)
@@ -174,7 +174,7 @@ async def test_rollouts_that_only_name_an_ended_group_survive_a_restart(tmp_path
 
 async def test_a_cancel_while_a_groups_end_is_written_does_not_end_it_twice(tmp_path: Path, monkeypatch: Any) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
-        store, writing, may_write = site.served.house.store, asyncio.Event(), asyncio.Event()
+        store, writing, may_write = site.served.app_state.store, asyncio.Event(), asyncio.Event()
         step = store.step
 
         async def gated(change: Any) -> Any:
@@ -187,7 +187,7 @@ async def test_a_cancel_while_a_groups_end_is_written_does_not_end_it_twice(tmp_
         await site.post("/v1/groups", {"id": "g", "task": task(), "size": 1})
         async with asyncio.timeout(90):
             await writing.wait()
-        cancelling = asyncio.create_task(site.served.house.sampler.groups.cancel("g"))
+        cancelling = asyncio.create_task(site.served.app_state.sampler.groups.cancel("g"))
         await asyncio.sleep(0)  # it has looked whether the group is at work
         may_write.set()
         assert (await cancelling).state == "complete"

@@ -78,7 +78,7 @@ async def test_nobody_removes_an_image_while_a_rollout_is_in_it(tmp_path: Path):
         await site.delete("/v1/rollouts/r1")
         await site.ended("r1")
         async with asyncio.timeout(90):
-            while site.served.house.yard.live:
+            while site.served.app_state.pipeline.live:
                 await asyncio.sleep(0.02)
         store.remove("busy:1")
 

@@ -174,25 +174,25 @@ async def test_the_client_pauses_around_a_block_and_renews_its_lease(tmp_path: P
     async with (
         scripted() as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
-        AsyncClient(site.url, site.token) as yard,
+        AsyncClient(site.url, site.token) as pipeline,
     ):
-        policy = yard.policy("default")
+        policy = pipeline.policy("default")
         async with policy.update(version=1, lease_s=2.0) as paused:
             assert paused["state"] == "paused" and engine.control.is_paused
             await asyncio.sleep(2.5)  # longer than a lease
             assert (await policy.status())["state"] == "paused"
         status = await policy.status()
         assert (status["state"], status["version"]) == ("running", 1) and not engine.control.is_paused
-        assert [found["name"] for found in await yard.policies()] == ["default"]
+        assert [found["name"] for found in await pipeline.policies()] == ["default"]
 
 
 async def test_a_block_that_raises_resumes_nothing_and_says_how_to_go_on(tmp_path: Path) -> None:
     async with (
         scripted() as engine,
         open_site(tmp_path, engines=[engine_table(engine)]) as site,
-        AsyncClient(site.url, site.token) as yard,
+        AsyncClient(site.url, site.token) as pipeline,
     ):
-        policy = yard.policy("default")
+        policy = pipeline.policy("default")
         with pytest.raises(ValueError, match="no weights today") as raised:
             async with policy.update(version=1):
                 raise ValueError("no weights today")
@@ -276,8 +276,8 @@ async def test_the_plain_client_does_the_same(tmp_path: Path) -> None:
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
 
         def train() -> tuple[str, bool, int]:
-            with Client(site.url, site.token) as yard:
-                policy = yard.policy()
+            with Client(site.url, site.token) as pipeline:
+                policy = pipeline.policy()
                 with policy.update(version=2, mode="drain", engines=["e1"]) as paused:
                     is_paused = engine.control.is_paused
                 policy.pause(timeout_s=10)
@@ -316,7 +316,7 @@ async def test_a_trainer_that_is_killed_leaves_its_engines_quarantined_and_clock
             trainer.stdout.close()  # type: ignore[union-attr]
         found = await until(site, lambda policy: policy["state"] == "abandoned")
         assert found["engines"][0]["state"] == "quarantined" and "abandoned" in found["engines"][0]["error"]
-        clock = site.served.house.yard.live["r1"].clock
+        clock = site.served.app_state.pipeline.live["r1"].clock
         used_s = clock.used_s
         await asyncio.sleep(0.3)
         assert not clock.is_running and clock.used_s == used_s, "its clock stands still"

@@ -273,7 +273,7 @@ async def test_what_nobody_expected_is_500_and_tells_nothing(
     async def broken(**_: object) -> None:
         raise ZeroDivisionError("the secret of the house")
 
-    monkeypatch.setattr(type(site.served.house.store), "list", lambda self, **options: broken())
+    monkeypatch.setattr(type(site.served.app_state.store), "list", lambda self, **options: broken())
     answer = await site.get("/v1/rollouts")
     assert (answer.status, answer.code) == (500, "internal_error")
     assert "secret" not in json.dumps(answer.body)

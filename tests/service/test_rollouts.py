@@ -186,7 +186,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path, path: 
         async with asyncio.timeout(90):
             while len(asyncio.all_tasks()) > before:
                 await site.get("/healthz")
-        assert not site.served.house.yard.hub._ends
+        assert not site.served.app_state.pipeline.event_log._ends
 
 
 async def _read(http: aiohttp.ClientSession, site: Site, path: str) -> None:

@@ -15,7 +15,7 @@ async def test_waiting_for_room_is_shown(tmp_path: Path) -> None:
         scripted() as engine,
         open_site(tmp_path, runtimes=["bubblewrap"], engines=[engine_table(engine)]) as site,
     ):
-        runtime = site.served.house.shop.runtimes["bubblewrap"]
+        runtime = site.served.app_state.resources.runtimes["bubblewrap"]
         runtime._limiter._on_pressure(True, {})  # type: ignore[attr-defined]
         await site.submit("r1")
         async with asyncio.timeout(30):

@@ -61,7 +61,7 @@ async def test_a_run_with_a_long_queue_is_deleted_after_the_answer(
 async def test_a_deletion_goes_on_after_a_restart(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         await fill(site)
-        await site.served.house.yard.cancelling.begin_deletion("long")  # here the service is killed
+        await site.served.app_state.pipeline.cancelling.begin_deletion("long")  # here the service is killed
     async with scripted() as engine, open_site(tmp_path, engines=[engine_table(engine)]) as site:
         await site.submit("mine")
         assert (await site.ended("mine"))["reward"] == 1.0

@@ -74,7 +74,7 @@ async def test_a_drain_refuses_new_work_and_lets_run_end(tmp_path: Path) -> None
         await engine.busy()
         await site.submit("r2")
         poll = asyncio.create_task(site.get("/v1/rollouts/r1?wait_s=30"))
-        draining = asyncio.create_task(site.served.house.yard.drain())
+        draining = asyncio.create_task(site.served.app_state.pipeline.drain())
         await asyncio.sleep(0)
         for answer in (
             await site.get("/readyz"),
@@ -111,7 +111,7 @@ async def _get(http: aiohttp.ClientSession, url: str, headers: dict[str, str]) -
 
 async def test_a_store_that_cannot_be_used_is_not_ready(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
-        await site.served.house.store.close()
+        await site.served.app_state.store.close()
         answer = await site.get("/readyz")
         assert (answer.status, answer.code) == (503, "store_lost")
         assert int(answer.headers["retry-after"]) > 0

@@ -22,7 +22,7 @@ FAST = {"init_s": 20, "run_s": 30, "model_s": 10}
 
 
 @asynccontextmanager
-async def yard(folder: Path, *turns: Reply | str, **values: Any) -> AsyncGenerator[Site, None]:
+async def pipeline(folder: Path, *turns: Reply | str, **values: Any) -> AsyncGenerator[Site, None]:
     async with (
         scripted(*turns or ("one", "two", "three")) as engine,
         open_site(folder, engines=[engine_table(engine)], **values) as site,
@@ -50,7 +50,7 @@ async def reward(site: Site, session: dict[str, Any], value: Any = 1.0, **more: 
 
 
 async def test_a_session_becomes_a_trajectory_like_any_other(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site, id="s1", metadata={"task": "t7"}, group="g", index=2)
         assert session["base_url"] == f"{site.url}/v1" and session["root_url"] == site.url
         first = await say(site, session, "hello")
@@ -78,7 +78,7 @@ async def test_a_session_becomes_a_trajectory_like_any_other(tmp_path: Path) -> 
 
 
 async def test_a_strict_session_refuses_what_would_be_overruled(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         for is_strict, status in ((False, 200), (True, 400)):
             session = await begin(site, strict=is_strict)
             said = {**HELLO, "temperature": 0.1}
@@ -94,7 +94,7 @@ async def test_a_strict_session_refuses_what_would_be_overruled(tmp_path: Path) 
 
 
 async def test_the_real_sdks_work_with_a_session_unchanged(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site)
         async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["key"]) as client:
             said = await client.chat.completions.create(
@@ -116,7 +116,7 @@ async def test_the_real_sdks_work_with_a_session_unchanged(tmp_path: Path) -> No
 
 
 async def test_forks_are_counted_and_so_are_calls_by_their_path(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site)
         await say(site, session, "hello")
         await say(site, session, "another matter")
@@ -129,7 +129,7 @@ async def test_forks_are_counted_and_so_are_calls_by_their_path(tmp_path: Path) 
 
 
 async def test_the_same_id_is_the_same_session_with_the_same_key(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         first = await begin(site, id="mine")
         assert (await begin(site, id="mine"))["key"] == first["key"]
         other = await site.post("/v1/sessions", {"id": "mine", "limits": FAST, "metadata": {"a": 1}})
@@ -138,7 +138,7 @@ async def test_the_same_id_is_the_same_session_with_the_same_key(tmp_path: Path)
 
 
 async def test_a_runs_sampling_and_limits_hold_but_its_environment_does_not(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         defaults = {"limits": {"max_turns": 7}, "sampling": {"top_p": 0.5}, "agent": {"options": {"tools": ["shell"]}}}
         assert (await site.post("/v1/runs", {"id": "r", "defaults": defaults})).status == 201
         session = await begin(site, run="r")
@@ -151,7 +151,7 @@ async def test_a_runs_sampling_and_limits_hold_but_its_environment_does_not(tmp_
 
 
 async def test_a_sessions_key_opens_its_own_gateway_and_nothing_else(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site)
         key = session["key"]
         for method, path in (
@@ -183,7 +183,7 @@ async def test_a_sessions_key_opens_its_own_gateway_and_nothing_else(tmp_path: P
 
 @pytest.mark.parametrize("headers", [{"origin": "http://evil.example"}, {"host": "evil.example"}])
 async def test_browsers_and_foreign_hosts_are_refused_here_too(tmp_path: Path, headers: dict[str, str]) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site)
         refused = await site.post("/v1/chat/completions", HELLO, token=session["key"], headers=headers)
         assert refused.status == 403
@@ -191,7 +191,7 @@ async def test_browsers_and_foreign_hosts_are_refused_here_too(tmp_path: Path, h
 
 
 async def test_a_body_beyond_the_limit_is_refused_in_the_dialects_words(tmp_path: Path) -> None:
-    async with yard(tmp_path, max_body_bytes=2000) as site:
+    async with pipeline(tmp_path, max_body_bytes=2000) as site:
         session = await begin(site)
         refused = await say(site, session, "x" * 3000)
         assert refused.status == 413 and refused.body["error"]["message"]
@@ -205,7 +205,7 @@ async def test_a_body_beyond_the_limit_is_refused_in_the_dialects_words(tmp_path
 
 
 async def test_what_nobody_expected_is_told_in_the_dialects_words(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site)
         depth = 990  # within what is read, beyond what Python writes
         nested = '{"a":' * depth + "1" + "}" * depth
@@ -220,7 +220,7 @@ async def test_what_nobody_expected_is_told_in_the_dialects_words(tmp_path: Path
 
 
 async def test_other_trainers_sessions_are_not_opened_rewarded_or_cancelled(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         await site.post("/v1/runs", {"id": "theirs"}, token=TRAINER)
         body = {"id": "s", "run": "theirs", "limits": FAST}
         assert (await site.post("/v1/sessions", body, token=TRAINER)).status == 201
@@ -249,7 +249,7 @@ def test_keys_follow_from_the_id_a_number_and_a_secret_that_is_ours_alone(tmp_pa
 
 
 async def test_a_reward_counts_once(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site)
         await say(site, session, "hello")
         first = await reward(site, session, 1, answer="x")
@@ -260,14 +260,14 @@ async def test_a_reward_counts_once(tmp_path: Path) -> None:
             assert (other.body["outcome"], other.body["reward"]) == ("completed", 1.0)
         run = (await site.get(f"/v1/rollouts/{session['id']}")).body
         await site.post(f"/v1/runs/{run['run']}/ack", {"cursor": run["cursor"]})
-        await site.served.house.yard.sweep()
+        await site.served.app_state.pipeline.sweep()
         assert (await reward(site, session, 1.0, answer="x")).status == 200, "also without its trajectory"
         assert (await reward(site, session, 0.0)).status == 409
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", '"1"', "true", "null", "1" + "0" * 400])
 async def test_what_is_no_finite_number_is_no_reward(tmp_path: Path, number: str) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site)
         for body in (f'{{"reward": {number}}}', f'{{"reward": 1, "components": {{"a": {number}}}}}'):
             refused = await site.call("POST", f"/v1/sessions/{session['id']}/reward", data=body)
@@ -276,7 +276,7 @@ async def test_what_is_no_finite_number_is_no_reward(tmp_path: Path, number: str
 
 
 async def test_what_is_no_session_has_no_reward_and_no_session(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         await site.hold()
         await site.submit("plain")
         for name in ("plain", "unknown"):
@@ -295,7 +295,7 @@ async def test_what_is_no_session_has_no_reward_and_no_session(tmp_path: Path) -
 
 
 async def test_a_deleted_session_is_cancelled_without_a_reward(tmp_path: Path) -> None:
-    async with yard(tmp_path, "one", Reply("two", latency_s=60)) as site:
+    async with pipeline(tmp_path, "one", Reply("two", latency_s=60)) as site:
         session = await begin(site)
         await say(site, session, "hello")
         waiting = asyncio.create_task(say(site, session, "hello", "one", "and?"))
@@ -311,7 +311,7 @@ async def test_a_deleted_session_is_cancelled_without_a_reward(tmp_path: Path) -
 
 
 async def test_a_cancel_that_overtakes_its_session_wins(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         answer = await site.delete("/v1/sessions/s")
         assert (answer.status, answer.body) == (202, {"id": "s", "state": "cancelled_before_submit"})
         late = await site.post("/v1/sessions", {"id": "s", "limits": FAST})
@@ -319,7 +319,7 @@ async def test_a_cancel_that_overtakes_its_session_wins(tmp_path: Path) -> None:
 
 
 async def test_time_over_without_a_reward_is_nobodys_reward(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site, limits={**FAST, "run_s": 2})
         await say(site, session, "hello")
         record = await site.ended(session["id"])
@@ -331,7 +331,7 @@ async def test_time_over_without_a_reward_is_nobodys_reward(tmp_path: Path) -> N
 
 
 async def test_after_a_limit_the_reward_may_still_come_and_the_rollout_is_truncated(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site, limits={**FAST, "max_turns": 1})
         assert (await say(site, session, "hello")).status == 200
         refused = await say(site, session, "hello", "one", "and?")
@@ -345,7 +345,7 @@ async def test_after_a_limit_the_reward_may_still_come_and_the_rollout_is_trunca
 
 
 async def test_a_conversation_that_did_not_fit_truncates_unless_the_agent_went_on(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         for goes_on, outcome in ((False, "truncated"), (True, "completed")):
             session = await begin(site, limits={**FAST, "max_context": 60})
             assert (await say(site, session, "hello")).status == 200
@@ -359,7 +359,7 @@ async def test_a_conversation_that_did_not_fit_truncates_unless_the_agent_went_o
 
 
 async def test_an_engine_that_fails_for_good_loses_the_session_and_nothing_is_retried(tmp_path: Path) -> None:
-    async with yard(tmp_path, "one", Reply(fault="not_json")) as site:
+    async with pipeline(tmp_path, "one", Reply(fault="not_json")) as site:
         session = await begin(site)
         await say(site, session, "hello")
         assert (await say(site, session, "hello", "one", "and?")).status == 503
@@ -373,7 +373,7 @@ async def test_an_engine_that_fails_for_good_loses_the_session_and_nothing_is_re
 
 
 async def test_a_session_waits_for_a_place_and_then_opens(tmp_path: Path) -> None:
-    async with yard(tmp_path, run_slots=1) as site:
+    async with pipeline(tmp_path, run_slots=1) as site:
         first = await begin(site)
         second = (await site.post("/v1/sessions?wait_s=0.2", {"id": "second", "limits": FAST})).body
         assert not second["is_open"] and second["state"] != "run"
@@ -388,7 +388,7 @@ async def test_a_session_waits_for_a_place_and_then_opens(tmp_path: Path) -> Non
 
 
 async def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
-    async with yard(tmp_path, max_queued=1) as site:
+    async with pipeline(tmp_path, max_queued=1) as site:
         await site.hold()
         assert (await site.post("/v1/sessions?wait_s=0", {})).status == 201
         full = await site.post("/v1/sessions?wait_s=0", {})
@@ -400,10 +400,10 @@ async def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
 
 
 async def test_a_restart_loses_what_was_begun_and_says_so(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site, id="s")
         await say(site, session, "hello")
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         record = await site.ended("s")
         assert (record["outcome"], record["reward"], record["failure"]["code"]) == ("failed", None, "session_lost")
         assert record["failure"]["blame"] == "infra" and record["attempt"] == 2
@@ -414,12 +414,12 @@ async def test_a_restart_loses_what_was_begun_and_says_so(tmp_path: Path) -> Non
 
 
 async def test_a_session_that_had_not_begun_opens_after_a_restart_with_the_same_key(tmp_path: Path) -> None:
-    async with yard(tmp_path, run_slots=1) as site:
+    async with pipeline(tmp_path, run_slots=1) as site:
         await begin(site, id="first")
         waiting = (await site.post("/v1/sessions?wait_s=0.2", {"id": "s", "limits": FAST})).body
         assert not waiting["is_open"]
-        assert (await site.served.house.store.get("s")).state is not State.RUN
-    async with yard(tmp_path) as site:
+        assert (await site.served.app_state.store.get("s")).state is not State.RUN
+    async with pipeline(tmp_path) as site:
         session = await begin(site, id="s")
         assert session["key"] == waiting["key"]
         assert (await say(site, session, "hello")).status == 200
@@ -427,7 +427,7 @@ async def test_a_session_that_had_not_begun_opens_after_a_restart_with_the_same_
 
 
 async def test_a_reward_that_was_saved_survives_a_restart(tmp_path: Path) -> None:
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         session = await begin(site, id="s")
         await say(site, session, "hello")
         assert (await site.call("PATCH", "/v1/pools", json={"eval": 0})).status == 200
@@ -436,7 +436,7 @@ async def test_a_reward_that_was_saved_survives_a_restart(tmp_path: Path) -> Non
         again = await site.post("/v1/sessions/s/reward?wait_s=0.1", {"reward": 0.75})
         assert (again.status, again.body["state"]) == (202, "eval")
         assert (await site.post("/v1/sessions/s/reward?wait_s=0.1", {"reward": 0.5})).status == 409
-    async with yard(tmp_path) as site:
+    async with pipeline(tmp_path) as site:
         record = await site.ended("s")
         assert (record["outcome"], record["reward"], record["attempt"]) == ("completed", 0.75, 1)
         assert (await reward(site, session, 0.75)).status == 200

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollyard.cli._console import CommandError, err, out, plain, seconds
-from rollyard.cli._solo import default_runtime, solo_workshop
+from rollyard.cli._solo import default_runtime, local_resources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ class ResourcesByRuntime:
         """Of a task that is `placed`. Trouble: there is no such runtime."""
         name = task.sandbox.runtime or default_runtime()
         if name not in self._open:
-            self._open[name] = await self._stack.enter_async_context(solo_workshop(self._folder / name, name))
+            self._open[name] = await self._stack.enter_async_context(local_resources(self._folder / name, name))
         return self._open[name]
 
     async def add_judges(self) -> None:
@@ -54,14 +54,14 @@ class ResourcesByRuntime:
 
         for judge in (engine for engine in self._settings.engines if engine.role == "judge"):
             try:
-                for shop in self._open.values():
-                    await shop.router.add(engine_spec(judge), must_answer=False)
+                for resources in self._open.values():
+                    await resources.router.add(engine_spec(judge), must_answer=False)
             except RollyardError as error:
                 raise CommandError(f"the judge {judge.url}: {error.detail}", error.remedy) from error
 
 
 @asynccontextmanager
-async def workshops(runtime: str | None) -> AsyncGenerator[ResourcesByRuntime, None]:
+async def open_resource_sets(runtime: str | None) -> AsyncGenerator[ResourcesByRuntime, None]:
     """In a folder of their own, which is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="rollyard-tasks-") as folder:
         async with AsyncExitStack() as stack:

@@ -18,7 +18,7 @@ LAYER_BYTES = 1 << 40  # the set-ups of one visit
 
 
 @asynccontextmanager
-async def solo_workshop(folder: Path, runtime: str) -> AsyncGenerator[StageResources, None]:
+async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageResources, None]:
     """What the stages need on this machine. Its sandboxes and artifacts lie below `folder`; images and installed agents
     are the service's. There is no engine: add one to its router where a model is wanted."""
     from rollyard.agents.installation import AgentInstalls

@@ -87,7 +87,7 @@ async def try_once(
     from rollyard.core import Rollout, new_id
     from rollyard.core.failure import RollyardError
     from rollyard.service.access import OPERATOR
-    from rollyard.service.build import open_house
+    from rollyard.service.build import open_app
     from rollyard.store import Submission
     from rollyard.tokens import verify
 
@@ -98,17 +98,17 @@ async def try_once(
         (folder / "python").symlink_to(settings.data_dir.absolute() / "python")  # building one takes seconds
         own = settings.model_copy(update={"data_dir": folder, "engines": ()})
         registry = Agents({agent.name: agent}, shelf=agent.shelf)  # pyright: ignore[reportArgumentType]
-        house = await stack.enter_async_context(open_house(own, agents=registry))
-        await house.router.add(await stack.enter_async_context(_engine(agent.preset, engine, tokenizer)))
-        run = await house.run(OPERATOR, "default")
+        app_state = await stack.enter_async_context(open_app(own, agents=registry))
+        await app_state.router.add(await stack.enter_async_context(_engine(agent.preset, engine, tokenizer)))
+        run = await app_state.run(OPERATOR, "default")
         rollout = Rollout(new_id("ro"), run.id, task)
         try:
-            house.shop.check(task, run)
+            app_state.resources.check(task, run)
         except RollyardError as error:
             raise CommandError(f"{line.place if line else 'the task'}: {error.detail}", error.remedy) from error
-        await house.yard.submit([Submission(rollout, {"id": rollout.id})])
-        ended = await house.yard.wait(rollout.id, WITHIN_S)
-        trajectory = await house.store.trajectory(rollout.id)
+        await app_state.pipeline.submit([Submission(rollout, {"id": rollout.id})])
+        ended = await app_state.pipeline.wait(rollout.id, WITHIN_S)
+        trajectory = await app_state.store.trajectory(rollout.id)
         if trajectory is None:
             failure = ended.ending.failure if ended.ending is not None else None
             raise CommandError(failure.detail if failure is not None else "the rollout left no trajectory")

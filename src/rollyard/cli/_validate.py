@@ -61,7 +61,7 @@ class Finding:
 
 
 async def validate(
-    lines: Sequence[TaskLine | CommandError], shops: ResourcesByRuntime, *, plays: bool, jobs: int, max_reward: float
+    lines: Sequence[TaskLine | CommandError], resource_sets: ResourcesByRuntime, *, plays: bool, jobs: int, max_reward: float
 ) -> list[Finding]:
     """One finding per line, in their order."""
     findings: list[Finding] = []
@@ -73,12 +73,12 @@ async def validate(
             continue
         finding = Finding(line.place, str(line.task.get("environment", "")))
         findings.append(finding)
-        found = await _checked(line, shops, finding)
+        found = await _checked(line, resource_sets, finding)
         _warn(line, seen, finding)
         if plays and found is not None and not finding.problems:
             to_play.append((finding, *found))
     if to_play:
-        await shops.add_judges()
+        await resource_sets.add_judges()
         await _play_all(to_play, jobs, max_reward)
     return findings
 
@@ -92,16 +92,16 @@ def _unreadable(trouble: CommandError) -> Finding:
 # --- as far as the text tells -------------------------------------------------------------------------
 
 
-async def _checked(line: TaskLine, shops: ResourcesByRuntime, finding: Finding) -> tuple[StageResources, Task] | None:
+async def _checked(line: TaskLine, resource_sets: ResourcesByRuntime, finding: Finding) -> tuple[StageResources, Task] | None:
     """Everything that a service refuses at submit. None: too little is right to look further."""
     from rollyard.core import RollyardError, Run
     from rollyard.core.failure import InvalidRequest
     from rollyard.service.models import to_task
 
     try:
-        task = shops.placed(to_task(line.task, {}, ()))
-        shop = await shops.of(task)
-        shop.environment_of(task)
+        task = resource_sets.placed(to_task(line.task, {}, ()))
+        resources = await resource_sets.of(task)
+        resources.environment_of(task)
     except InvalidRequest as error:
         finding.problems += _each_field(error)
         return None
@@ -112,11 +112,11 @@ async def _checked(line: TaskLine, shops: ResourcesByRuntime, finding: Finding) 
         finding.problems.append(f"sandbox.runtime: {error.what}; {error.remedy}")
         return None
     parts = (
-        lambda: shop.environment_of(task).check(task),
-        lambda: shop.agent_of(task).check(task),
-        lambda: shop.tools_of(task),
-        lambda: shop.image_of(task),
-        lambda: shop.check(task, Run("validate")),  # what remains: the agent and the runtime, together
+        lambda: resources.environment_of(task).check(task),
+        lambda: resources.agent_of(task).check(task),
+        lambda: resources.tools_of(task),
+        lambda: resources.image_of(task),
+        lambda: resources.check(task, Run("validate")),  # what remains: the agent and the runtime, together
     )
     for part in parts:
         try:
@@ -126,7 +126,7 @@ async def _checked(line: TaskLine, shops: ResourcesByRuntime, finding: Finding) 
         except Exception as error:  # an environment's or agent's own slip; the other lines are still looked at
             finding.problems.append(f"checking it raised {type(error).__name__}: {error}")
     finding.problems[:] = dict.fromkeys(finding.problems)  # an unknown agent is told by its check and by its tools
-    return shop, task
+    return resources, task
 
 
 def _each_field(error: Any) -> list[str]:
@@ -173,26 +173,26 @@ async def _play_all(to_play: Sequence[tuple[Finding, StageResources, Task]], job
     free = asyncio.Semaphore(jobs)
     with progress("plays", 2 * len(to_play)) as advance:
 
-        async def one(number: int, finding: Finding, shop: StageResources, task: Task) -> None:
+        async def one(number: int, finding: Finding, resources: StageResources, task: Task) -> None:
             async with free:
-                finding.oracle = await _played(shop, task, "oracle", number)
+                finding.oracle = await _played(resources, task, "oracle", number)
                 advance()
-                finding.noop = await _played(shop, task, "noop", number)
+                finding.noop = await _played(resources, task, "noop", number)
                 advance()
             _judge(finding, max_reward)
 
         async with asyncio.TaskGroup() as group:
-            for number, (finding, shop, task) in enumerate(to_play):
-                group.create_task(one(number, finding, shop, task))
+            for number, (finding, resources, task) in enumerate(to_play):
+                group.create_task(one(number, finding, resources, task))
 
 
-async def _played(shop: StageResources, task: Task, agent: str, number: int) -> PlayResult:
+async def _played(resources: StageResources, task: Task, agent: str, number: int) -> PlayResult:
     from rollyard.core import AgentSpec, RollyardError
     from rollyard.pipeline.local_rollout import PlayResult, play
 
     try:
         # Its own agent's options are not this one's.
-        return await play(shop, replace(task, agent=AgentSpec(agent)), rollout_id=f"{agent}-{number}")
+        return await play(resources, replace(task, agent=AgentSpec(agent)), rollout_id=f"{agent}-{number}")
     except RollyardError as error:  # what the oracle's own check refuses
         return PlayResult(None, error.failure("submit"), None)
 

@@ -230,7 +230,7 @@ async def _service(engine: str, tokenizer: str, policy: str) -> AsyncGenerator[A
     with tempfile.TemporaryDirectory(prefix="rollyard-eval-") as folder:
         own = _in_folder(settings, Path(folder))
         async with serve(own) as served:
-            await add_engine(served.house.router, engine, tokenizer, policy)
+            await add_engine(served.app_state.router, engine, tokenizer, policy)
             async with AsyncClient(served.url, own.token_path.read_text().strip()) as client:
                 yield client
 

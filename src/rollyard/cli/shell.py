@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollyard.cli._console import AsJson, CommandError, note, print_json, run
-from rollyard.cli._solo import default_runtime, solo_workshop
+from rollyard.cli._solo import default_runtime, local_resources
 from rollyard.cli._tasks import TaskLine, read_task
 
 if TYPE_CHECKING:
     from rollyard.core import Artifact, Message, Rollout, Score
     from rollyard.pipeline import StageResources
-    from rollyard.pipeline.stages import SandboxSession
+    from rollyard.pipeline.stages import Workspace
 
 LEASE_S = 7 * 86_400.0  # a person may think for long; if this process dies, the lifeline ends the sandbox
 
@@ -74,42 +74,42 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
         wanted = replace(wanted, sandbox=replace(wanted.sandbox, runtime=name))
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollyard-shell-"))
-            shop = await stack.enter_async_context(solo_workshop(Path(folder), name))
+            resources = await stack.enter_async_context(local_resources(Path(folder), name))
             rollout = Rollout(id="shell", run="shell", task=wanted)
-            shop.check(wanted, Run("shell"))
-            kit = await stages.init(shop, rollout, Deadline(wanted.limits.init_s), lease_s=LEASE_S)
+            resources.check(wanted, Run("shell"))
+            workspace = await stages.init(resources, rollout, Deadline(wanted.limits.init_s), lease_s=LEASE_S)
             try:
-                if kit.sandbox is None:
+                if workspace.sandbox is None:
                     raise CommandError(f"{line.place}: this task has no sandbox to be in")
-                _tell(kit.start.messages)
-                status = await (interact if sys.stdin.isatty() else pipe)(kit.sandbox)
+                _tell(workspace.start.messages)
+                status = await (interact if sys.stdin.isatty() else pipe)(workspace.sandbox)
                 if not evaluate:
                     return ShellVisit(status)
-                saved = await stages.collect(shop, rollout, kit)
-                if kit.plan.eval_mode == "same":
-                    await kit.freeze(shop.layers_of(wanted))
+                saved = await stages.collect(resources, rollout, workspace)
+                if workspace.plan.eval_mode == "same":
+                    await workspace.freeze(resources.layers_of(wanted))
             finally:
-                await kit.close()
+                await workspace.close()
             try:
-                return ShellVisit(status, await _score(shop, rollout, kit, saved, answer))
+                return ShellVisit(status, await _score(resources, rollout, workspace, saved, answer))
             finally:
-                kit.forget()
+                workspace.forget()
     except RollyardError as error:
         raise CommandError(f"{line.place}: {error.detail}", error.remedy) from error
 
 
-async def _score(shop: StageResources, rollout: Rollout, kit: SandboxSession, saved: list[Artifact], answer: str | None) -> Score:
+async def _score(resources: StageResources, rollout: Rollout, workspace: Workspace, saved: list[Artifact], answer: str | None) -> Score:
     from rollyard.core import Deadline, DeadlineExpired, Trajectory
     from rollyard.pipeline.evaluation import evaluate
 
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
     trajectory = Trajectory(
-        rollout.id, rollout.attempt, messages=(*kit.start.messages, *said), artifacts=tuple(saved), ended_by="finish"
+        rollout.id, rollout.attempt, messages=(*workspace.start.messages, *said), artifacts=tuple(saved), ended_by="finish"
     )
     clock = Deadline(rollout.task.limits.eval_s)
     try:
         return await evaluate(
-            shop, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None, layers=kit.eval_layers
+            resources, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None, layers=workspace.eval_layers
         )
     except DeadlineExpired:
         raise CommandError(f"the checks were not done in {clock.budget_s:g} s", "raise limits.eval_s") from None

@@ -92,7 +92,7 @@ def validate(
     With --run each task is played twice in real sandboxes: by its own solution, which has to get the highest reward,
     and by an agent that does nothing, which has to get less. Ends with 1 if a task has a problem or was not played.
     """
-    from rollyard.cli._playing import workshops
+    from rollyard.cli._playing import open_resource_sets
     from rollyard.cli._validate import validate as look
 
     lines: list[TaskLine | CommandError] = list(islice(scan_tasks(files), limit))
@@ -100,8 +100,8 @@ def validate(
         raise CommandError(f"there is no task in {', '.join(files)}", "write one JSON object per line")
 
     async def work() -> list[Finding]:
-        async with workshops(runtime) as shops:
-            return await look(lines, shops, plays=plays, jobs=jobs, max_reward=max_reward)
+        async with open_resource_sets(runtime) as resource_sets:
+            return await look(lines, resource_sets, plays=plays, jobs=jobs, max_reward=max_reward)
 
     findings = run(work())
     if as_json:
@@ -195,7 +195,7 @@ async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: s
     from dataclasses import replace
 
     from rollyard.agents.base import needs_model
-    from rollyard.cli._playing import add_engine, workshops
+    from rollyard.cli._playing import add_engine, open_resource_sets
     from rollyard.core import AgentSpec, RollyardError
     from rollyard.pipeline.local_rollout import play
     from rollyard.service.models import to_task
@@ -204,15 +204,15 @@ async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: s
         wanted = to_task(line.task, {}, ())
         if agent is not None and agent != wanted.agent.name:
             wanted = replace(wanted, agent=AgentSpec(agent))
-        async with workshops(runtime) as shops:
-            wanted = shops.placed(wanted)
-            shop = await shops.of(wanted)
-            doer = shop.agent_of(wanted)
+        async with open_resource_sets(runtime) as resource_sets:
+            wanted = resource_sets.placed(wanted)
+            resources = await resource_sets.of(wanted)
+            doer = resources.agent_of(wanted)
             if needs_model(doer):
                 if engine is None:
                     raise CommandError(f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2)
-                await add_engine(shop.router, engine, tokenizer)
-            await shops.add_judges()
-            return await play(shop, wanted)
+                await add_engine(resources.router, engine, tokenizer)
+            await resource_sets.add_judges()
+            return await play(resources, wanted)
     except RollyardError as error:
         raise CommandError(f"{line.place}: {error.detail}", error.remedy) from error

@@ -22,7 +22,7 @@ class Sampling:
     """See the module."""
 
     if TYPE_CHECKING:
-        _yard: AsyncClient
+        _pipeline: AsyncClient
 
         def _run(self, work: Coroutine[object, object, T]) -> T: ...
         def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]: ...
@@ -39,14 +39,14 @@ class Sampling:
         priority: int | None = None,
     ) -> Group:
         return self._run(
-            self._yard.group(task, id=id, run=run, size=size, spares=spares, min_members=min_members, priority=priority)
+            self._pipeline.group(task, id=id, run=run, size=size, spares=spares, min_members=min_members, priority=priority)
         )
 
     def get_group(self, id: str, *, wait_s: float = 0.0, traces: bool = False, run: str | None = None) -> Group:
-        return self._run(self._yard.get_group(id, wait_s=wait_s, traces=traces, run=run))
+        return self._run(self._pipeline.get_group(id, wait_s=wait_s, traces=traces, run=run))
 
     def cancel_group(self, id: str, *, run: str | None = None) -> str:
-        return self._run(self._yard.cancel_group(id, run=run))
+        return self._run(self._pipeline.cancel_group(id, run=run))
 
     def draw(
         self,
@@ -74,7 +74,7 @@ class Sampling:
             self._run,
             self._iterate,
             self._run(
-                self._yard.draw(
+                self._pipeline.draw(
                     run,
                     tasks,
                     source=source,
@@ -98,10 +98,10 @@ class Sampling:
         )
 
     def draws(self) -> Objects:
-        return self._run(self._yard.draws())
+        return self._run(self._pipeline.draws())
 
     def get_draw(self, id: str, *, run: str | None = None) -> Draw:
-        return Draw(self._run, self._iterate, self._run(self._yard.get_draw(id, run=run)))
+        return Draw(self._run, self._iterate, self._run(self._pipeline.get_draw(id, run=run)))
 
     def evaluate(
         self,
@@ -125,7 +125,7 @@ class Sampling:
         timeout_s: float | None = None,
     ) -> Evaluation:
         return self._run(
-            self._yard.evaluate(
+            self._pipeline.evaluate(
                 tasks,
                 source=source,
                 id=id,
@@ -147,7 +147,7 @@ class Sampling:
         )
 
     def get_eval(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Evaluation:
-        return self._run(self._yard.get_eval(id, wait_s=wait_s, run=run))
+        return self._run(self._pipeline.get_eval(id, wait_s=wait_s, run=run))
 
     def cancel_eval(self, id: str, *, run: str | None = None) -> str:
-        return self._run(self._yard.cancel_eval(id, run=run))
+        return self._run(self._pipeline.cancel_eval(id, run=run))

@@ -31,20 +31,20 @@ class Client(Sampling):
     def __init__(
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retry_s: float = 60.0
     ) -> None:
-        self._yard = AsyncClient(url, token, timeout_s=timeout_s, retry_s=retry_s)
+        self._pipeline = AsyncClient(url, token, timeout_s=timeout_s, retry_s=retry_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing: asyncio.Task[None] | None = None  # of an iterator that nobody held any more
 
     @property
     def url(self) -> str:
-        return self._yard.url
+        return self._pipeline.url
 
     def __enter__(self) -> Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollyard-client", daemon=True)
         self._thread.start()
-        self._run(self._yard.__aenter__())
+        self._run(self._pipeline.__aenter__())
         return self
 
     def __exit__(
@@ -61,7 +61,7 @@ class Client(Sampling):
             self._loop = self._thread = None
 
     async def _end(self) -> None:
-        await self._yard.__aexit__(None, None, None)
+        await self._pipeline.__aexit__(None, None, None)
         await asyncio.get_running_loop().shutdown_asyncgens()
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
@@ -112,7 +112,7 @@ class Client(Sampling):
         overlong_penalty: Mapping[str, Json] | None = None,
     ) -> JsonObject:
         return self._run(
-            self._yard.create_run(
+            self._pipeline.create_run(
                 id,
                 mode=mode,
                 policy=policy,
@@ -128,16 +128,16 @@ class Client(Sampling):
         )
 
     def get_run(self, id: str) -> JsonObject:
-        return self._run(self._yard.get_run(id))
+        return self._run(self._pipeline.get_run(id))
 
     def list_runs(self) -> Objects:
-        return self._run(self._yard.list_runs())
+        return self._run(self._pipeline.list_runs())
 
     def delete_run(self, id: str) -> None:
-        return self._run(self._yard.delete_run(id))
+        return self._run(self._pipeline.delete_run(id))
 
     def acknowledge(self, run: str, cursor: str) -> int:
-        return self._run(self._yard.acknowledge(run, cursor))
+        return self._run(self._pipeline.acknowledge(run, cursor))
 
     # --- rollouts -------------------------------------------------------------------------------------
 
@@ -150,13 +150,13 @@ class Client(Sampling):
         group_size: int | None = None,
         priority: int | None = None,
     ) -> Records:
-        return self._run(self._yard.submit(tasks, run=run, ids=ids, group_size=group_size, priority=priority))
+        return self._run(self._pipeline.submit(tasks, run=run, ids=ids, group_size=group_size, priority=priority))
 
     def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record:
-        return self._run(self._yard.get(id, wait_s=wait_s, run=run))
+        return self._run(self._pipeline.get(id, wait_s=wait_s, run=run))
 
     def wait(self, id: str, *, timeout_s: float | None = None, run: str | None = None) -> Record:
-        return self._run(self._yard.wait(id, timeout_s=timeout_s, run=run))
+        return self._run(self._pipeline.wait(id, timeout_s=timeout_s, run=run))
 
     def wait_all(
         self,
@@ -167,7 +167,7 @@ class Client(Sampling):
         timeout_s: float | None = None,
         run: str | None = None,
     ) -> Records:
-        return self._run(self._yard.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s, run=run))
+        return self._run(self._pipeline.wait_all(ids, on_end=on_end, on_event=on_event, timeout_s=timeout_s, run=run))
 
     def list(
         self,
@@ -179,16 +179,16 @@ class Client(Sampling):
         limit: int | None = None,
         wait_s: float = 0.0,
     ) -> Page:
-        return self._run(self._yard.list(state=state, run=run, group=group, after=after, limit=limit, wait_s=wait_s))
+        return self._run(self._pipeline.list(state=state, run=run, group=group, after=after, limit=limit, wait_s=wait_s))
 
     def ended(self, run: str | None = None, *, after: str | None = None) -> Iterator[Record]:
-        return self._iterate(self._yard.ended(run, after=after))
+        return self._iterate(self._pipeline.ended(run, after=after))
 
     def cancel(self, id: str, *, run: str | None = None) -> str:
-        return self._run(self._yard.cancel(id, run=run))
+        return self._run(self._pipeline.cancel(id, run=run))
 
     def rescore(self, id: str, *, run: str | None = None) -> Record:
-        return self._run(self._yard.rescore(id, run=run))
+        return self._run(self._pipeline.rescore(id, run=run))
 
     # --- agents of your own ---------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Client(Sampling):
         index: int | None = None,
         timeout_s: float | None = None,
     ) -> Session:
-        session = self._yard.session(
+        session = self._pipeline.session(
             id,
             run=run,
             sampling=sampling,
@@ -227,13 +227,13 @@ class Client(Sampling):
     # --- what came out --------------------------------------------------------------------------------
 
     def traces(self, id: str, *, run: str | None = None) -> Traces:
-        return self._run(self._yard.traces(id, run=run))
+        return self._run(self._pipeline.traces(id, run=run))
 
     def traces_arrow(self, id: str, *, run: str | None = None) -> bytes:
-        return self._run(self._yard.traces_arrow(id, run=run))
+        return self._run(self._pipeline.traces_arrow(id, run=run))
 
     def trajectory(self, id: str, *, run: str | None = None) -> Trajectory:
-        return self._run(self._yard.trajectory(id, run=run))
+        return self._run(self._pipeline.trajectory(id, run=run))
 
     # --- engines --------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Client(Sampling):
         trust_tokenizer: bool | None = None,
     ) -> JsonObject:
         return self._run(
-            self._yard.add_engine(
+            self._pipeline.add_engine(
                 url,
                 id=id,
                 kind=kind,
@@ -271,21 +271,21 @@ class Client(Sampling):
         )
 
     def engines(self) -> Objects:
-        return self._run(self._yard.engines())
+        return self._run(self._pipeline.engines())
 
     def remove_engine(self, id: str) -> None:
-        return self._run(self._yard.remove_engine(id))
+        return self._run(self._pipeline.remove_engine(id))
 
     def clear_engines(self) -> None:
-        return self._run(self._yard.clear_engines())
+        return self._run(self._pipeline.clear_engines())
 
     # --- weights --------------------------------------------------------------------------------------
 
     def policy(self, name: str = "default", *, holder: str | None = None) -> Policy:
-        return Policy(self._run, self._yard.policy(name, holder=holder))
+        return Policy(self._run, self._pipeline.policy(name, holder=holder))
 
     def policies(self) -> Objects:
-        return self._run(self._yard.policies())
+        return self._run(self._pipeline.policies())
 
     # --- the machines of a fleet ----------------------------------------------------------------------
 
@@ -300,37 +300,37 @@ class Client(Sampling):
         quota: Mapping[str, Json] | None = None,
     ) -> JsonObject:
         return self._run(
-            self._yard.create_token(access, name=name, runs=runs, policies=policies, expires_s=expires_s, quota=quota)
+            self._pipeline.create_token(access, name=name, runs=runs, policies=policies, expires_s=expires_s, quota=quota)
         )
 
     def list_tokens(self) -> Objects:
-        return self._run(self._yard.list_tokens())
+        return self._run(self._pipeline.list_tokens())
 
     def rotate_token(self, id: str, *, expires_s: float | None = None) -> JsonObject:
-        return self._run(self._yard.rotate_token(id, expires_s=expires_s))
+        return self._run(self._pipeline.rotate_token(id, expires_s=expires_s))
 
     def change_quota(self, id: str, quota: Mapping[str, Json]) -> JsonObject:
-        return self._run(self._yard.change_quota(id, quota))
+        return self._run(self._pipeline.change_quota(id, quota))
 
     def revoke_token(self, id: str) -> None:
-        return self._run(self._yard.revoke_token(id))
+        return self._run(self._pipeline.revoke_token(id))
 
     def audit(self, *, limit: int = 100, before: int | None = None) -> Objects:
-        return self._run(self._yard.audit(limit=limit, before=before))
+        return self._run(self._pipeline.audit(limit=limit, before=before))
 
     def nodes(self) -> Objects:
-        return self._run(self._yard.nodes())
+        return self._run(self._pipeline.nodes())
 
     def drain_node(self, name: str) -> JsonObject:
-        return self._run(self._yard.drain_node(name))
+        return self._run(self._pipeline.drain_node(name))
 
     def resume_node(self, name: str) -> JsonObject:
-        return self._run(self._yard.resume_node(name))
+        return self._run(self._pipeline.resume_node(name))
 
     # --- the service itself ---------------------------------------------------------------------------
 
     def status(self) -> JsonObject:
-        return self._run(self._yard.status())
+        return self._run(self._pipeline.status())
 
     def resize_pools(
         self,
@@ -341,7 +341,7 @@ class Client(Sampling):
         ready: int | None = None,
         live: int | None = None,
     ) -> JsonObject:
-        return self._run(self._yard.resize_pools(init=init, run=run, eval=eval, ready=ready, live=live))
+        return self._run(self._pipeline.resize_pools(init=init, run=run, eval=eval, ready=ready, live=live))
 
     def events(self, *, after: str | None = None, run: str | None = None) -> Iterator[Event]:
-        return self._iterate(self._yard.events(after=after, run=run))
+        return self._iterate(self._pipeline.events(after=after, run=run))

@@ -61,7 +61,7 @@ class Engine:
         self._model = batcher.model
         self._texts = Texts(tokenizer)
         self._batcher = batcher
-        self._desk = CallRegistry(self._batcher)
+        self._registry = CallRegistry(self._batcher)
         self._started_at = time.time()
 
     @classmethod
@@ -102,22 +102,22 @@ class Engine:
             app.router.add_route(method, path, _guarded(handler))
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        engine._desk.worker.start()
+        engine._registry.worker.start()
         try:
             await web.TCPSite(runner, host, port, backlog=2048).start()
             place = f"[{host}]" if ":" in host else host
             engine.url = f"http://{place}:{runner.addresses[0][1]}"
             yield engine
         finally:
-            engine._desk.abort()
+            engine._registry.abort()
             await runner.cleanup()
-            await asyncio.to_thread(engine._desk.worker.stop)
+            await asyncio.to_thread(engine._registry.worker.stop)
 
     @contextmanager
     def weights(self, version: int | None = None) -> Generator[None, None, None]:
         """While it is held nothing is sampled, and the thread that holds it may write the weights in place. See
         `Worker.weights`. What was being sampled goes on afterwards, from the new weights."""
-        with self._desk.worker.weights(None if version is None else str(version)):
+        with self._registry.worker.weights(None if version is None else str(version)):
             yield
 
     # --- generating
@@ -131,7 +131,7 @@ class Engine:
         known_as = f"generate-tokens-{request.headers.get('X-Request-Id') or body.request_id}"
         call = Call(known_as, wanted, has_logprobs=params.logprobs is not None)
         head = {"request_id": known_as, "model": self.name}
-        self._desk.start(call)
+        self._registry.start(call)
         try:
             if body.stream:
                 has_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -141,7 +141,7 @@ class Engine:
                 raise Refused(call.error, 500)
             return _json({**head, "choices": [call.choice()], "usage": call.usage()})
         finally:
-            self._desk.end(call)
+            self._registry.end(call)
 
     async def _stream(
         self, request: web.Request, call: Call, head: Mapping[str, Any], has_usage: bool
@@ -178,13 +178,13 @@ class Engine:
         )
         wanted = self._request(prompt, params, "", request.headers.get("X-Session-ID", ""), 0)
         call = Call("chat", wanted, has_logprobs=False)
-        self._desk.start(call)
+        self._registry.start(call)
         try:
             await call.over()
             if call.error:
                 raise Refused(call.error, 500)
         finally:
-            self._desk.end(call)
+            self._registry.end(call)
         ids = [one.token for one in call.drawn]
         text = await asyncio.to_thread(self._texts.decode, ids)
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": call.finish}
@@ -226,22 +226,22 @@ class Engine:
 
     async def _abort_requests(self, request: web.Request) -> web.StreamResponse:
         wanted = read(await request.read(), dict[str, list[str] | None], "the request").get("request_ids")
-        self._desk.abort(None if wanted is None else frozenset(wanted))
+        self._registry.abort(None if wanted is None else frozenset(wanted))
         return _json({})
 
     async def _pause(self, request: web.Request) -> web.StreamResponse:
         mode = request.query.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise Refused(f"mode {mode!r} is not {', '.join(PAUSE_MODES)}")
-        await self._desk.pause(PAUSE_MODES[mode])
+        await self._registry.pause(PAUSE_MODES[mode])
         return _json({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.StreamResponse:
-        await self._desk.resume()
+        await self._registry.resume()
         return _json({"status": "resumed"})
 
     async def _paused(self, request: web.Request) -> web.StreamResponse:
-        return _json({"is_paused": self._desk.is_paused})
+        return _json({"is_paused": self._registry.is_paused})
 
     async def _set_version(self, request: web.Request) -> web.StreamResponse:
         version = read(await request.read(), dict[str, Any], "the request").get("new_version")
@@ -251,7 +251,7 @@ class Engine:
         def name(batcher: Batcher) -> None:
             batcher.version = str(version)
 
-        await self._desk.tell(name)
+        await self._registry.tell(name)
         return _json({"success": True, "new_version": str(version)})
 
     async def _weight_info(self, request: web.Request) -> web.StreamResponse:
@@ -259,7 +259,7 @@ class Engine:
 
     async def _clear(self, request: web.Request) -> web.StreamResponse:
         has_all = request.query.get("reset_running_requests", "false").lower() in ("true", "1")
-        is_clear = await self._desk.tell(lambda batcher: batcher.clear(with_running=has_all))
+        is_clear = await self._registry.tell(lambda batcher: batcher.clear(with_running=has_all))
         return _json({"success": is_clear})
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
@@ -274,7 +274,7 @@ class Engine:
 
         def load() -> None:
             found = self._model.read_weights(Path(path))
-            with self._desk.worker.weights(None if version is None else str(version)):
+            with self._registry.worker.weights(None if version is None else str(version)):
                 self._model.write_weights(found)
 
         try:
@@ -286,7 +286,7 @@ class Engine:
     # --- what it is
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(status=200 if self._desk.worker.is_alive else 503)
+        return web.Response(status=200 if self._registry.worker.is_alive else 503)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         card = {"id": self.name, "object": "model", "root": self._root, "max_model_len": self._model.max_context}
@@ -299,7 +299,7 @@ class Engine:
         batcher, counts = self._batcher, self._batcher.counts
         samples: dict[str, tuple[str, float]] = {
             "vllm:num_requests_running": ("gauge", len(batcher.running)),
-            "vllm:num_requests_waiting": ("gauge", len(batcher.waiting) + self._desk.held),
+            "vllm:num_requests_waiting": ("gauge", len(batcher.waiting) + self._registry.held),
             "vllm:kv_cache_usage_perc": ("gauge", batcher.use),
             "vllm:num_preemptions_total": ("counter", counts.preemptions),
             "vllm:prefix_cache_queries_total": ("counter", counts.prompt_tokens),
@@ -310,7 +310,7 @@ class Engine:
         lines = [f"# TYPE {name} {kind}\n{name}{labels} {value}\n" for name, (kind, value) in samples.items()]
         lines += [
             f'vllm:request_success_total{{engine="0",model_name="{self.name}",finished_reason="{reason}"}} {count}\n'
-            for reason, count in self._desk.ended.items()
+            for reason, count in self._registry.ended.items()
         ]
         lines.append(f"process_start_time_seconds {self._started_at}\n")
         for name, by_kind in (("steps_total", counts.steps), ("step_seconds_total", counts.step_s)):

@@ -52,8 +52,8 @@ class HeadPipeline(LeasingPipeline):
     """See the module."""
 
     async def __aenter__(self) -> HeadPipeline:
-        self.shop.router.followers = self
-        self.shop.router.on_gates.append(self._gates_moved)
+        self.resources.router.followers = self
+        self.resources.router.on_gates.append(self._gates_moved)
         await super().__aenter__()
         for row in self.store.recovered.leased:
             rollout = await self.store.get(row.id)
@@ -62,7 +62,7 @@ class HeadPipeline(LeasingPipeline):
                 continue
             self.scheduler.adopt(run.id)
             is_sitting = rollout.state is not State.EVAL and self._needs(rollout)[1]
-            seat = self.shop.router.seats(run.policy).take() if is_sitting else None
+            seat = self.resources.router.seats(run.policy).take() if is_sitting else None
             self._hold(LeasedRollout(rollout, run, None, seat, claimant=row.node))
             self._unclaimed.add(rollout.id)
         self._loops += [self._own(loop, is_vital=True) for loop in (self._watch, self._give_back_unclaimed)]
@@ -121,7 +121,7 @@ class HeadPipeline(LeasingPipeline):
         node = self._heard(poll.session, poll)
         until = time.monotonic() + min(wait_s, self.nodes.settings.poll_s)
         while True:
-            orders = node.orders(self.shop.router.gates())
+            orders = node.orders(self.resources.router.gates())
             left_s = until - time.monotonic()
             if orders is not None or left_s <= 0 or node.is_over:
                 return orders or Orders(node.standing.got)
@@ -144,7 +144,7 @@ class HeadPipeline(LeasingPipeline):
     def _heard(self, session: str, message: Poll | Report) -> ConnectedNode:
         node = self.nodes.of(session, message.standing)
         for use in message.standing.engines:
-            self.shop.router.used(use.engine, node.name, use.sessions, use.in_flight, use.tokens)
+            self.resources.router.used(use.engine, node.name, use.sessions, use.in_flight, use.tokens)
         return node
 
     async def _take_word(self, node: ConnectedNode, key: Key, items: Sequence[Item]) -> bool:
@@ -198,7 +198,7 @@ class HeadPipeline(LeasingPipeline):
             return
         self._advance(leased, State.RUN)
         for blob in item.artifacts:
-            await self.shop.artifacts.receive(blob.name, blob.data, rollout.id, rollout.attempt)
+            await self.resources.artifacts.receive(blob.name, blob.data, rollout.id, rollout.attempt)
         at = leased.rollout.position
         await self.store.save_run(rollout.id, at, EncodedTrajectory(item.data, item.sampled_tokens), info_of(item))
         leased.at(at.to(State.EVAL))
@@ -249,7 +249,7 @@ class HeadPipeline(LeasingPipeline):
             self._let_go(leased)
 
     def _is_nodes_own(self, leased: LeasedRollout, code: str, item: Ended | Returned) -> bool:
-        node, engines = leased.node, self.shop.router.up(leased.run.policy)
+        node, engines = leased.node, self.resources.router.up(leased.run.policy)
         lost_at = {lost.node for lost in leased.rollout.lost} | ({node.name} if node is not None else set())
         return is_nodes_own(
             code,
@@ -287,6 +287,6 @@ class HeadPipeline(LeasingPipeline):
 
     async def settled(self) -> None:
         """When every node has applied the gates as they stand now or is gone, those that may still claim included."""
-        number = self.shop.router.gates().number
+        number = self.resources.router.gates().number
         while self._unclaimed or self._going_back or self.nodes.behind(number):
             await self.nodes.changed()

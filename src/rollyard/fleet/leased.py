@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from rollyard.core import Deadline, Position, Rollout, RollyardError, Run, State
 from rollyard.core.failure import Cancelled
-from rollyard.engines.routing.policy_slots import PolicySlot
+from rollyard.engines.routing.seats import Seat
 from rollyard.fleet.messages import Key
 from rollyard.fleet.nodes import ConnectedNode
 from rollyard.pipeline.base import Shutdown
@@ -24,7 +24,7 @@ class LeasedRollout:
     rollout: Rollout
     run: Run
     node: ConnectedNode | None
-    seat: PolicySlot | None
+    seat: Seat | None
     cancelled: Cancelled | None = None
     is_settling: bool = False  # its end, or its return to the queue, is being written
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: who comes next finds it as it is then

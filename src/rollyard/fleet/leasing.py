@@ -21,7 +21,7 @@ from functools import partial
 
 from rollyard.core import LostAttempt, Rollout, RollyardError, Run, State, Summary
 from rollyard.core.failure import Cancelled, NodeLost
-from rollyard.engines.routing.policy_slots import PolicySlot
+from rollyard.engines.routing.seats import Seat
 from rollyard.fleet.leased import LeasedRollout
 from rollyard.fleet.nodes import ConnectedNode, FleetSettings, Nodes
 from rollyard.observe.metrics import Metrics
@@ -40,7 +40,7 @@ LATER_S = 0.2
 MISSED_S = 0.05
 """Until a rollout is tried again that another transaction had when it was to be leased."""
 
-Taken = tuple[QueuedRow, PolicySlot | None]
+Taken = tuple[QueuedRow, Seat | None]
 
 
 class LeasingPipeline(Pipeline):
@@ -49,14 +49,14 @@ class LeasingPipeline(Pipeline):
     def __init__(
         self,
         store: Store,
-        shop: StageResources,
+        resources: StageResources,
         settings: PipelineSettings,
         fleet: FleetSettings,
         *,
         metrics: Metrics,
         tracer: Tracer,
     ) -> None:
-        super().__init__(store, shop, settings, metrics=metrics, tracer=tracer)
+        super().__init__(store, resources, settings, metrics=metrics, tracer=tracer)
         self.nodes = Nodes(fleet, on_lost=self._lost, on_room=self.wake)
         self._out: dict[str, LeasedRollout] = {}  # of `live`: those at nodes
         self._held_back: set[str] = set()  # policies whose seats are taken while nodes want more
@@ -100,7 +100,7 @@ class LeasingPipeline(Pipeline):
             run = self.run_of(row.run)
             if run is not None and run.policy in self._room_for:
                 self._room_for[run.policy] -= 1
-            taken.append((row, self.shop.router.seats(run.policy).try_acquire() if run is not None else None))
+            taken.append((row, self.resources.router.seats(run.policy).try_acquire() if run is not None else None))
         while not self.is_draining and self._room_here > 0:
             row = self.scheduler.pop(time.monotonic(), self._own_runs.__contains__)  # no node is needed for these
             if row is None:
@@ -109,7 +109,7 @@ class LeasingPipeline(Pipeline):
             self._taking[row.id] = row.run
             taken.append((row, None))
         for run in {run.policy: run for run in self._runs.values()}.values():
-            seats = self.shop.router.seats(run.policy)
+            seats = self.resources.router.seats(run.policy)
             seats.held_back, seats.on_free = int(run.policy in self._held_back), self.wake
         if taken:
             self._choosing += len(taken)
@@ -127,11 +127,11 @@ class LeasingPipeline(Pipeline):
         run = self.run_of(run_id)
         if run is None:
             return True
-        if self.shop.router.seats(run.policy).free == 0:
+        if self.resources.router.seats(run.policy).free == 0:
             self._held_back.add(run.policy)
             return False
         if run.policy not in self._room_for:
-            self._room_for[run.policy] = self.nodes.wanted_for(self.shop.router.up(run.policy))
+            self._room_for[run.policy] = self.nodes.wanted_for(self.resources.router.up(run.policy))
             self._tell_unserved(run.policy)
         return self._room_for[run.policy] > 0
 
@@ -153,7 +153,7 @@ class LeasingPipeline(Pipeline):
 
     def why_unserved(self, policy: str) -> str:
         """Empty: some node can serve it, or there is no node, or no engine of it is up for anybody."""
-        engines, nodes = self.shop.router.up(policy), list(self.nodes.by_name.values())
+        engines, nodes = self.resources.router.up(policy), list(self.nodes.by_name.values())
         if not engines or any(node.room.serves(engines) for node in nodes):
             return ""
         return "; ".join(
@@ -242,19 +242,19 @@ class LeasingPipeline(Pipeline):
                     self.wake()
 
     def _engines(self, run: Run, needs_model: bool) -> frozenset[str]:
-        return self.shop.router.up(run.policy) if needs_model else frozenset()
+        return self.resources.router.up(run.policy) if needs_model else frozenset()
 
     def _is_seated(self, left: dict[str, Taken], row: QueuedRow, run: Run) -> bool:
         """One that came out of the queue without a seat gets it now, if there is one."""
         if left[row.id][1] is None:
-            left[row.id] = (row, self.shop.router.seats(run.policy).try_acquire())
+            left[row.id] = (row, self.resources.router.seats(run.policy).try_acquire())
         return left[row.id][1] is not None
 
     def _needs(self, rollout: Rollout) -> tuple[bool, bool]:
         """Whether only this process can run it, and whether it needs a seat. One whose agent is not here any more is
         run here: its attempt says what is missing."""
         try:
-            return self.shop.is_head_only(rollout.task), self.shop.needs_model(rollout.task)
+            return self.resources.is_head_only(rollout.task), self.resources.needs_model(rollout.task)
         except Exception as error:  # a plugin's loading may raise anything
             log.warning("a rollout's agent is not here", extra={"rollout": rollout.id, "error": str(error)})
             return True, False
@@ -312,14 +312,14 @@ class LeasingPipeline(Pipeline):
         self.wake()
 
     @staticmethod
-    def _close(seat: PolicySlot | None) -> None:
+    def _close(seat: Seat | None) -> None:
         if seat is not None:
             seat.close()
 
     # --- what is lost ---------------------------------------------------------------------------------
 
     def _lost(self, node: ConnectedNode, why: str) -> None:
-        self.shop.router.left(node.name)
+        self.resources.router.left(node.name)
         log.warning("node is gone", extra={"node": node.name, "why": why, "rollouts": len(node.out)})
         for rollout_id in node.out:
             leased = self._out.get(rollout_id)

@@ -66,10 +66,10 @@ def as_store(ledger: NodeLedger) -> Store:
 class Node:
     """See the module. `main` runs until `stop` is set, or the head will not have us (`NotWanted`)."""
 
-    def __init__(self, name: str, link: HeadConnection, yard: Pipeline, ledger: NodeLedger, router: FollowerRouter) -> None:
+    def __init__(self, name: str, link: HeadConnection, pipeline: Pipeline, ledger: NodeLedger, router: FollowerRouter) -> None:
         self.name = name
         self._link = link
-        self._yard = yard
+        self._pipeline = pipeline
         self._ledger = ledger
         self._router = router
         self._session = secrets.token_hex(8)
@@ -117,15 +117,15 @@ class Node:
     async def _leave(self, hurry: asyncio.Event) -> None:
         """Ends what it has, as far as there is time, hands it over, and gives back the rest."""
         self._drain(True)
-        waits = [asyncio.create_task(self._yard.drain()), asyncio.create_task(hurry.wait())]
+        waits = [asyncio.create_task(self._pipeline.drain()), asyncio.create_task(hurry.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        self._yard.stop_now()
+        self._pipeline.stop_now()
         with suppress(TimeoutError):
-            async with asyncio.timeout(max(1.0, self._yard.settings.drain_s)):
+            async with asyncio.timeout(max(1.0, self._pipeline.settings.drain_s)):
                 while self._ledger.holds:
                     self._told.clear()
                     await self._told.wait()
@@ -222,15 +222,15 @@ class Node:
         if orders.is_drained is not None and orders.is_drained is not self._is_drained:
             self._drain(orders.is_drained)
         for run in orders.runs:
-            self._yard.know(run_of(run))
+            self._pipeline.know(run_of(run))
         for lease in orders.leases:
             rollout = rollout_of(lease)
             if not self._ledger.accept(rollout):
                 continue
-            if rollout.id in self._yard.live:
+            if rollout.id in self._pipeline.live:
                 self._run(self._begin_later(rollout, lease.queued_s))
             else:
-                self._yard.enqueue([rollout], lease.queued_s)
+                self._pipeline.enqueue([rollout], lease.queued_s)
         if self._is_drained and orders.leases:  # they were on their way when it was drained
             self._drain(True)
         for cancel in orders.cancels:
@@ -251,13 +251,13 @@ class Node:
 
     async def _begin_later(self, rollout: Rollout, queued_s: float) -> None:
         """An earlier attempt of it, which was taken from us, still cleans up here: this one begins after that."""
-        while rollout.id in self._yard.live:
-            await self._yard.changed()
+        while rollout.id in self._pipeline.live:
+            await self._pipeline.changed()
         key = Key(rollout.id, rollout.attempt)
         if self._ledger.has(key) and self._is_drained:
             self._ledger.give_back(key)
         elif self._ledger.has(key):
-            self._yard.enqueue([rollout], queued_s)
+            self._pipeline.enqueue([rollout], queued_s)
 
     async def _follow(self, gates: WeightGates, joins: int) -> None:
         await self._router.follow(gates)
@@ -269,28 +269,28 @@ class Node:
         """Takes nothing more; what has not begun goes back. Or goes on."""
         self._is_drained = is_drained
         for key in self._ledger.holds if is_drained else ():
-            if self._yard.scheduler.remove(key.id):
+            if self._pipeline.scheduler.remove(key.id):
                 self._ledger.give_back(key)
         self.news()
 
     def _cancel(self, key: Key, detail: str) -> None:
         if not self._ledger.has(key):
             return
-        attempt = self._yard.live.get(key.id)
+        attempt = self._pipeline.live.get(key.id)
         if attempt is not None and attempt.rollout.attempt == key.attempt:
             attempt.stop(Cancelled(detail))
-        elif self._yard.scheduler.remove(key.id):  # it has not begun: its end is the head's to write, ours to ask for
+        elif self._pipeline.scheduler.remove(key.id):  # it has not begun: its end is the head's to write, ours to ask for
             self._ledger.cancelled(key, detail)
         else:
             asyncio.get_running_loop().call_later(0.05, self._cancel, key, detail)  # it is just beginning
 
     def _end(self, key: Key, why: str) -> None:
         """It is not ours any more, or nobody's: whatever is at work for it ends, and nothing of it is told."""
-        attempt = self._yard.live.get(key.id)
+        attempt = self._pipeline.live.get(key.id)
         if attempt is not None and attempt.rollout.attempt == key.attempt:
             attempt.stop(Stale(why))
         elif self._ledger.has(key):
-            self._yard.scheduler.remove(key.id)
+            self._pipeline.scheduler.remove(key.id)
         self._ledger.drop(key)
 
     # --- how it stands --------------------------------------------------------------------------------
@@ -299,8 +299,8 @@ class Node:
         self._heard_at = time.monotonic()
 
     def _standing(self) -> NodeStatus:
-        yard = self._yard
-        pools = {name: PoolUse(pool["size"], pool["active"], pool["waiting"]) for name, pool in yard.pools().items()}
+        pipeline = self._pipeline
+        pools = {name: PoolUse(pool["size"], pool["active"], pool["waiting"]) for name, pool in pipeline.pools().items()}
         uses = [
             EngineUse(
                 status.spec.id,
@@ -334,9 +334,9 @@ class Node:
             return
         self.news()
         for rollout in self._ledger.rollouts:
-            run = self._yard.run_of(rollout.run)
+            run = self._pipeline.run_of(rollout.run)
             why = self._router.unreachable(run.policy) if run is not None else ""
-            if why and self._yard.scheduler.remove(rollout.id):
+            if why and self._pipeline.scheduler.remove(rollout.id):
                 why = f"node {self.name} cannot use an engine of {run.policy if run else ''}: {why}"
                 self._ledger.give_back(Key(rollout.id, rollout.attempt), EngineUnavailable.code, why[:MOST_WHY])
 
@@ -346,10 +346,10 @@ class Node:
 
     def _want(self) -> int:
         """Places on the way to RUN that nobody has, and some to wait for INIT, less what waits here already."""
-        yard = self._yard
-        if self._is_drained or yard.is_draining:
+        pipeline = self._pipeline
+        if self._is_drained or pipeline.is_draining:
             return 0
-        before_run = yard.ready_slots + yard.run_pool.free - yard.init_pool.active - yard.ready
-        room = min(yard.places_free, before_run)
-        ahead = max(1, int(PREFETCH * yard.init_pool.size))
-        return max(0, min(room, yard.init_pool.free + ahead) - len(yard.scheduler))
+        before_run = pipeline.ready_slots + pipeline.run_pool.free - pipeline.init_pool.active - pipeline.ready
+        room = min(pipeline.places_free, before_run)
+        ahead = max(1, int(PREFETCH * pipeline.init_pool.size))
+        return max(0, min(room, pipeline.init_pool.free + ahead) - len(pipeline.scheduler))

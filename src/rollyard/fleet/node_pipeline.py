@@ -16,14 +16,14 @@ class NodePipeline(Pipeline):
     def __init__(
         self,
         store: Store,
-        shop: StageResources,
+        resources: StageResources,
         settings: PipelineSettings,
         *,
         metrics: Metrics,
         tracer: Tracer,
         on_room: Callable[[], None],
     ) -> None:
-        super().__init__(store, shop, settings, metrics=metrics, tracer=tracer)
+        super().__init__(store, resources, settings, metrics=metrics, tracer=tracer)
         self._on_room = on_room
 
     def _admit(self) -> None:

@@ -40,8 +40,8 @@ Phase = Literal["idle", "headers", "body", "answer", "refused"]
 class Connection(asyncio.Protocol):
     """See the module. The parser calls the `on_…` methods."""
 
-    def __init__(self, desk: ConnectionGroup, loop: asyncio.AbstractEventLoop) -> None:
-        self._desk = desk
+    def __init__(self, group: ConnectionGroup, loop: asyncio.AbstractEventLoop) -> None:
+        self._group = group
         self._loop = loop
         self._parser: Any = None
         self._transport: asyncio.Transport | None = None
@@ -76,15 +76,15 @@ class Connection(asyncio.Protocol):
         self._server = _end(transport.get_extra_info("sockname"))
         if transport.get_extra_info("sslcontext") is not None:
             self._scheme = "https"
-        refused = self._desk.admit(self, self._name)
+        refused = self._group.admit(self, self._name)
         if refused is not None:
             self._turn_away(refused)
             return
         self._parser = httptools.HttpRequestParser(self)
-        self._enter("idle", self._desk.bounds.idle_s)
+        self._enter("idle", self._group.bounds.idle_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._desk.leave(self, self._name)
+        self._group.leave(self, self._name)
         self._is_last = True
         self.resume_writing()
         self._patience.end()
@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
             self._raw_bytes += len(data)
         self._is_parsing = True
         self._parse(data)
-        bounds = self._desk.bounds
+        bounds = self._group.bounds
         if self._phase in ("idle", "headers") and self._raw_bytes > bounds.header_bytes:
             self._refuse(headers_too_large(bounds))
         elif self._phase == "body" and self._raw_bytes > 8 * self._body_bytes + bounds.header_bytes:
@@ -133,9 +133,9 @@ class Connection(asyncio.Protocol):
         """Outside of the parser, and with as much of the body as came along: mostly all of it."""
         self._is_to_start = False
         if self._exchange is not None and self._exchange.is_wanted:
-            run = self._exchange.run(self._desk.app, self._desk.owner)
-            task = self._exchange.task = start_now(run) if self._desk.is_eager else self._loop.create_task(run)
-            self._desk.attend(task)
+            run = self._exchange.run(self._group.app, self._group.owner)
+            task = self._exchange.task = start_now(run) if self._group.is_eager else self._loop.create_task(run)
+            self._group.attend(task)
 
     def _without_upgrade(self) -> bytes:
         """The request's head as it would be without the offer, for a parser that does not wait for its acceptance."""
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._writable = self._writable or self._loop.create_future()
         if self._phase == "answer":
-            self._bound_s = self._desk.bounds.unread_s
+            self._bound_s = self._group.bounds.unread_s
             self._arm()
 
     def resume_writing(self) -> None:
@@ -195,7 +195,7 @@ class Connection(asyncio.Protocol):
         self._patience.set(self._bound_s)
 
     def _too_slow(self) -> None:
-        bounds = self._desk.bounds
+        bounds = self._group.bounds
         if self._phase == "headers":
             detail = f"the headers did not come within {bounds.header_s:g} s"
             self._refuse(Refusal(Reason.HEADERS_TOO_SLOW, RequestTimedOut(detail)))
@@ -205,7 +205,7 @@ class Connection(asyncio.Protocol):
             self._arm()
         else:
             if self._phase == "answer":
-                self._desk.refusals.note(Reason.ANSWER_UNREAD, self._name)
+                self._group.refusals.note(Reason.ANSWER_UNREAD, self._name)
             self.abort()
 
     def _is_being_read(self) -> bool:
@@ -215,7 +215,7 @@ class Connection(asyncio.Protocol):
         return now > 0 and (before is None or now < before)
 
     def _look_at_body(self) -> None:
-        bounds = self._desk.bounds
+        bounds = self._group.bounds
         if self._is_paused:  # it is the app that does not read
             self._arm()
             return
@@ -235,7 +235,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Answers by itself, if nothing of an answer has gone out, and has done with this client."""
         self._is_last = True
-        self._desk.refusals.note(refusal.reason, self._name)
+        self._group.refusals.note(refusal.reason, self._name)
         if self._transport is None or self._has_answered():
             self.abort()
             return
@@ -252,13 +252,13 @@ class Connection(asyncio.Protocol):
     def _turn_away(self, refusal: Refusal) -> None:
         """One connection too many. So many are told why at a time; the others are cut, or there would be no bound."""
         self._is_last = True
-        desk = self._desk
-        if not desk.is_ending:
-            desk.refusals.note(refusal.reason, self._name)
-        if desk.is_ending or len(desk.turned_away) >= desk.bounds.turned_away:
+        group = self._group
+        if not group.is_ending:
+            group.refusals.note(refusal.reason, self._name)
+        if group.is_ending or len(group.turned_away) >= group.bounds.turned_away:
             self.abort()
             return
-        desk.turned_away.add(self)
+        group.turned_away.add(self)
         self._write_refusal(refusal)
 
     def _write_refusal(self, refusal: Refusal) -> None:
@@ -289,7 +289,7 @@ class Connection(asyncio.Protocol):
             return
         self._begin()
         raw_bytes = self._raw_bytes  # of the chunk that is being parsed
-        self._enter("headers", self._desk.bounds.header_s)
+        self._enter("headers", self._group.bounds.header_s)
         self._raw_bytes = raw_bytes
 
     def on_url(self, url: bytes) -> None:
@@ -300,8 +300,8 @@ class Connection(asyncio.Protocol):
         if self._is_last or self._phase != "headers":  # a trailer tells us nothing
             return
         self._headers.append((name.lower(), value))
-        if len(self._headers) > self._desk.bounds.headers:
-            raise too_many_headers(self._desk.bounds)
+        if len(self._headers) > self._group.bounds.headers:
+            raise too_many_headers(self._group.bounds)
 
     def on_headers_complete(self) -> None:
         if self._is_last:
@@ -309,7 +309,7 @@ class Connection(asyncio.Protocol):
         method: bytes = self._parser.get_method()
         if self._parser.should_upgrade() and method != b"CONNECT":
             return  # it comes again without that
-        bounds = self._desk.bounds
+        bounds = self._group.bounds
         if self._raw_bytes > bounds.header_bytes and size_of(self._url, self._headers) > bounds.header_bytes:
             raise headers_too_large(bounds)
         scope = scope_of(method, self._url, self._headers, bounds)
@@ -326,15 +326,15 @@ class Connection(asyncio.Protocol):
         if self._is_last or self._exchange is None:
             return
         self._body_bytes += len(body)
-        if self._body_bytes > self._desk.bounds.body_bytes:
-            raise body_too_large(self._desk.bounds)
+        if self._body_bytes > self._group.bounds.body_bytes:
+            raise body_too_large(self._group.bounds)
         if self._exchange.feed(body) > HIGH_WATER_BYTES:
             self._pause()
 
     def on_message_complete(self) -> None:
         if self._is_last or self._exchange is None or self._phase != "body":
             return
-        self._enter("answer", None if self._writable is None else self._desk.bounds.unread_s)
+        self._enter("answer", None if self._writable is None else self._group.bounds.unread_s)
         self._exchange.feed_end()
         if self._exchange.is_complete:  # answered before all of the body was here
             self.answered()
@@ -357,11 +357,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_cancelling(self) -> bool:
-        return self._desk.is_cancelling
+        return self._group.is_cancelling
 
     @property
     def date(self) -> bytes:
-        return self._desk.date
+        return self._group.date
 
     def wants_body(self) -> None:
         self._resume()
@@ -382,9 +382,9 @@ class Connection(asyncio.Protocol):
                 self._enter("refused", LINGER_S)
             else:
                 self._transport.close()
-                self._enter("refused", self._desk.bounds.idle_s)  # a client that reads nothing is not waited for
+                self._enter("refused", self._group.bounds.idle_s)  # a client that reads nothing is not waited for
         elif self._phase == "answer":
-            self._enter("idle", self._desk.bounds.idle_s)
+            self._enter("idle", self._group.bounds.idle_s)
 
     async def drained(self) -> None:
         if self._writable is not None:

@@ -42,7 +42,7 @@ class HttpServer:
         is_eager: bool = False,
         owner: str = "",
     ) -> None:
-        self._desk = ConnectionGroup(
+        self._group = ConnectionGroup(
             app, bounds, refusals or Refusals(), owner=owner, is_cancelling=is_cancelling, is_eager=is_eager
         )
         self._server: asyncio.Server | None = None
@@ -50,7 +50,7 @@ class HttpServer:
     @property
     def connections(self) -> int:
         """How many are open now."""
-        return len(self._desk.connections)
+        return len(self._group.connections)
 
     async def start(self, sock: socket.socket, *, backlog: int, tls: ssl.SSLContext | None = None) -> None:
         """Listens on the socket, which is the server's from now on."""
@@ -58,9 +58,9 @@ class HttpServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        desk = self._desk
-        server = await loop.create_server(lambda: Connection(desk, loop), sock=sock, backlog=backlog, ssl=tls)
-        if desk.is_ending:  # while we waited
+        group = self._group
+        server = await loop.create_server(lambda: Connection(group, loop), sock=sock, backlog=backlog, ssl=tls)
+        if group.is_ending:  # while we waited
             server.close()
             return
         self._server = server
@@ -70,22 +70,22 @@ class HttpServer:
         self._stop_listening()
         try:
             async with asyncio.timeout(within_s):
-                await self._desk.empty()
+                await self._group.empty()
         except TimeoutError:
-            log.warning("requests were cut", extra={"requests": len(self._desk.tasks), "after_s": within_s})
+            log.warning("requests were cut", extra={"requests": len(self._group.tasks), "after_s": within_s})
         self.close()
-        if self._desk.tasks:
-            _, left = await asyncio.wait(list(self._desk.tasks), timeout=CANCEL_S)
+        if self._group.tasks:
+            _, left = await asyncio.wait(list(self._group.tasks), timeout=CANCEL_S)
             if left:
                 log.error("requests do not end", extra={"requests": len(left), "after_s": CANCEL_S})
 
     def close(self) -> None:
         """At once, and more than once if need be. Apps are cancelled; what they still do is their own cleaning up."""
         self._stop_listening()
-        self._desk.close()
+        self._group.close()
 
     def _stop_listening(self) -> None:
-        self._desk.is_ending = True
+        self._group.is_ending = True
         if self._server is not None:
             self._server.close()
             self._server = None

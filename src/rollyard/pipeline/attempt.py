@@ -37,7 +37,7 @@ from rollyard.core.failure import (
     SandboxLost,
     SandboxStuck,
 )
-from rollyard.engines.routing.policy_slots import PolicySlot
+from rollyard.engines.routing.seats import Seat
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
 from rollyard.pipeline.base import AttemptHost, Shutdown, Verdict
@@ -62,15 +62,15 @@ OVERRUNS = (DeadlineExpired, EvalDeadline, *ENDS.values())
 class Attempt:
     """See the module. `main` is the task's body; `stop` ends it from outside, with a reason."""
 
-    def __init__(self, yard: AttemptHost, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
-        self.yard = yard
-        self.last_beat = yard.clock()
+    def __init__(self, pipeline: AttemptHost, rollout: Rollout, run: Run, queued_s: float = 0.0) -> None:
+        self.pipeline = pipeline
+        self.last_beat = pipeline.clock()
         self.clock = Deadline()  # of the stage it is in
         self.quarantined = 0  # sandboxes of it that could not be proven gone
         self.is_seated = rollout.state is State.EVAL  # has its seat, or needs none: others may come after it
-        self._progress = AttemptProgress(rollout, run, Summary(node=yard.settings.node), queued_s=queued_s)
-        self._kit: stages.SandboxSession | None = None
-        self._seat: PolicySlot | None = None  # at its policy's engines, while it is in RUN or about to be
+        self._progress = AttemptProgress(rollout, run, Summary(node=pipeline.settings.node), queued_s=queued_s)
+        self._workspace: stages.Workspace | None = None
+        self._seat: Seat | None = None  # at its policy's engines, while it is in RUN or about to be
         self._eval_sandbox: Sandbox | None = None
         self._stop: RollyardError | Shutdown | Stale | None = None
         self._task: asyncio.Task[None] | None = None
@@ -102,13 +102,13 @@ class Attempt:
                 self._task.cancel()
 
     def beat(self) -> None:
-        self.last_beat = self.yard.clock()
+        self.last_beat = self.pipeline.clock()
 
     def tick(self, now: float, lease_s: float) -> float | None:
         """Renews what it holds; returns for how long nothing has moved in RUN, while its clock runs. `now`: the yard's.
 
         INIT and EVAL run against a deadline of their own from end to end: what is slow there is theirs to name."""
-        for sandbox in (self._kit.sandbox if self._kit else None, self._eval_sandbox):
+        for sandbox in (self._workspace.sandbox if self._workspace else None, self._eval_sandbox):
             if sandbox is not None:
                 sandbox.renew(lease_s)
         if not self.clock.is_running:
@@ -120,7 +120,7 @@ class Attempt:
     async def main(self) -> None:
         """Holds an INIT slot when it starts, unless it resumes in EVAL."""
         self._task = asyncio.current_task()
-        self._progress.span = rollout_span(self.yard.tracer, self.rollout)
+        self._progress.span = rollout_span(self.pipeline.tracer, self.rollout)
         verdict: Verdict
         try:
             verdict = await self._stages()
@@ -147,10 +147,10 @@ class Attempt:
         self._is_settling = True
         await self._dispose()
         self._forget()
-        self.yard.metrics.egress_used(
+        self.pipeline.metrics.egress_used(
             self._progress.ledger.verdicts, self._progress.ledger.sent_bytes, self._progress.ledger.received_bytes
         )
-        await Settlement(self.yard, self._progress).settle(verdict)
+        await Settlement(self.pipeline, self._progress).settle(verdict)
 
     def _stopped(self, reason: RollyardError | Shutdown | Stale) -> Failure | Shutdown | Stale:
         return reason.failure(self.state) if isinstance(reason, RollyardError) else reason
@@ -169,29 +169,29 @@ class Attempt:
         return await self._eval(failure, is_sandbox_gone=is_sandbox_gone)
 
     async def _init(self) -> None:
-        yard, progress = self.yard, self._progress
+        pipeline, progress = self.pipeline, self._progress
         try:
             self._check_stop()
             progress.mark("init")
             self._move(State.INIT)
-            self.clock = Deadline(self.rollout.task.limits.init_s, yard.clock)
+            self.clock = Deadline(self.rollout.task.limits.init_s, pipeline.clock)
             with stage_span(progress.span, "init"):
-                self._kit = await stages.init(
-                    yard.shop,
+                self._workspace = await stages.init(
+                    pipeline.resources,
                     self.rollout,
                     self.clock,
-                    lease_s=yard.settings.lease_s,
-                    metrics=yard.metrics,
+                    lease_s=pipeline.settings.lease_s,
+                    metrics=pipeline.metrics,
                     ledger=progress.ledger,
                 )
             progress.mark("ready")
             self._move(State.READY)
-            yard.ready += 1
+            pipeline.ready += 1
         except SandboxEndedByPolicy as error:  # which has not said a word yet
             raise SandboxLost(f"it ended before the agent had begun: {error.detail}") from error
         finally:
-            yard.init_pool.release()
-        sandbox, lease = self._kit.sandbox, self._kit.lease
+            pipeline.init_pool.release()
+        sandbox, lease = self._workspace.sandbox, self._workspace.lease
         if sandbox is not None:
             progress.summary = replace(progress.summary, limits_in_force=dict(sandbox.limits_in_force))
         if lease is not None:
@@ -200,33 +200,33 @@ class Attempt:
 
     async def _run(self) -> tuple[Failure | None, bool]:
         """What RUN ended with, and whether the policy ended its own sandbox."""
-        yard, progress = self.yard, self._progress
-        assert self._kit is not None
+        pipeline, progress = self.pipeline, self._progress
+        assert self._workspace is not None
         try:
             await self._sit_down()  # before the slot: a policy that is full must not hold RUN slots of others
-            await yard.run_pool.acquire(self._rank)
+            await pipeline.run_pool.acquire(self._rank)
         except BaseException:
             self._stand_up()
             raise
         finally:
-            yard.ready -= 1
-            yard.wake()
+            pipeline.ready -= 1
+            pipeline.wake()
         try:
             progress.mark("run")
             self._move(State.RUN)
-            self.clock = Deadline(self.rollout.task.limits.run_s, yard.clock)
+            self.clock = Deadline(self.rollout.task.limits.run_s, pipeline.clock)
             self.beat()
-            with stage_span(progress.span, "run", agent=yard.shop.agent_of(self.rollout.task).name) as span:
-                watch = stages.RunObserver(self.beat, span, yard.metrics)
+            with stage_span(progress.span, "run", agent=pipeline.resources.agent_of(self.rollout.task).name) as span:
+                watch = stages.RunObserver(self.beat, span, pipeline.metrics)
                 ran = await stages.run(
-                    yard.shop, self.rollout, self.run, self._kit, progress.running, self.clock, watch
+                    pipeline.resources, self.rollout, self.run, self._workspace, progress.running, self.clock, watch
                 )
             progress.ran(ran)
-            yard.metrics.run_ended(ran.trajectory)
+            pipeline.metrics.run_ended(ran.trajectory)
             verify(ran.trajectory)
             if ran.failure is not None and ran.failure.blame is not Blame.POLICY:
                 raise _Ended(ran.failure)
-            ran = await self._save(self._kit, ran)
+            ran = await self._save(self._workspace, ran)
             progress.mark("eval_wait")
             return ran.failure, ran.is_sandbox_gone
         finally:
@@ -234,48 +234,48 @@ class Attempt:
                 await self._dispose()
             finally:
                 self._stand_up()
-                yard.run_pool.release()
+                pipeline.run_pool.release()
 
     async def _sit_down(self) -> None:
         """Its seat at its policy, if its agent needs a model at all. Until then it is READY, and no clock runs."""
-        yard = self.yard
-        if needs_model(yard.shop.agent_of(self.rollout.task)):
-            seats = yard.shop.router.seats(self.run.policy)
+        pipeline = self.pipeline
+        if needs_model(pipeline.resources.agent_of(self.rollout.task)):
+            seats = pipeline.resources.router.seats(self.run.policy)
             self._seat = seats.try_acquire()
             if self._seat is None:
-                yard.unseated += 1
-                yard.wake()
+                pipeline.unseated += 1
+                pipeline.wake()
                 try:
                     self._seat = await seats.acquire(self._rank)
                 finally:
-                    yard.unseated -= 1
+                    pipeline.unseated -= 1
         self.is_seated = True
-        yard.seated(self.run.policy)
+        pipeline.seated(self.run.policy)
 
     def _stand_up(self) -> None:
         if self._seat is not None:
             self._seat.close()
 
-    async def _save(self, kit: stages.SandboxSession, ran: stages.RunResult) -> stages.RunResult:
+    async def _save(self, workspace: stages.Workspace, ran: stages.RunResult) -> stages.RunResult:
         """run → eval: artifacts out of the sandbox, then one durable row that says all EVAL needs."""
         progress, rollout = self._progress, self.rollout
-        gone = ended_by_policy(kit.sandbox)
-        if kit.sandbox is not None and not ran.is_sandbox_gone:
+        gone = ended_by_policy(workspace.sandbox)
+        if workspace.sandbox is not None and not ran.is_sandbox_gone:
             try:
-                artifacts = await stages.collect(self.yard.shop, rollout, kit)
+                artifacts = await stages.collect(self.pipeline.resources, rollout, workspace)
                 progress.trajectory = replace(ran.trajectory, artifacts=tuple(artifacts))
-                if kit.plan.eval_mode == "same":
-                    await kit.freeze(self.yard.shop.layers_of(rollout.task))
+                if workspace.plan.eval_mode == "same":
+                    await workspace.freeze(self.pipeline.resources.layers_of(rollout.task))
             except PolicyFailure as error:
                 ran, gone = replace(ran, is_sandbox_gone=True), error
             except SandboxStuck as stuck:
                 raise SandboxLost(stuck.detail) from stuck  # the clean-up that follows finds it stuck, and counts it
         if ran.is_sandbox_gone and ran.failure is None and gone is not None:
             ran = replace(ran, failure=gone.failure("run"))
-        progress.is_reevaluable = kit.plan.is_reevaluable and kit.plan.eval_mode == "fresh"
+        progress.is_reevaluable = workspace.plan.is_reevaluable and workspace.plan.eval_mode == "fresh"
         info: dict[str, Json] = {
             "is_reevaluable": progress.is_reevaluable,
-            "eval_mode": kit.plan.eval_mode,
+            "eval_mode": workspace.plan.eval_mode,
             "is_sandbox_gone": ran.is_sandbox_gone,
             "failure": msgspec.to_builtins(ran.failure),
             "summary": msgspec.to_builtins(progress.told(progress.summary)),
@@ -283,7 +283,7 @@ class Attempt:
         }
         at = rollout.position
         assert progress.trajectory is not None
-        saving = asyncio.ensure_future(self.yard.store.save_run(rollout.id, at, progress.trajectory, info))
+        saving = asyncio.ensure_future(self.pipeline.store.save_run(rollout.id, at, progress.trajectory, info))
         try:
             await asyncio.shield(saving)
         except asyncio.CancelledError:
@@ -296,7 +296,7 @@ class Attempt:
     async def _restore(self) -> tuple[Failure | None, bool]:
         """An attempt that an earlier process brought as far as EVAL."""
         progress = self._progress
-        saved = await self.yard.store.saved_run(self.rollout.id)
+        saved = await self.pipeline.store.saved_run(self.rollout.id)
         if saved is None:
             raise InternalError("this rollout is in EVAL, but what RUN left is not there")
         progress.trajectory, info = saved
@@ -308,8 +308,8 @@ class Attempt:
     # --- scoring --------------------------------------------------------------------------------------
 
     async def _eval(self, failure: Failure | None, *, is_sandbox_gone: bool) -> Ending:
-        yard, progress = self.yard, self._progress
-        failing_score = yard.shop.environment_of(self.rollout.task).plan(self.rollout.task).failing_score
+        pipeline, progress = self.pipeline, self._progress
+        failing_score = pipeline.resources.environment_of(self.rollout.task).plan(self.rollout.task).failing_score
         if is_sandbox_gone:
             return progress.scored(failing_score, failure)
         broken, overruns = 0, 0  # apart: a host that failed once has not shown that the checks are slow
@@ -326,7 +326,7 @@ class Attempt:
                 progress.note(f"EVAL was tried again: {killed}")
             except RollyardError as error:
                 broken += 1
-                if not error.retryable or broken >= yard.settings.eval_attempts or self._stop is not None:
+                if not error.retryable or broken >= pipeline.settings.eval_attempts or self._stop is not None:
                     raise
                 if isinstance(error, SandboxStuck):  # else `main` counts it
                     self._quarantine(error)
@@ -337,23 +337,23 @@ class Attempt:
 
     async def _score(self, *, is_last: bool) -> Score:
         """One try, in a slot of EVAL's pool."""
-        yard, progress = self.yard, self._progress
+        pipeline, progress = self.pipeline, self._progress
         assert progress.trajectory is not None
-        async with yard.eval_pool.slot(self._rank):
+        async with pipeline.eval_pool.slot(self._rank):
             progress.mark("eval")
-            self.clock = Deadline(self.rollout.task.limits.eval_s, yard.clock)
+            self.clock = Deadline(self.rollout.task.limits.eval_s, pipeline.clock)
             self.beat()
             with stage_span(progress.span, "eval"):
                 return await evaluate(
-                    yard.shop,
+                    pipeline.resources,
                     self.rollout,
                     progress.trajectory,
                     self.clock,
-                    lease_s=yard.settings.lease_s,
+                    lease_s=pipeline.settings.lease_s,
                     watch=self._hold,
-                    metrics=yard.metrics,
-                    layers=self._kit.eval_layers if self._kit is not None else (),
-                    ran_on=self._kit.sandbox.spec if self._kit is not None and self._kit.sandbox is not None else None,
+                    metrics=pipeline.metrics,
+                    layers=self._workspace.eval_layers if self._workspace is not None else (),
+                    ran_on=self._workspace.sandbox.spec if self._workspace is not None and self._workspace.sandbox is not None else None,
                     is_last=is_last,
                     ledger=progress.ledger,
                 )
@@ -378,25 +378,25 @@ class Attempt:
 
     async def _dispose(self) -> None:
         """Everything it holds is gone after this, or reported as stuck. A cancel cannot cut it short."""
-        if self._kit is not None and self._closing is None:
-            self._closing = asyncio.ensure_future(self._close(self._kit))
+        if self._workspace is not None and self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(self._workspace))
         if self._closing is not None:
             await asyncio.shield(self._closing)
 
     def _forget(self) -> None:
         """Once nothing stands on them any more: the layer that it shares, and the files that RUN left."""
-        if self._kit is not None:
-            self._kit.forget()
+        if self._workspace is not None:
+            self._workspace.forget()
 
-    async def _close(self, kit: stages.SandboxSession) -> None:
+    async def _close(self, workspace: stages.Workspace) -> None:
         try:
-            await kit.close()
+            await workspace.close()
         except SandboxStuck as stuck:
             self._quarantine(stuck)
         except Exception as error:  # a tool's, most likely; the rollout still has to end
             log.exception("clean-up broke", extra={"rollout": self.rollout.id})
             detail = f"its clean-up broke: {type(error).__name__}: {error}"
-            if kit.sandbox is not None and kit.sandbox.end is None:
+            if workspace.sandbox is not None and workspace.sandbox.end is None:
                 self._quarantine(SandboxStuck(detail))
             else:
                 self._progress.note(detail)
@@ -416,7 +416,7 @@ class Attempt:
         """Written in order, not waited for; if the store says it is not ours any more, we stop."""
         at = self.rollout.position
         to = at.to(state)
-        self.yard.store.move(self.rollout.id, at, to).add_done_callback(self._moved)
+        self.pipeline.store.move(self.rollout.id, at, to).add_done_callback(self._moved)
         self._at(to)
 
     def _moved(self, future: asyncio.Future[None]) -> None:
@@ -427,7 +427,7 @@ class Attempt:
     def _at(self, position: Position) -> None:
         self._progress.rollout = replace(self.rollout, position=position)
         self.beat()
-        self.yard.publish(self.rollout)
+        self.pipeline.publish(self.rollout)
 
 
 class _Ended(Exception):

@@ -46,7 +46,7 @@ class AttemptHost(Protocol):
     """What an attempt needs of the one who started it."""
 
     store: Store
-    shop: StageResources
+    resources: StageResources
     settings: PipelineSettings
     init_pool: WorkerPool
     run_pool: WorkerPool

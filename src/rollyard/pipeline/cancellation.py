@@ -45,38 +45,38 @@ class CancellationHost(Protocol):
 class Cancellation:
     """See the module. `deleting` are the runs that are being deleted."""
 
-    def __init__(self, yard: CancellationHost) -> None:
-        self._yard = yard
+    def __init__(self, pipeline: CancellationHost) -> None:
+        self._pipeline = pipeline
         self.deleting: set[str] = set()
 
     async def cancel_many(self, ids: Sequence[str], detail: str) -> None:
         """Like `cancel` of each."""
         for first in range(0, len(ids), CANCELS):
             few = ids[first : first + CANCELS]
-            queued = [rollout_id for rollout_id in few if self._yard.scheduler.remove(rollout_id)]
+            queued = [rollout_id for rollout_id in few if self._pipeline.scheduler.remove(rollout_id)]
             ended = await self._end(queued, detail) if queued else set[str]()
             for rollout_id in few:
                 if rollout_id not in ended:
-                    await self._yard.cancel(rollout_id, detail)
+                    await self._pipeline.cancel(rollout_id, detail)
 
     async def begin_deletion(self, run_id: str) -> None:
         """Durable when it returns: nothing of the run starts any more. `delete` does the rest, also after a restart."""
-        await self._yard.store.begin_deletion(run_id)
+        await self._pipeline.store.begin_deletion(run_id)
         self.deleting.add(run_id)
-        self._yard.scheduler.drop_run(run_id)
+        self._pipeline.scheduler.drop_run(run_id)
 
     async def delete(self, run_id: str) -> None:
         """Cancels what has not ended, waits for it, and forgets the run."""
         detail = "its run was deleted"
         while True:
-            while ids := await self._yard.store.queued_of(run_id, CANCELS):
+            while ids := await self._pipeline.store.queued_of(run_id, CANCELS):
                 await self._end(ids, detail)
             for rollout_id in self._live_of(run_id):
-                await self._yard.cancel(rollout_id, detail)
+                await self._pipeline.cancel(rollout_id, detail)
             while self._live_of(run_id):
-                await self._yard.changed()
+                await self._pipeline.changed()
             try:
-                await self._yard.store.delete_run(run_id)
+                await self._pipeline.store.delete_run(run_id)
             except Stale:
                 await asyncio.sleep(AGAIN_S)
                 continue
@@ -84,12 +84,12 @@ class Cancellation:
             return
 
     def _live_of(self, run_id: str) -> list[str]:
-        return [rollout_id for rollout_id, attempt in self._yard.live.items() if attempt.run.id == run_id]
+        return [rollout_id for rollout_id, attempt in self._pipeline.live.items() if attempt.run.id == run_id]
 
     async def _end(self, ids: Sequence[str], detail: str) -> set[str]:
         """Ends those that are queued in the store, and publishes their records."""
-        ended = await self._yard.store.cancel_many(ids, detail)
+        ended = await self._pipeline.store.cancel_many(ids, detail)
         for first in range(0, len(ended), PUBLISHED):
-            for rollout in await self._yard.store.get_many(ended[first : first + PUBLISHED]):
-                self._yard.publish(rollout)
+            for rollout in await self._pipeline.store.get_many(ended[first : first + PUBLISHED]):
+                self._pipeline.publish(rollout)
         return set(ended)

@@ -34,7 +34,7 @@ class CheckKilled(Exception):
 
 
 async def evaluate(
-    shop: StageResources,
+    resources: StageResources,
     rollout: Rollout,
     trajectory: Trajectory,
     clock: Deadline,
@@ -54,7 +54,7 @@ async def evaluate(
     ledger = ledger or EgressLedger()
     troubles = ledger.troubles
     task = rollout.task
-    environment = shop.environment_of(task)
+    environment = resources.environment_of(task)
     plan = environment.plan(task)
     if plan.eval_mode == "same" and not layers:
         raise ArtifactLost("the files that RUN left are gone with the process that ran it; EVAL `same` needs them")
@@ -67,19 +67,19 @@ async def evaluate(
                     if plan.eval_mode == "same" and ran_on is not None:
                         spec = replace(ran_on, binds=(), has_doorway=False)
                     else:
-                        stack.enter_context(shop.holding_image(task))
-                        spec = shop.spec_of(task, plan, rollout.id)
-                    egress = shop.egress_of(task, ledger, is_eval=True)
+                        stack.enter_context(resources.holding_image(task))
+                        spec = resources.spec_of(task, plan, rollout.id)
+                    egress = resources.egress_of(task, ledger, is_eval=True)
                     spec = replace(eval_spec(spec, plan, layers), egress=egress)
-                    sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
+                    sandbox = await start(resources, task, spec, clock, lease_s=lease_s, metrics=metrics)
                     stack.push_async_callback(to_its_end, sandbox.kill)
                     watch(sandbox)
                     if plan.eval_mode == "fresh":
-                        artifacts = await _unpack(shop, sandbox, trajectory, rollout.id)
+                        artifacts = await _unpack(resources, sandbox, trajectory, rollout.id)
         except DeadlineExpired:
             raise SandboxStartFailed(f"EVAL's sandbox was not there within {clock.budget_s:g} s") from None
         async with clock.counting():
-            context = EnvContext(task, rollout.id, sandbox, _PatientJudge(shop.router, clock))
+            context = EnvContext(task, rollout.id, sandbox, _PatientJudge(resources.router, clock))
             evidence = Evidence(trajectory, {artifact.name: artifact for artifact in artifacts})
             with boundary(VerifierCrashed, f"{task.environment}.eval"):
                 score = await environment.eval(context, evidence)
@@ -121,12 +121,12 @@ def _check_score(score: object, trajectory: Trajectory, what: str) -> None:
             raise VerifierCrashed(f"{what} rewarded span {turn.span} of trace {turn.trace}, which is not there")
 
 
-async def _unpack(shop: StageResources, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str) -> tuple[Artifact, ...]:
+async def _unpack(resources: StageResources, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str) -> tuple[Artifact, ...]:
     """Those that are in place now. A file where the image has a folder, or the other way round, is the policy's doing
     and as good as missing: `eval` says what that means."""
     there: list[Artifact] = []
     for artifact in trajectory.artifacts:
-        path = await shop.artifacts.load(artifact, rollout_id, trajectory.attempt)
+        path = await resources.artifacts.load(artifact, rollout_id, trajectory.attempt)
         with boundary(VerifierCrashed, f"unpacking the artifact {artifact.name}"):
             try:
                 if artifact.kind == "tar":

@@ -45,22 +45,22 @@ class PlayResult:
     eval_s: float = 0.0
 
 
-async def play(shop: StageResources, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None) -> PlayResult:
+async def play(resources: StageResources, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None) -> PlayResult:
     """The task by `agent` (else its own). What a service refuses at submit raises here, too; all else is told."""
     if agent:
         task = replace(task, agent=task.agent if agent == task.agent.name else AgentSpec(agent))
     owner = run or Run("try")
     rollout = Rollout(rollout_id or new_id("try"), owner.id, task)  # artifacts lie under it
-    shop.check(task, owner)
+    resources.check(task, owner)
     marks = [time.monotonic()]
     trajectory: Trajectory | None = None
     try:
-        kit = await stages.init(shop, rollout, Deadline(task.limits.init_s), lease_s=LEASE_S)
+        workspace = await stages.init(resources, rollout, Deadline(task.limits.init_s), lease_s=LEASE_S)
         try:
             marks.append(time.monotonic())
             try:
                 clock = Deadline(task.limits.run_s)
-                ran = await stages.run(shop, rollout, owner, kit, stages.RunState(), clock, stages.RunObserver())
+                ran = await stages.run(resources, rollout, owner, workspace, stages.RunState(), clock, stages.RunObserver())
                 trajectory = ran.trajectory
                 if ran.failure is not None and ran.failure.blame is not Blame.POLICY:
                     return _told(marks, None, ran.failure, trajectory)
@@ -68,48 +68,48 @@ async def play(shop: StageResources, task: Task, *, agent: str = "", rollout_id:
                 gone: PolicyFailure | None = None
                 if not ran.is_sandbox_gone:
                     try:
-                        saved = await stages.collect(shop, rollout, kit)
+                        saved = await stages.collect(resources, rollout, workspace)
                         trajectory = replace(trajectory, artifacts=tuple(saved))
-                        if kit.plan.eval_mode == "same":
-                            await kit.freeze(shop.layers_of(task))
+                        if workspace.plan.eval_mode == "same":
+                            await workspace.freeze(resources.layers_of(task))
                     except PolicyFailure as error:
                         gone = error
-                gone = gone or ended_by_policy(kit.sandbox)
+                gone = gone or ended_by_policy(workspace.sandbox)
                 if gone is not None:
-                    return _told(marks, kit.plan.failing_score, failure or gone.failure("run"), trajectory)
+                    return _told(marks, workspace.plan.failing_score, failure or gone.failure("run"), trajectory)
             finally:
-                await to_its_end(kit.close)
+                await to_its_end(workspace.close)
             marks.append(time.monotonic())
-            score, overran = await _scored(shop, rollout, trajectory, kit)
+            score, overran = await _scored(resources, rollout, trajectory, workspace)
             return _told(marks, score, overran or failure, trajectory)
         finally:
-            kit.forget()
+            workspace.forget()
     except RollyardError as error:
         stage = ("init", "run", "eval")[min(len(marks) - 1, 2)]
         return _told(marks, None, error.failure(stage), trajectory)
 
 
 async def _scored(
-    shop: StageResources, rollout: Rollout, trajectory: Trajectory, kit: stages.SandboxSession
+    resources: StageResources, rollout: Rollout, trajectory: Trajectory, workspace: stages.Workspace
 ) -> tuple[Score, Failure | None]:
     clock = Deadline(rollout.task.limits.eval_s)
     try:
         score = await evaluate(
-            shop,
+            resources,
             rollout,
             trajectory,
             clock,
             lease_s=LEASE_S,
             watch=lambda _: None,
-            layers=kit.eval_layers,
-            ran_on=kit.sandbox.spec if kit.sandbox is not None else None,
+            layers=workspace.eval_layers,
+            ran_on=workspace.sandbox.spec if workspace.sandbox is not None else None,
         )
         return score, None
     except DeadlineExpired:
         failure = EvalDeadline(f"EVAL was not done in {clock.budget_s:g} s").failure("eval")
-        return kit.plan.failing_score, failure
+        return workspace.plan.failing_score, failure
     except PolicyFailure as error:
-        return kit.plan.failing_score, error.failure("eval")
+        return workspace.plan.failing_score, error.failure("eval")
 
 
 def _told(marks: list[float], score: Score | None, failure: Failure | None, trajectory: Trajectory | None) -> PlayResult:

@@ -55,16 +55,16 @@ class Pipeline:
     """See the module. `async with` recovers what an earlier process left, and drains at the end."""
 
     def __init__(
-        self, store: Store, shop: StageResources, settings: PipelineSettings, *, metrics: Metrics, tracer: Tracer
+        self, store: Store, resources: StageResources, settings: PipelineSettings, *, metrics: Metrics, tracer: Tracer
     ) -> None:
         self.store = store
-        self.shop = shop
+        self.resources = resources
         self.settings = settings
         self.metrics = metrics
         self.tracer = tracer
         self.clock = WorkClock()
         self._opened, self._opened_at = time.monotonic(), time.time()
-        self.hub = EventLog(store.epoch)
+        self.event_log = EventLog(store.epoch)
         self.scheduler = Scheduler()
         self.init_pool = WorkerPool("init", settings.init_slots, self.wake)
         self.run_pool = WorkerPool("run", settings.run_slots, self.wake)
@@ -225,9 +225,9 @@ class Pipeline:
         for rollout in stored:
             if rollout.state is State.QUEUED and not self._has(rollout.id):
                 self.scheduler.push(_row(rollout, waited_s))
-                self.hub.publish(rollout)
+                self.event_log.publish(rollout)
             elif rollout.state is State.ENDED:
-                self.hub.publish(rollout)
+                self.event_log.publish(rollout)
                 self._tell_end(rollout)
         self.wake()
 
@@ -249,7 +249,7 @@ class Pipeline:
 
     async def wait(self, rollout_id: str, within_s: float) -> Rollout:
         """The record, at its end or when the time is over."""
-        end = self.hub.end_of(rollout_id)
+        end = self.event_log.end_of(rollout_id)
         rollout = await self.store.get(rollout_id)
         if rollout.state is State.ENDED or within_s <= 0:
             return rollout
@@ -331,7 +331,7 @@ class Pipeline:
     # --- what attempts ask ----------------------------------------------------------------------------
 
     def publish(self, rollout: Rollout) -> None:
-        self.hub.publish(rollout)
+        self.event_log.publish(rollout)
         if rollout.ending is not None:
             self.metrics.rollout_ended(rollout)
             self._tell_end(rollout)
@@ -388,7 +388,7 @@ class Pipeline:
         """Whether a rollout of this run would find a seat, or a place among those that wait for one: READY's size, at
         most half of the budget, shared by the policies whose rollouts are on their way."""
         run = self._runs.get(run_id)
-        if run is None or (free := self.shop.router.seats(run.policy).free) is None:
+        if run is None or (free := self.resources.router.seats(run.policy).free) is None:
             return True
         may_wait = max(1, min(self.ready_slots, self.max_live // 2) // max(1, len(self._ahead)))
         return self._ahead.get(run.policy, 0) < free + may_wait
@@ -522,7 +522,7 @@ class Pipeline:
         for listener in self.on_swept:
             listener(swept)
         for rollout_id in swept.rollouts:
-            await self.shop.artifacts.delete(rollout_id)
+            await self.resources.artifacts.delete(rollout_id)
 
     def _forget_run(self, run_id: str) -> None:
         self._runs.pop(run_id, None)

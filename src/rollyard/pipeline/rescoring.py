@@ -34,20 +34,20 @@ class RescoringHost(AttemptHost, Protocol):
 class Rescoring:
     """See the module."""
 
-    def __init__(self, yard: RescoringHost) -> None:
-        self._yard = yard
+    def __init__(self, pipeline: RescoringHost) -> None:
+        self._pipeline = pipeline
         self._sandboxes: set[Sandbox] = set()
         self.active = 0  # each has a place in the budget
         self.waiting = 0  # for one
 
     def tick(self) -> None:
         for sandbox in self._sandboxes:
-            sandbox.renew(self._yard.settings.lease_s)
+            sandbox.renew(self._pipeline.settings.lease_s)
 
     async def rescore(self, rollout_id: str) -> Rollout:
         """The record with the new score appended. Gone, or InvalidRequest with the reason, if there is none to make."""
-        yard = self._yard
-        rollout = await yard.store.get(rollout_id)
+        pipeline = self._pipeline
+        rollout = await pipeline.store.get(rollout_id)
         trajectory = await self._saved(rollout)
         held: set[Sandbox] = set()
 
@@ -55,18 +55,18 @@ class Rescoring:
             held.add(sandbox)
             self._sandboxes.add(sandbox)
 
-        async with self._place(), yard.eval_pool.slot((-rollout.priority, rollout.seq)):
+        async with self._place(), pipeline.eval_pool.slot((-rollout.priority, rollout.seq)):
             try:
                 try:
                     score = await self._score(rollout, trajectory, hold, is_last=False)
                 except CheckKilled:
                     score = await self._score(rollout, trajectory, hold, is_last=True)
             except SandboxStuck:
-                yard.quarantined += 1
+                pipeline.quarantined += 1
                 raise
             finally:
                 self._sandboxes -= held
-        penalty = (await yard.store.get_run(rollout.run)).overlong_penalty
+        penalty = (await pipeline.store.get_run(rollout.run)).overlong_penalty
         if penalty is not None:
             score = penalty.applied(score, trajectory.sampled_tokens)
         entry: dict[str, Json] = {
@@ -75,25 +75,25 @@ class Rescoring:
             "components": dict(score.components),
             "metrics": dict(score.metrics),
         }
-        return await yard.store.add_score(rollout_id, entry)
+        return await pipeline.store.add_score(rollout_id, entry)
 
     async def _score(
         self, rollout: Rollout, trajectory: Trajectory, hold: Callable[[Sandbox], None], *, is_last: bool
     ) -> Score:
-        yard = self._yard
+        pipeline = self._pipeline
         return await evaluate(
-            yard.shop,
+            pipeline.resources,
             rollout,
             trajectory,
-            Deadline(rollout.task.limits.eval_s, yard.clock),
-            lease_s=yard.settings.lease_s,
+            Deadline(rollout.task.limits.eval_s, pipeline.clock),
+            lease_s=pipeline.settings.lease_s,
             watch=hold,
-            metrics=yard.metrics,
+            metrics=pipeline.metrics,
             is_last=is_last,
         )
 
     async def _saved(self, rollout: Rollout) -> Trajectory:
-        store = self._yard.store
+        store = self._pipeline.store
         if rollout.state is not State.ENDED:
             raise InvalidRequest(f"rollout {rollout.id} has not ended yet")
         saved = await store.saved_run(rollout.id)
@@ -115,14 +115,14 @@ class Rescoring:
     async def _place(self) -> AsyncGenerator[None, None]:
         self.waiting += 1
         try:
-            while self._yard.places_free <= 0:
-                await self._yard.changed()
+            while self._pipeline.places_free <= 0:
+                await self._pipeline.changed()
             self.active += 1
         finally:
             self.waiting -= 1
-            self._yard.wake()
+            self._pipeline.wake()
         try:
             yield
         finally:
             self.active -= 1
-            self._yard.left()
+            self._pipeline.left()

@@ -37,15 +37,15 @@ milliseconds, or the last of one that its set-up has used up, would else close a
 
 
 async def start(
-    shop: StageResources, task: Task, spec: SandboxSpec, clock: Deadline, *, lease_s: float, metrics: Metrics | None
+    resources: StageResources, task: Task, spec: SandboxSpec, clock: Deadline, *, lease_s: float, metrics: Metrics | None
 ) -> Sandbox:
     """A running sandbox, or SandboxStartFailed. The clock is held while the machine has no room for one."""
-    runtime = shop.runtime_of(task)
+    runtime = resources.runtime_of(task)
     with clock.held():
         await runtime.room()
     begun = time.monotonic()
     try:
-        with boundary(SandboxStartFailed, "the runtime"), shop.breakers.guard(runtime.name, spec.image):
+        with boundary(SandboxStartFailed, "the runtime"), resources.breakers.guard(runtime.name, spec.image):
             sandbox = await runtime.start(spec, lease_s=lease_s)
     except RollyardError as error:
         if metrics is not None:
@@ -54,7 +54,7 @@ async def start(
     except asyncio.CancelledError:
         waited_s = time.monotonic() - begun
         if waited_s >= FAIR_START_S:
-            shop.breakers.failed(runtime.name, spec.image, f"it was given up after {waited_s:.0f} s")
+            resources.breakers.failed(runtime.name, spec.image, f"it was given up after {waited_s:.0f} s")
         raise
     if metrics is not None:
         metrics.sandbox_started(runtime.name, time.monotonic() - begun)

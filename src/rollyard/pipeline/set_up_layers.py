@@ -44,19 +44,19 @@ INIT_GRACE_S = 60.0
 
 
 async def prepared(
-    shop: StageResources, rollout: Rollout, spec: SandboxSpec, clock: Deadline, *, metrics: Metrics | None
+    resources: StageResources, rollout: Rollout, spec: SandboxSpec, clock: Deadline, *, metrics: Metrics | None
 ) -> LayerLease | None:
     """The layer that this task's `prepare` leaves, made or found. None: it is not shared, and still to be done."""
     task = rollout.task
-    runtime, layers = shop.runtime_of(task), shop.layers_of(task)
-    environment = shop.environment_of(task)
+    runtime, layers = resources.runtime_of(task), resources.layers_of(task)
+    environment = resources.environment_of(task)
     with boundary(EnvironmentBroken, f"{task.environment}.layer_key"):
         own = environment.layer_key(task)
     if own is None or layers is None:
         return None
 
     async def make(target: Path) -> None:
-        await _make(shop, rollout, spec, environment, clock, target, metrics)
+        await _make(resources, rollout, spec, environment, clock, target, metrics)
 
     # What a set-up writes depends on what it could fetch.
     parts = [own, task.environment, __version__, runtime.name, image_identity(spec.image), *_reachable(spec.egress)]
@@ -82,7 +82,7 @@ def _reachable(egress: Egress | None) -> list[str]:
 
 
 async def _make(
-    shop: StageResources,
+    resources: StageResources,
     rollout: Rollout,
     spec: SandboxSpec,
     environment: Environment,
@@ -96,11 +96,11 @@ async def _make(
     try:
         async with clock.counting():
             lease_s = task.limits.init_s + INIT_GRACE_S
-            sandbox = await start(shop, task, spec, clock, lease_s=lease_s, metrics=metrics)
+            sandbox = await start(resources, task, spec, clock, lease_s=lease_s, metrics=metrics)
             try:
                 phase = "set-up"
                 with setting_up(f"{task.environment}.prepare", sandbox):
-                    await environment.prepare(EnvContext(task, rollout.id, sandbox, shop.router))
+                    await environment.prepare(EnvContext(task, rollout.id, sandbox, resources.router))
                 phase = "freeze"
                 with boundary(SandboxStartFailed, "keeping the set-up"):
                     await sandbox.freeze(target)

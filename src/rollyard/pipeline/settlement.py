@@ -24,8 +24,8 @@ log = logging.getLogger("rollyard.pipeline")
 class Settlement:
     """See the module."""
 
-    def __init__(self, yard: AttemptHost, progress: AttemptProgress) -> None:
-        self._yard = yard
+    def __init__(self, pipeline: AttemptHost, progress: AttemptProgress) -> None:
+        self._pipeline = pipeline
         self._progress = progress
 
     async def settle(self, verdict: Verdict) -> None:
@@ -38,7 +38,7 @@ class Settlement:
             elif isinstance(verdict, Shutdown) and self._is_to_be_run_again:
                 await self.give_back(progress.lost("drained", "the service was stopped"), delay_s=0.0, is_excused=True)
             elif isinstance(verdict, Shutdown) and progress.state is State.EVAL:
-                await self._yard.store.excuse_eval(progress.rollout.id, progress.rollout.position)
+                await self._pipeline.store.excuse_eval(progress.rollout.id, progress.rollout.position)
             elif isinstance(verdict, Stale):
                 await self._overtaken()
         except Stale:
@@ -47,7 +47,7 @@ class Settlement:
             raise  # nothing can be written any more: the service ends with it
         except Exception as error:  # what this rollout left cannot be written: its own end, not everybody's
             log.exception("the end cannot be stored", extra={"rollout": progress.rollout.id})
-            progress.trajectory, progress.summary = None, Summary(node=self._yard.settings.node)
+            progress.trajectory, progress.summary = None, Summary(node=self._pipeline.settings.node)
             broken = InternalError(f"what this rollout left cannot be stored ({type(error).__name__})")
             with suppress(Stale):
                 await self._end(progress.failed(broken.failure(progress.state)))
@@ -64,7 +64,7 @@ class Settlement:
             await self._end(progress.failed(failure, Outcome.CANCELLED))
             return
         rollout = progress.rollout
-        delay_s = retry.delay_s(failure, rollout.attempt, rollout.excused, self._yard.settings.max_attempts)
+        delay_s = retry.delay_s(failure, rollout.attempt, rollout.excused, self._pipeline.settings.max_attempts)
         has_had_its_tries = progress.state is State.EVAL and failure.code != NodeLost.code  # EVAL has its own
         if delay_s is None or progress.state is State.QUEUED or has_had_its_tries:
             await self._end(progress.failed(failure))
@@ -74,15 +74,15 @@ class Settlement:
     async def _end(self, ending: Ending) -> None:
         progress = self._progress
         rollout = progress.rollout
-        progress.rollout = await self._yard.store.end(rollout.id, rollout.position, ending, progress.trajectory)
+        progress.rollout = await self._pipeline.store.end(rollout.id, rollout.position, ending, progress.trajectory)
         end_rollout_span(progress.span, ending)
-        self._yard.publish(progress.rollout)
+        self._pipeline.publish(progress.rollout)
 
     async def give_back(self, lost: LostAttempt, *, delay_s: float, is_excused: bool = False) -> None:
         """Into the queue again, unless it was cancelled meanwhile. `Stale` if it is not ours."""
         progress = self._progress
         rollout = progress.rollout
-        await self._yard.store.requeue(rollout.id, rollout.position, lost, is_excused=is_excused)
+        await self._pipeline.store.requeue(rollout.id, rollout.position, lost, is_excused=is_excused)
         progress.span.fail(lost.code)
         progress.span.end()
         if await self._is_cancelled_now():
@@ -93,20 +93,20 @@ class Settlement:
             lost=(*rollout.lost, lost),
             excused=rollout.excused + is_excused,
         )
-        self._yard.publish(progress.rollout)
-        self._yard.requeued(progress.rollout, delay_s)
+        self._pipeline.publish(progress.rollout)
+        self._pipeline.requeued(progress.rollout, delay_s)
 
     async def _is_cancelled_now(self) -> bool:
         """A cancel that was asked for while this attempt was being given back: no other one may begin."""
         try:
-            found = await self._yard.store.get(self._progress.rollout.id)
+            found = await self._pipeline.store.get(self._progress.rollout.id)
         except NotFound:
             return True  # it left with its run, or (at a node) is the head's again
         if found.is_cancel_requested and found.state is State.QUEUED:
-            found = await self._yard.store.request_cancel(found.id, "cancelled by the client") or found
+            found = await self._pipeline.store.request_cancel(found.id, "cancelled by the client") or found
         if found.state is not State.ENDED:
             return False
-        self._yard.publish(found)
+        self._pipeline.publish(found)
         return True
 
     async def _overtaken(self) -> None:
@@ -114,6 +114,6 @@ class Settlement:
         rollout = self._progress.rollout
         log.info("attempt was overtaken", extra={"rollout": rollout.id, "state": rollout.state})
         with suppress(NotFound):
-            found = await self._yard.store.get(rollout.id)
+            found = await self._pipeline.store.get(rollout.id)
             if found.state is State.ENDED:
-                self._yard.publish(found)
+                self._pipeline.publish(found)

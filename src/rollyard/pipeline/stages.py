@@ -73,7 +73,7 @@ MOST_DEPTH = 64
 
 
 @dataclass(slots=True)
-class SandboxSession:
+class Workspace:
     """What INIT made and RUN uses. `close` ends all of it and proves the sandbox gone; after `freeze` the files that
     RUN left are still there for EVAL, until `forget`."""
 
@@ -136,93 +136,93 @@ class SandboxSession:
 
 
 async def init(
-    shop: StageResources,
+    resources: StageResources,
     rollout: Rollout,
     clock: Deadline,
     *,
     lease_s: float,
     metrics: Metrics | None = None,
     ledger: EgressLedger | None = None,
-) -> SandboxSession:
+) -> Workspace:
     """Sandbox, prepared files, started services, opened tools. `ledger` gets what its sandboxes reach."""
     task = rollout.task
-    environment = shop.environment_of(task)
+    environment = resources.environment_of(task)
     with boundary(EnvironmentBroken, f"{task.environment}.plan"):
-        kit = SandboxSession(environment.plan(task))
-    kinds = shop.tools_of(task)
-    outfit = outfit_of(shop.agent_of(task), task)
+        workspace = Workspace(environment.plan(task))
+    kinds = resources.tools_of(task)
+    outfit = outfit_of(resources.agent_of(task), task)
     spec: SandboxSpec | None = None
     phase = "start"
     try:
-        if kit.plan.needs_sandbox or outfit.needs_doorway or any(kind.needs_sandbox for kind in kinds):
-            kit.holding.enter_context(shop.holding_image(task))
-            spec = shop.spec_of(task, kit.plan, rollout.id)
-            spec = replace(spec, egress=shop.egress_of(task, ledger or EgressLedger()))
-            kit.python = await shop.python_of(task, kinds)
-            if kit.python is not None and shop.runtime_of(task).is_isolated:
-                spec = replace(spec, binds=(*spec.binds, Bind(kit.python.folder, INSIDE)))
-            kit.lease = await prepared(shop, rollout, spec, clock, metrics=metrics)
-            if kit.lease is not None:
-                spec = replace(spec, layers=(kit.lease.path,))
+        if workspace.plan.needs_sandbox or outfit.needs_doorway or any(kind.needs_sandbox for kind in kinds):
+            workspace.holding.enter_context(resources.holding_image(task))
+            spec = resources.spec_of(task, workspace.plan, rollout.id)
+            spec = replace(spec, egress=resources.egress_of(task, ledger or EgressLedger()))
+            workspace.python = await resources.python_of(task, kinds)
+            if workspace.python is not None and resources.runtime_of(task).is_isolated:
+                spec = replace(spec, binds=(*spec.binds, Bind(workspace.python.folder, INSIDE)))
+            workspace.lease = await prepared(resources, rollout, spec, clock, metrics=metrics)
+            if workspace.lease is not None:
+                spec = replace(spec, layers=(workspace.lease.path,))
         async with clock.counting():
             if spec is not None:
-                has_doorway = outfit.needs_doorway or bool(shop.served_inside(task))
+                has_doorway = outfit.needs_doorway or bool(resources.served_inside(task))
                 spec = replace(spec, binds=(*spec.binds, *outfit.binds), has_doorway=has_doorway)
                 init_lease_s = max(lease_s, task.limits.init_s + INIT_GRACE_S)
-                kit.sandbox = await start(shop, task, spec, clock, lease_s=init_lease_s, metrics=metrics)
-                await _serve_inside(kit, shop, task, rollout.id)
+                workspace.sandbox = await start(resources, task, spec, clock, lease_s=init_lease_s, metrics=metrics)
+                await _serve_inside(workspace, resources, task, rollout.id)
             phase = "set-up"
-            context = EnvContext(task, rollout.id, kit.sandbox, shop.router)
-            if kit.lease is None:
-                with setting_up(f"{task.environment}.prepare", kit.sandbox):
+            context = EnvContext(task, rollout.id, workspace.sandbox, resources.router)
+            if workspace.lease is None:
+                with setting_up(f"{task.environment}.prepare", workspace.sandbox):
                     await environment.prepare(context)
-            with setting_up(f"{task.environment}.init", kit.sandbox):
-                kit.start = await environment.init(context)
+            with setting_up(f"{task.environment}.init", workspace.sandbox):
+                workspace.start = await environment.init(context)
             phase = "tools"
-            await _open_tools(kit, [*kinds, *kit.start.tools], task)
-            if kit.tools and needs_gateway(shop.agent_of(task)):
-                await _serve_tools(kit, shop, task)
+            await _open_tools(workspace, [*kinds, *workspace.start.tools], task)
+            if workspace.tools and needs_gateway(resources.agent_of(task)):
+                await _serve_tools(workspace, resources, task)
     except DeadlineExpired:
-        await to_its_end(kit.close)
+        await to_its_end(workspace.close)
         raise late(clock, phase) from None
     except BaseException:
-        await to_its_end(kit.close)
+        await to_its_end(workspace.close)
         raise
-    return kit
+    return workspace
 
 
-async def _serve_inside(kit: SandboxSession, shop: StageResources, task: Task, rollout_id: str) -> None:
+async def _serve_inside(workspace: Workspace, resources: StageResources, task: Task, rollout_id: str) -> None:
     """The MCP servers that programs inside may use, and the place of the gateway, at the sandbox's doorway."""
-    if kit.sandbox is None or not kit.sandbox.spec.has_doorway:
+    if workspace.sandbox is None or not workspace.sandbox.spec.has_doorway:
         return
-    if kit.sandbox.doorway is None:
-        name = shop.runtime_of(task).name
+    if workspace.sandbox.doorway is None:
+        name = resources.runtime_of(task).name
         raise TaskInvalid(f"the runtime {name} has no doorway, so nothing can be served inside: choose another")
-    servers = shop.served_inside(task)
-    kit.door = DoorwayApp(McpProxy(servers, owner=rollout_id) if servers else None)
-    await kit.sandbox.doorway.serve(kit.door)
+    servers = resources.served_inside(task)
+    workspace.door = DoorwayApp(McpProxy(servers, owner=rollout_id) if servers else None)
+    await workspace.sandbox.doorway.serve(workspace.door)
 
 
-async def _serve_tools(kit: SandboxSession, shop: StageResources, task: Task) -> None:
+async def _serve_tools(workspace: Workspace, resources: StageResources, task: Task) -> None:
     """The environment's own tools, for a program that can only be given them by MCP."""
-    if kit.door is None:
-        raise TaskInvalid(f"{task.environment} brings tools, and {shop.agent_of(task).name} has no doorway")
-    if TOOLS_NAME in shop.served_inside(task):
+    if workspace.door is None:
+        raise TaskInvalid(f"{task.environment} brings tools, and {resources.agent_of(task).name} has no doorway")
+    if TOOLS_NAME in resources.served_inside(task):
         raise TaskInvalid(f"agent.options.mcp.{TOOLS_NAME}: that name is for {task.environment}'s own tools")
-    kit.door.tools = ToolServer(kit.tools, tool_s=task.limits.tool_s)
-    await kit.door.tools.open()
+    workspace.door.tools = ToolServer(workspace.tools, tool_s=task.limits.tool_s)
+    await workspace.door.tools.open()
 
 
-async def _open_tools(kit: SandboxSession, kinds: Sequence[ToolKind | ToolSource], task: Task) -> None:
-    context = ToolContext(kit.sandbox, task.limits.output_bytes, kit.python)
+async def _open_tools(workspace: Workspace, kinds: Sequence[ToolKind | ToolSource], task: Task) -> None:
+    context = ToolContext(workspace.sandbox, task.limits.output_bytes, workspace.python)
     for kind in kinds:
         with boundary(SandboxStartFailed, f"opening the tool {_name_of(kind)}"):
             opened = [await kind.open(context)] if isinstance(kind, ToolKind) else await kind.open(context)
         for tool in opened:
-            if tool.spec.name in kit.tools:
+            if tool.spec.name in workspace.tools:
                 await tool.close()
                 raise TaskInvalid(f"two tools are named {tool.spec.name!r}; the second is of {_name_of(kind)}")
-            kit.tools[tool.spec.name] = tool
+            workspace.tools[tool.spec.name] = tool
 
 
 def _name_of(kind: ToolKind | ToolSource) -> str:
@@ -255,14 +255,14 @@ class RunState:
     def turns(self) -> int:
         return self.conversation.turns if self.conversation else 0
 
-    def trajectory(self, rollout: Rollout, kit: SandboxSession, ended_by: str) -> Trajectory:
+    def trajectory(self, rollout: Rollout, workspace: Workspace, ended_by: str) -> Trajectory:
         conversation = self.conversation
         return Trajectory(
             rollout_id=rollout.id,
             attempt=rollout.attempt,
             traces=conversation.traces() if conversation else (),
-            messages=tuple(conversation.messages if conversation else ()) or kit.start.messages,
-            tools=tuple(tool.spec.schema() for tool in kit.tools.values()),
+            messages=tuple(conversation.messages if conversation else ()) or workspace.start.messages,
+            tools=tuple(tool.spec.schema() for tool in workspace.tools.values()),
             turns=self.turns,
             ended_by=ended_by,
             info=self.info,
@@ -279,15 +279,15 @@ class RunObserver:
 
 
 async def run(
-    shop: StageResources, rollout: Rollout, run: Run, kit: SandboxSession, running: RunState, clock: Deadline, watch: RunObserver
+    resources: StageResources, rollout: Rollout, run: Run, workspace: Workspace, running: RunState, clock: Deadline, watch: RunObserver
 ) -> RunResult:
     """The agent's work. Policy and infra failures are returned, with what was sampled; only cancels raise."""
     task = rollout.task
-    agent = shop.agent_of(task)
+    agent = resources.agent_of(task)
     failure: Failure | None = None
     engine = ""
     ended_by = ""
-    running.info.update(kit.start.info)
+    running.info.update(workspace.start.info)
     try:
         async with AsyncExitStack() as stack:
             session: Session | None = None
@@ -295,17 +295,17 @@ async def run(
             if needs_model(agent):
                 avoid = {lost.engine for lost in rollout.lost if lost.code in ENGINE_CODES}
                 session = await stack.enter_async_context(
-                    shop.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid)
+                    resources.router.session(run.policy, rollout.id, priority=rollout.priority, avoid=avoid)
                 )
                 engine = session.engine.spec.id
-                model = await _model(shop, rollout, run, session, clock, watch)
+                model = await _model(resources, rollout, run, session, clock, watch)
             running.conversation = model
             context = AgentContext(
                 task,
                 rollout.id,
                 model,
-                kit.tools,
-                kit.sandbox,
+                workspace.tools,
+                workspace.sandbox,
                 clock,
                 watch.beat,
                 running.info,
@@ -313,22 +313,22 @@ async def run(
                 watch.metrics,
                 rollout.lost,
                 rollout.seq,
-                kit.python,
-                partial(_solved, shop, rollout, kit),
+                workspace.python,
+                partial(_solved, resources, rollout, workspace),
             )
             try:
-                if kit.door is not None and isinstance(model, GatewaySession):
-                    kit.door.open(GatewayApp(model))
-                    if kit.door.tools is not None:
-                        kit.door.tools.on_failure = model.fail
+                if workspace.door is not None and isinstance(model, GatewaySession):
+                    workspace.door.open(GatewayApp(model))
+                    if workspace.door.tools is not None:
+                        workspace.door.tools.on_failure = model.fail
                 with boundary(InternalError, AGENT):
-                    ended_by = await agent.run(context, kit.start.messages)
+                    ended_by = await agent.run(context, workspace.start.messages)
             finally:
-                running.info.update(kit.start.info)  # its tools may have changed that
+                running.info.update(workspace.start.info)  # its tools may have changed that
                 if session is not None:
                     engine = session.engine.spec.id  # it may have moved
                 if isinstance(model, GatewaySession):
-                    await _end_gateway(model, kit, running)
+                    await _end_gateway(model, workspace, running)
     except DeadlineExpired:
         failure = RunDeadline(f"RUN used up its {clock.budget_s:g} s").failure("run")
     except RollyardError as error:
@@ -338,44 +338,44 @@ async def run(
             failure = EngineTimeout(f"the model sampled nothing in the {clock.budget_s:g} s of RUN").failure("run")
         else:
             failure = failure.without_model_call()
-    trajectory = _storable(running.trajectory(rollout, kit, ended_by or (failure.code if failure else "")))
+    trajectory = _storable(running.trajectory(rollout, workspace, ended_by or (failure.code if failure else "")))
     prompt_tokens = sum(len(trace) for trace in trajectory.traces) - trajectory.sampled_tokens
-    return RunResult(trajectory, failure, engine, prompt_tokens, ended_by_policy(kit.sandbox) is not None)
+    return RunResult(trajectory, failure, engine, prompt_tokens, ended_by_policy(workspace.sandbox) is not None)
 
 
-async def _solved(shop: StageResources, rollout: Rollout, kit: SandboxSession) -> Solution:
-    environment = shop.environment_of(rollout.task)
+async def _solved(resources: StageResources, rollout: Rollout, workspace: Workspace) -> Solution:
+    environment = resources.environment_of(rollout.task)
     with boundary(EnvironmentBroken, f"{rollout.task.environment}.solve"):
-        return await environment.solve(EnvContext(rollout.task, rollout.id, kit.sandbox), kit.tools)
+        return await environment.solve(EnvContext(rollout.task, rollout.id, workspace.sandbox), workspace.tools)
 
 
-async def collect(shop: StageResources, rollout: Rollout, kit: SandboxSession) -> list[Artifact]:
+async def collect(resources: StageResources, rollout: Rollout, workspace: Workspace) -> list[Artifact]:
     """What RUN left, out of its sandbox: made by the environment where it is not there as it is, then saved."""
-    if kit.sandbox is None:
+    if workspace.sandbox is None:
         return []
-    environment = shop.environment_of(rollout.task)
+    environment = resources.environment_of(rollout.task)
     guard = asyncio.timeout(COLLECT_S)
     with boundary(EnvironmentBroken, f"{rollout.task.environment}.collect"):
         try:
             async with guard:
-                await environment.collect(EnvContext(rollout.task, rollout.id, kit.sandbox))
+                await environment.collect(EnvContext(rollout.task, rollout.id, workspace.sandbox))
         except TimeoutError:
             if not guard.expired():  # its own, of something that it asked: that says nothing of what RUN left
                 raise
-    saved = await shop.artifacts.save(kit.sandbox, kit.plan.artifacts, rollout.id, rollout.attempt)
-    check_whole(kit.sandbox)  # last of all: RUN's own commands, and what has just packed up their files
+    saved = await resources.artifacts.save(workspace.sandbox, workspace.plan.artifacts, rollout.id, rollout.attempt)
+    check_whole(workspace.sandbox)  # last of all: RUN's own commands, and what has just packed up their files
     return saved
 
 
 async def _model(
-    shop: StageResources, rollout: Rollout, run: Run, session: Session, clock: Deadline, watch: RunObserver
+    resources: StageResources, rollout: Rollout, run: Run, session: Session, clock: Deadline, watch: RunObserver
 ) -> Conversation | GatewaySession:
     """What the agent speaks to, or speaks through. EngineRefused where that takes tokens and the engine has none."""
     task = rollout.task
-    if not needs_gateway(shop.agent_of(task)):
+    if not needs_gateway(resources.agent_of(task)):
         return await converse(
             session,
-            shop.renderers.of,
+            resources.renderers.of,
             task=task,
             run=run,
             rollout_id=rollout.id,
@@ -385,7 +385,7 @@ async def _model(
         )
     return await open_gateway(
         session,
-        shop.renderers.of,
+        resources.renderers.of,
         task=task,
         run=run,
         rollout_id=rollout.id,
@@ -396,10 +396,10 @@ async def _model(
     )
 
 
-async def _end_gateway(gateway: GatewaySession, kit: SandboxSession, running: RunState) -> None:
+async def _end_gateway(gateway: GatewaySession, workspace: Workspace, running: RunState) -> None:
     """However RUN ends: nothing more is asked, and what was sampled is all recorded before traces are taken."""
-    if kit.door is not None:
-        kit.door.shut()
+    if workspace.door is not None:
+        workspace.door.shut()
     await to_its_end(gateway.close)
     running.info["gateway"] = gateway.info()
 

@@ -31,8 +31,8 @@ class GroupChanges:
 class ActiveGroups:
     """See the module. `drawing` is told of every end, and decides what comes of it."""
 
-    def __init__(self, drawing: DrawState, keep: GroupFilter) -> None:
-        self.drawing = drawing
+    def __init__(self, draw_state: DrawState, keep: GroupFilter) -> None:
+        self.draw_state = draw_state
         self.open: dict[str, OpenGroup] = {}
         self._keep = keep
         self._complete: dict[str, Group] = {}
@@ -67,7 +67,7 @@ class ActiveGroups:
         if group_id not in self._over:
             return False
         state, left = self._over[group_id]
-        self.drawing.came_late(state, end_of(rollout).sampled_tokens)
+        self.draw_state.came_late(state, end_of(rollout).sampled_tokens)
         if left > 1:
             self._over[group_id] = state, left - 1
         else:
@@ -87,7 +87,7 @@ class ActiveGroups:
             if may_begin:
                 changes.submissions += opened.begin(now.start)
                 changes.groups[opened.id] = opened.group
-                self.drawing.progress.figures.rollouts += len(now.start)
+                self.draw_state.progress.figures.rollouts += len(now.start)
             return None
         if now.is_over and now.failure is not None:
             is_infra = now.failure == "short_of_members"
@@ -97,18 +97,18 @@ class ActiveGroups:
             self._judge(opened, now.members, changes)
             return False
         if self._is_hopeless(opened):
-            self.drawing.progress.figures.rejected_early += 1
+            self.draw_state.progress.figures.rejected_early += 1
             self._give_up(opened, GroupState.FILTERED, "hopeless", changes)
         return None
 
     def _judge(self, opened: OpenGroup, members: tuple[int, ...], changes: GroupChanges) -> None:
         """It has all its members: is it kept?"""
-        self.drawing.seen(opened.scored())
+        self.draw_state.seen(opened.scored())
         is_kept = self._keep.keeps(FilterInput(tuple(opened.rewards(members)), opened.task))
         state = GroupState.COMPLETE if is_kept else GroupState.FILTERED
         group = opened.over(state, members)
         assert group.stats is not None
-        self.drawing.ended(opened.id, state, group.stats)
+        self.draw_state.ended(opened.id, state, group.stats)
         changes.groups[opened.id] = group
         del self.open[opened.id]
         if is_kept:
@@ -134,7 +134,7 @@ class ActiveGroups:
             batch_version=handed.version,
             updated_at=time.time(),
         )
-        self.drawing.delivered(group)
+        self.draw_state.delivered(group)
         changes.groups[group.id] = group
 
     def end(self, one: ActiveGroup, state: GroupState, reason: str, changes: GroupChanges, *, returns: bool = False) -> None:
@@ -145,18 +145,18 @@ class ActiveGroups:
             return
         group = replace(self._complete.pop(one.id), state=state, reason=reason, updated_at=time.time())
         assert group.stats is not None
-        self.drawing.ended(one.id, state, group.stats, returns=returns)
+        self.draw_state.ended(one.id, state, group.stats, returns=returns)
         changes.groups[one.id] = group
 
     def end_all(self, changes: GroupChanges) -> None:
-        for one in list(self.drawing.flying.values()):
-            self.end(one, GroupState.CANCELLED, self.drawing.draw.reason or "closed", changes)
+        for one in list(self.draw_state.flying.values()):
+            self.end(one, GroupState.CANCELLED, self.draw_state.draw.reason or "closed", changes)
 
     def rewind(
         self, to: int, place: int, version: int, taken: Iterable[Group], changes: GroupChanges, *, gone: int = 0
     ) -> None:
         """See `DrawState.rewind`; `taken` are the groups of the batches that are undone."""
-        for group in self.drawing.rewind(to, place, version, [*taken, *self._complete.values()], gone=gone):
+        for group in self.draw_state.rewind(to, place, version, [*taken, *self._complete.values()], gone=gone):
             changes.groups[group.id] = replace(group, updated_at=time.time())
             if group.state is GroupState.COMPLETE:
                 self._complete[group.id] = changes.groups[group.id]
@@ -180,7 +180,7 @@ class ActiveGroups:
         left = opened.at_work()
         group = opened.over(state, reason=reason)
         assert group.stats is not None
-        self.drawing.ended(opened.id, state, group.stats, is_infra=is_infra, returns=returns)
+        self.draw_state.ended(opened.id, state, group.stats, is_infra=is_infra, returns=returns)
         changes.groups[opened.id] = group
         if left:
             self._over[opened.id] = state, len(left)

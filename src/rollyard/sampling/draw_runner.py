@@ -55,7 +55,7 @@ class DrawRunner:
 
     def __init__(
         self,
-        yard: Pipeline,
+        pipeline: Pipeline,
         draw: Draw,
         run: Run,
         keep: GroupFilter,
@@ -64,14 +64,14 @@ class DrawRunner:
         *,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self.bell = Notifier()  # something was delivered, a batch closed, or the draw ended
+        self.notifier = Notifier()  # something was delivered, a batch closed, or the draw ended
         self._on_change = on_change
         self.run = run
-        self._yard = yard
-        self._store = yard.store
+        self._pipeline = pipeline
+        self._store = pipeline.store
         self._make_task = make_task
         self._version = version
-        self._flock = ActiveGroups(DrawState(draw, TaskOrder(draw.config, draw.config.source.size)), keep)
+        self._active_groups = ActiveGroups(DrawState(draw, TaskOrder(draw.config, draw.config.source.size)), keep)
         self._news = asyncio.Event()
         self._lock = asyncio.Lock()
         self._hold_s = 0.0
@@ -84,23 +84,23 @@ class DrawRunner:
 
     @property
     def draw(self) -> Draw:
-        return self.drawing.draw
+        return self.draw_state.draw
 
     @property
-    def drawing(self) -> DrawState:
-        return self._flock.drawing
+    def draw_state(self) -> DrawState:
+        return self._active_groups.draw_state
 
     # --- life -----------------------------------------------------------------------------------------
 
     async def load(self, groups: Sequence[Group]) -> None:
         """Takes up what an earlier process left."""
-        draw, flock = self.draw, self._flock
-        flying = [flock.adopt(group) for group in groups]
-        for opened in list(flock.open.values()):
+        draw, active_groups = self.draw, self._active_groups
+        flying = [active_groups.adopt(group) for group in groups]
+        for opened in list(active_groups.open.values()):
             await catch_up(self._store, opened)
         grown = await self._store.count_items(draw.id) if draw.config.source.size is None else 0
         batch = await self._store.get_batch(draw.id, draw.progress.batch) if draw.progress.batch else None
-        flock.drawing = DrawState(draw, TaskOrder(draw.config, draw.config.source.size, grown), batch, flying)
+        active_groups.draw_state = DrawState(draw, TaskOrder(draw.config, draw.config.source.size, grown), batch, flying)
         self.wake()
 
     def wake(self) -> None:
@@ -123,7 +123,7 @@ class DrawRunner:
     async def main(self) -> None:
         """Until the draw has ended and nothing of it is at work."""
         try:
-            while (self.draw.is_active or self._flock.is_at_work) and not self._is_gone:
+            while (self.draw.is_active or self._active_groups.is_at_work) and not self._is_gone:
                 await self._news.wait()
                 self._news.clear()
                 async with self._lock:
@@ -142,7 +142,7 @@ class DrawRunner:
 
     def ended(self, rollout: Rollout) -> None:
         """A rollout has ended; perhaps one of this draw."""
-        if self._flock.take(rollout):
+        if self._active_groups.take(rollout):
             self.wake()
 
     # --- what clients ask -----------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class DrawRunner:
     async def _ask(self, want: int, number: int | None) -> Batch:
         async with self._lock:
             last = self.draw.progress.batch
-            current = self.drawing.batch
+            current = self.draw_state.batch
             if number is None:
                 number = current.number if current is not None else last + 1
             if number <= last:
@@ -183,14 +183,14 @@ class DrawRunner:
                 )
             if not self.draw.is_active:
                 return self._after_the_end(number, want)
-            self.drawing.set_version(self._version())
-            self.drawing.ask(want, time.time())
+            self.draw_state.set_version(self._version())
+            self.draw_state.ask(want, time.time())
             await self._turn()
-            return self.drawing.batch or await self._store.get_batch(self.draw.id, number)
+            return self.draw_state.batch or await self._store.get_batch(self.draw.id, number)
 
     async def batch(self, number: int, within_s: float) -> Batch:
         """A batch, when it is closed, or as it stands when the time is over."""
-        return await self.bell.until(partial(self.found, number), lambda batch: not batch.is_open, within_s)
+        return await self.notifier.until(partial(self.found, number), lambda batch: not batch.is_open, within_s)
 
     async def found(self, number: int) -> Batch:
         """A batch as it stands. NotFound."""
@@ -228,10 +228,10 @@ class DrawRunner:
                 closed = "the source of this draw was closed: nothing can be pushed to it any more"
             elif not self.draw.is_active:
                 closed = f"this draw has ended ({self.draw.reason}): nothing can be pushed to it any more"
-            total = self.drawing.order.grown
+            total = self.draw_state.order.grown
             if tasks:
                 total = await self._store.push_items(self.draw.id, tasks, closed=closed)
-            self.drawing.order.grown = total
+            self.draw_state.order.grown = total
             self.draw.progress.is_source_closed |= close
             await self._turn()
             return total
@@ -242,7 +242,7 @@ class DrawRunner:
 
     async def _acknowledge(self, number: int) -> int:
         async with self._lock:
-            last = self.draw.progress.batch - (self.drawing.batch is not None)
+            last = self.draw.progress.batch - (self.draw_state.batch is not None)
             if not 0 <= number <= last:
                 raise InvalidRequest(f"batch {number} cannot be acknowledged: the last one that is closed is {last}")
             self.draw.progress.acked = max(self.draw.progress.acked, number)
@@ -257,7 +257,7 @@ class DrawRunner:
     async def _rewind(self, number: int, version: int, policy_version: int | None) -> None:
         async with self._lock:
             progress = self.draw.progress
-            last = progress.batch - (self.drawing.batch is not None)
+            last = progress.batch - (self.draw_state.batch is not None)
             if not 0 <= number <= last:
                 raise InvalidRequest(f"batch {number} cannot be gone back to: the last one that is closed is {last}")
             now = self._version()
@@ -270,7 +270,7 @@ class DrawRunner:
             gone = await self._end_of(progress.acked) if number < progress.acked else place
             changes = GroupChanges(undone_after=number)
             taken = await self._store.delivered_groups(self.draw.id, place, 1_000_000)
-            self._flock.rewind(number, place, version, taken, changes, gone=gone)
+            self._active_groups.rewind(number, place, version, taken, changes, gone=gone)
             progress.acked = min(progress.acked, number)
             await self._write(changes)
             await self._turn()
@@ -299,7 +299,7 @@ class DrawRunner:
         try:
             while is_again:
                 changes = GroupChanges()
-                for is_infra in self._flock.look(changes, may_begin=not self._yard.is_draining):
+                for is_infra in self._active_groups.look(changes, may_begin=not self._pipeline.is_draining):
                     self._hold_off(is_infra)
                 is_again = await self._decide(changes)
                 await self._write(changes)
@@ -314,39 +314,39 @@ class DrawRunner:
         their names are taken, those are somebody else's."""
         unborn = {new.rollout.group for new in changes.submissions if not new.rollout.index}
         for new in changes.submissions:
-            if (opened := self._flock.open.get(new.rollout.group or "")) is not None:
+            if (opened := self._active_groups.open.get(new.rollout.group or "")) is not None:
                 opened.group = replace(opened.group, started=min(opened.group.started, new.rollout.index))
         changes.submissions.clear()
-        self.drawing.end("internal_error", detail)
-        self._flock.end_all(changes)
+        self.draw_state.end("internal_error", detail)
+        self._active_groups.end_all(changes)
         changes.groups = {name: group for name, group in changes.groups.items() if name not in unborn}
         await self._write(changes)
 
     async def _decide(self, changes: GroupChanges) -> bool:
         """Whether to decide again at once."""
-        drawing = self.drawing
-        drawing.set_version(self._version())
-        drawing.elapsed_s = time.time() - self.draw.created_at
-        if (most_s := self.draw.config.budget.seconds) is not None and most_s > drawing.elapsed_s:
-            self.wake_in(min(3600.0, most_s - drawing.elapsed_s))
-        for one in drawing.too_old():
-            self._flock.end(one, GroupState.DROPPED, "stale", changes)
-        for handed in drawing.hand_out():
-            self._flock.hand_out(handed, changes)
-        for one in drawing.surplus():
-            self._flock.end(one, GroupState.CANCELLED, "surplus", changes, returns=True)
-        if drawing.check_end() is not None:
-            self._flock.end_all(changes)
-        if self._yard.is_draining or not self.draw.is_active:
+        draw_state = self.draw_state
+        draw_state.set_version(self._version())
+        draw_state.elapsed_s = time.time() - self.draw.created_at
+        if (most_s := self.draw.config.budget.seconds) is not None and most_s > draw_state.elapsed_s:
+            self.wake_in(min(3600.0, most_s - draw_state.elapsed_s))
+        for one in draw_state.too_old():
+            self._active_groups.end(one, GroupState.DROPPED, "stale", changes)
+        for handed in draw_state.hand_out():
+            self._active_groups.hand_out(handed, changes)
+        for one in draw_state.surplus():
+            self._active_groups.end(one, GroupState.CANCELLED, "surplus", changes, returns=True)
+        if draw_state.check_end() is not None:
+            self._active_groups.end_all(changes)
+        if self._pipeline.is_draining or not self.draw.is_active:
             return False
         held_s = self._held_until - time.monotonic()
         if held_s > 0:
             self.wake_in(held_s)
             return False
-        room = max(0, self._yard.room_of(self.run.id) // self.draw.config.group_size)
+        room = max(0, self._pipeline.room_of(self.run.id) // self.draw.config.group_size)
         if not room:  # the queue is full of others' rollouts: nobody tells when it is not
             self.wake_in(FULL_S)
-        begun = drawing.admit(min(MOST_AT_ONCE, room))
+        begun = draw_state.admit(min(MOST_AT_ONCE, room))
         for one in begun:
             await self._begin(one, changes)
         return bool(begun)
@@ -375,10 +375,10 @@ class DrawRunner:
         except RollyardError as error:  # it could be run when it was taken in; now its environment is gone, say
             failed = OpenGroup(group).over(GroupState.FAILED, reason=error.code)
             assert failed.stats is not None
-            self.drawing.ended(one.id, GroupState.FAILED, failed.stats)
+            self.draw_state.ended(one.id, GroupState.FAILED, failed.stats)
             changes.groups[one.id] = failed
             return
-        self._flock.begin(OpenGroup(group, task), changes)
+        self._active_groups.begin(OpenGroup(group, task), changes)
 
     def _hold_off(self, is_infra: bool) -> None:
         if not is_infra:
@@ -390,36 +390,36 @@ class DrawRunner:
 
     async def _end(self, reason: str, detail: str | None) -> None:
         changes = GroupChanges()
-        self.drawing.end(reason, detail)
-        self._flock.end_all(changes)
+        self.draw_state.end(reason, detail)
+        self._active_groups.end_all(changes)
         await self._write(changes)
 
     # --- writing --------------------------------------------------------------------------------------
 
     async def _write(self, changes: GroupChanges) -> None:
         """Writes a decision, then makes it true."""
-        drawing = self.drawing
-        drawing.draw = replace(drawing.draw, progress=drawing.progress, updated_at=time.time())
-        closed, drawing.closed = drawing.closed, []
-        as_it_stands = to_json((drawing.progress, drawing.batch, drawing.draw.is_active))
+        draw_state = self.draw_state
+        draw_state.draw = replace(draw_state.draw, progress=draw_state.progress, updated_at=time.time())
+        closed, draw_state.closed = draw_state.closed, []
+        as_it_stands = to_json((draw_state.progress, draw_state.batch, draw_state.draw.is_active))
         if as_it_stands == self._written and not (changes.groups or closed or changes.undone_after is not None):
             return
-        batches = (*closed, *((drawing.batch,) if drawing.batch is not None else ()))
+        batches = (*closed, *((draw_state.batch,) if draw_state.batch is not None else ()))
         step = Decision(
             submissions=tuple(changes.submissions),
             groups=tuple(changes.groups.values()),
-            draw=drawing.draw,
+            draw=draw_state.draw,
             batches=batches,
             undone_after=changes.undone_after,
         )
         try:
             stored = await self._store.step(step)
         except Exception:
-            drawing.closed = closed + drawing.closed
+            draw_state.closed = closed + draw_state.closed
             raise
         self._written = as_it_stands
         changes.submissions.clear()
-        self._yard.enqueue(stored)
-        self.bell.ring()  # before the cancels, each a write of its own: a batch that left hundreds over is closed now
+        self._pipeline.enqueue(stored)
+        self.notifier.ring()  # before the cancels, each a write of its own: a batch that left hundreds over is closed now
         self._on_change()
-        await self._yard.cancelling.cancel_many(list(changes.cancels), "its group was given up")
+        await self._pipeline.cancelling.cancel_many(list(changes.cancels), "its group was given up")

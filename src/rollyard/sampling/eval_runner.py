@@ -60,15 +60,15 @@ class EvalRunner:
     """See the module. The bell is rung at its end."""
 
     def __init__(
-        self, yard: Pipeline, groups: Groups, bell: Notifier, record: EvalRecord, run: Run, make_task: MakeTask
+        self, pipeline: Pipeline, groups: Groups, notifier: Notifier, record: EvalRecord, run: Run, make_task: MakeTask
     ) -> None:
         self.record = record
         self.over = asyncio.Event()  # it has ended, and its rollouts were cancelled if need be
-        self._bell = bell
-        self._yard = yard
-        self._store = yard.store
+        self._notifier = notifier
+        self._pipeline = pipeline
+        self._store = pipeline.store
         self._groups = groups
-        self._policies = yard.shop.router.policies
+        self._policies = pipeline.resources.router.policies
         self._run = run
         self._make_task = make_task
         self._open: set[str] = set()
@@ -164,10 +164,10 @@ class EvalRunner:
     def _share(self) -> None:
         """Its quota follows the size of the RUN pool."""
         share = self.record.data.get("pool_share")
-        wanted = max(1, round(self._yard.run_pool.size * (share if isinstance(share, int | float) else 1.0)))
+        wanted = max(1, round(self._pipeline.run_pool.size * (share if isinstance(share, int | float) else 1.0)))
         if wanted != self._run.max_live:
             self._run = replace(self._run, max_live=wanted)
-            self._yard.know(self._run)
+            self._pipeline.know(self._run)
 
     async def _begin(self) -> None:
         record = self.record
@@ -176,7 +176,7 @@ class EvalRunner:
             count = min(record.tasks - self._begun, AT_ONCE, max(room, 0 if self._open else 1))
             if count < 1:
                 return
-            count = max(1, min(count, self._yard.room_of(record.run) // record.samples))
+            count = max(1, min(count, self._pipeline.room_of(record.run) // record.samples))
             numbers = range(self._begun, self._begun + count)
             wanted = [await self._group(number) for number in numbers]
             ids = {group.id for group, _, _ in wanted} - self._open
@@ -258,7 +258,7 @@ class EvalRunner:
         await self._store.put_eval(ended)
         self.record = ended
         self._policies.pins.unpin(ended.policy, ended.id)
-        self._bell.ring()
+        self._notifier.ring()
         self.wake()
 
     async def _cancel_groups(self) -> None:

@@ -63,21 +63,21 @@ class Evals:
 
     def __init__(
         self,
-        yard: Pipeline,
+        pipeline: Pipeline,
         groups: Groups,
         *,
         make_task: Callable[[RawTask, Run], Task],
         folders: Sequence[Path],
         own: Callable[[Coroutine[Any, Any, None], str], object],
     ) -> None:
-        self.bell = Notifier()  # some evaluation has ended
-        self._yard = yard
-        self._store = yard.store
+        self.notifier = Notifier()  # some evaluation has ended
+        self._pipeline = pipeline
+        self._store = pipeline.store
         self._groups = groups
         self._make_task = make_task
         self._folders = folders
         self._own = own
-        self._keepers: dict[str, EvalRunner] = {}
+        self._runners: dict[str, EvalRunner] = {}
         self._makings: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         groups.on_over.append(self._group_over)
 
@@ -88,7 +88,7 @@ class Evals:
             open_groups[group.run, group.id.rpartition(".")[0]].append(group.id)
         for record in await self._store.list_evals():
             left = open_groups.get((record.run, record.id), [])
-            run = self._yard.run_of(record.run)
+            run = self._pipeline.run_of(record.run)
             if record.state == RUNNING and run is not None:
                 self._keep(record, run).load(left)
             else:
@@ -104,9 +104,9 @@ class Evals:
             return await self._make(plan, tasks, body)
 
     async def _make(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
-        if plan.samples > self._yard.settings.max_queued:
-            raise InvalidRequest(f"samples: the queue holds {self._yard.settings.max_queued} rollouts, not that many")
-        if self._yard.run_of(plan.run) is not None:
+        if plan.samples > self._pipeline.settings.max_queued:
+            raise InvalidRequest(f"samples: the queue holds {self._pipeline.settings.max_queued} rollouts, not that many")
+        if self._pipeline.run_of(plan.run) is not None:
             await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})  # IdConflict, unless it was for this
         now = time.time()
         run = Run(
@@ -116,7 +116,7 @@ class Evals:
             defaults=plan.defaults,
             seed=plan.seed,
             priority=plan.priority,
-            max_live=max(1, round(plan.pool_share * self._yard.run_pool.size)),
+            max_live=max(1, round(plan.pool_share * self._pipeline.run_pool.size)),
             created_at=now,
             owner=plan.owner,
         )
@@ -135,7 +135,7 @@ class Evals:
             tasks,
             draw_id=eval_items(plan.id),
             store=self._store,
-            environments=self._yard.shop.environments,
+            environments=self._pipeline.resources.environments,
             folders=self._folders,
             check=check,
         )
@@ -156,52 +156,52 @@ class Evals:
             data={"priority": plan.priority, "pool_share": plan.pool_share, "by": plan.by, "begun": 0},
         )
         run = await self._store.put_run(run, {**body, "eval": plan.id})
-        self._yard.know(run)
+        self._pipeline.know(run)
         record = await self._store.put_eval(record, body)
         self._keep(record, run)
         return record
 
     def done(self, record: EvalRecord) -> int:
         """Samples that have ended."""
-        keeper = self._keepers.get(record.id)
+        runner = self._runners.get(record.id)
         told = record.data.get("done", 0)
-        return keeper.done if keeper is not None and record.state == RUNNING else told if isinstance(told, int) else 0
+        return runner.done if runner is not None and record.state == RUNNING else told if isinstance(told, int) else 0
 
     async def wait(self, eval_id: str, within_s: float) -> EvalRecord:
         """The record, at its end or when the time is over."""
         look = partial(self._store.get_eval, eval_id)
-        return await self.bell.until(look, lambda record: record.state != RUNNING, within_s)
+        return await self.notifier.until(look, lambda record: record.state != RUNNING, within_s)
 
     async def cancel(self, eval_id: str) -> EvalRecord:
         """Ends it, unless it has ended."""
-        keeper = self._keepers.get(eval_id)
-        if keeper is not None:
-            await keeper.cancel()
+        runner = self._runners.get(eval_id)
+        if runner is not None:
+            await runner.cancel()
         return await self._store.get_eval(eval_id)
 
     async def close_run(self, run_id: str) -> None:
         """Ends the evaluations of a run that is about to be deleted."""
-        for keeper in [keeper for keeper in self._keepers.values() if keeper.record.run == run_id]:
-            await keeper.cancel("its run was deleted")
-            await keeper.over.wait()
+        for runner in [runner for runner in self._runners.values() if runner.record.run == run_id]:
+            await runner.cancel("its run was deleted")
+            await runner.over.wait()
 
     def versioned(self, policy: str) -> None:
         """That policy's weights were told."""
-        for keeper in self._keepers.values():
-            if keeper.record.policy == policy:
-                keeper.wake()
+        for runner in self._runners.values():
+            if runner.record.policy == policy:
+                runner.wake()
 
     def _keep(self, record: EvalRecord, run: Run) -> EvalRunner:
-        keeper = EvalRunner(self._yard, self._groups, self.bell, record, run, lambda raw: self._make_task(raw, run))
-        self._keepers[record.id] = keeper
-        self._own(self._kept(keeper), f"evaluation {record.id}")
-        return keeper
+        runner = EvalRunner(self._pipeline, self._groups, self.notifier, record, run, lambda raw: self._make_task(raw, run))
+        self._runners[record.id] = runner
+        self._own(self._kept(runner), f"evaluation {record.id}")
+        return runner
 
-    async def _kept(self, keeper: EvalRunner) -> None:
-        await keeper.main()
-        del self._keepers[keeper.record.id]
+    async def _kept(self, runner: EvalRunner) -> None:
+        await runner.main()
+        del self._runners[runner.record.id]
 
     def _group_over(self, group_id: str) -> None:
-        keeper = self._keepers.get(group_id.rpartition(".")[0])
-        if keeper is not None:
-            keeper.group_over(group_id)
+        runner = self._runners.get(group_id.rpartition(".")[0])
+        if runner is not None:
+            runner.group_over(group_id)

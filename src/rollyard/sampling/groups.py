@@ -26,11 +26,11 @@ log = logging.getLogger("rollyard.sampling")
 class Groups:
     """See the module."""
 
-    def __init__(self, yard: Pipeline) -> None:
-        self.bell = Notifier()  # some group has ended
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.notifier = Notifier()  # some group has ended
         self.on_over: list[Callable[[str], None]] = []  # told its id
-        self._yard = yard
-        self._store = yard.store
+        self._pipeline = pipeline
+        self._store = pipeline.store
         self._open: dict[str, OpenGroup] = {}
         self._touched: dict[str, None] = {}
         self._news = asyncio.Event()
@@ -56,7 +56,7 @@ class Groups:
             check_members(task, group.size)
         opened = [OpenGroup(group, task) for group, task, _ in wanted]
         submissions = [new for one in opened for new in one.begin(range(one.group.size))]
-        with self._yard.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
+        with self._pipeline.arriving(len(submissions), submissions[0].rollout.run if submissions else ""):
             for one in opened:
                 self._open.setdefault(one.id, one)  # before the commit: a member may end as soon as that is done
             known = {one.id for one in opened if self._open[one.id] is not one}
@@ -73,7 +73,7 @@ class Groups:
                 self._open.setdefault(group.id, one)  # whoever was first with it may have failed, and let it go
             elif group.id not in known:
                 self._open.pop(group.id, None)
-        self._yard.enqueue(stored)
+        self._pipeline.enqueue(stored)
         return list(groups)
 
     def opened(self, group_id: str) -> OpenGroup | None:
@@ -93,14 +93,14 @@ class Groups:
             return await self._store.get_group(group_id)
         group = opened.over(GroupState.CANCELLED, reason="cancelled")
         await self._store.step(Decision(groups=(group,)))
-        self._yard.cancel_later(opened.at_work(), "its group was cancelled")  # a restart finds what is left of them
+        self._pipeline.cancel_later(opened.at_work(), "its group was cancelled")  # a restart finds what is left of them
         self._tell(group_id)
         return group
 
     async def wait(self, group_id: str, within_s: float) -> Group:
         """The record, when it is open no more, or as it stands when the time is over."""
         look = partial(self._store.get_group, group_id)
-        return await self.bell.until(look, lambda group: group.state is not GroupState.OPEN, within_s)
+        return await self.notifier.until(look, lambda group: group.state is not GroupState.OPEN, within_s)
 
     async def main(self) -> None:
         """For ever: see the module."""
@@ -128,7 +128,7 @@ class Groups:
     async def _look(self, opened: OpenGroup) -> None:
         now = opened.standing()
         if now.start:
-            if self._yard.is_draining:
+            if self._pipeline.is_draining:
                 return  # the next process begins it
             before = opened.group
             begun = opened.begin(now.start)
@@ -137,7 +137,7 @@ class Groups:
             except RollyardError:
                 opened.group = before  # they are not ours: somebody else's rollouts may have these names
                 raise
-            self._yard.enqueue(stored)
+            self._pipeline.enqueue(stored)
             return
         if not now.is_over:
             return
@@ -150,11 +150,11 @@ class Groups:
     async def _end(self, opened: OpenGroup, group: Group) -> None:
         self._open.pop(opened.id, None)  # first: a cancel that comes meanwhile is too late
         await self._store.step(Decision(groups=(group,)))
-        self._yard.cancel_later(opened.at_work(), f"its group has failed: {group.reason}")
+        self._pipeline.cancel_later(opened.at_work(), f"its group has failed: {group.reason}")
         self._tell(opened.id)
 
     def _tell(self, group_id: str) -> None:
-        self.bell.ring()
+        self.notifier.ring()
         for listener in self.on_over:
             listener(group_id)
 

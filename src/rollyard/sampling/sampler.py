@@ -35,12 +35,12 @@ log = logging.getLogger("rollyard.sampling")
 class Sampler:
     """See the module. `make_task` turns what a client or a file says into a checked task of a run."""
 
-    def __init__(self, yard: Pipeline, *, make_task: Callable[[RawTask, Run], Task], folders: Sequence[Path] = ()) -> None:
-        self.groups = Groups(yard)
-        self.evals = Evals(yard, self.groups, make_task=make_task, folders=folders, own=self._own)
-        self._yard = yard
-        self._store = yard.store
-        self._router = yard.shop.router
+    def __init__(self, pipeline: Pipeline, *, make_task: Callable[[RawTask, Run], Task], folders: Sequence[Path] = ()) -> None:
+        self.groups = Groups(pipeline)
+        self.evals = Evals(pipeline, self.groups, make_task=make_task, folders=folders, own=self._own)
+        self._pipeline = pipeline
+        self._store = pipeline.store
+        self._router = pipeline.resources.router
         self._make_task = make_task
         self._folders = folders
         self._draws: dict[str, DrawRunner] = {}
@@ -48,8 +48,8 @@ class Sampler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._yard.on_end.append(self._ended)  # first: what ends while we read the store is taken in too
-        self._yard.on_swept.append(self._swept)
+        self._pipeline.on_end.append(self._ended)  # first: what ends while we read the store is taken in too
+        self._pipeline.on_swept.append(self._swept)
         self._router.on_version.append(self._versioned)
         unfinished: dict[str | None, list[Group]] = defaultdict(list)
         for group in await self._store.unfinished_groups():
@@ -61,21 +61,21 @@ class Sampler:
         await self.groups.load(lone)
         await self.evals.load(lone)
         self._own(self.groups.main(), "groups")
-        self._yard.cancel_later(await self._store.orphans(), "its group was given up")
-        for run_id in self._yard.cancelling.deleting:
+        self._pipeline.cancel_later(await self._store.orphans(), "its group was given up")
+        for run_id in self._pipeline.cancelling.deleting:
             self._own(self._delete_run(run_id), f"delete {run_id}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._yard.on_end.remove(self._ended)
-        self._yard.on_swept.remove(self._swept)
+        self._pipeline.on_end.remove(self._ended)
+        self._pipeline.on_swept.remove(self._swept)
         self._router.on_version.remove(self._versioned)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for keeper in self._draws.values():
-            await keeper.settled()
+        for runner in self._draws.values():
+            await runner.settled()
 
     # --- draws ----------------------------------------------------------------------------------------
 
@@ -84,9 +84,9 @@ class Sampler:
     ) -> DrawRunner:
         """A draw, made now or earlier with the same body. Its tasks are read, checked and copied first."""
         keep_of(config.keep)
-        most, why = self._yard.settings.max_queued, "max_queued"
+        most, why = self._pipeline.settings.max_queued, "max_queued"
         for quota, name in (
-            (self._yard.quota_of(run.owner).queued, "the token's quota"),
+            (self._pipeline.quota_of(run.owner).queued, "the token's quota"),
             (run.max_queued, "the run's quota"),
         ):
             if quota is not None and quota < most:
@@ -97,7 +97,7 @@ class Sampler:
             with suppress(NotFound):
                 found = await self._store.get_draw(draw_id)
                 await self._store.put_draw(found, body)  # IdConflict if it is another one
-                return await self.keeper(draw_id)
+                return await self.runner(draw_id)
             await self._store.put_items(draw_id, 0, [])  # what a call that was cut off left
 
             def check(raw: RawTask) -> None:
@@ -109,7 +109,7 @@ class Sampler:
                     tasks,
                     draw_id=draw_id,
                     store=self._store,
-                    environments=self._yard.shop.environments,
+                    environments=self._pipeline.resources.environments,
                     folders=self._folders,
                     check=check,
                 )
@@ -120,7 +120,7 @@ class Sampler:
             draw = Draw(draw_id, run.id, replace(config, source=source), created_at=now, updated_at=now)
             return await self._load(await self._store.put_draw(draw, body), [])
 
-    async def keeper(self, draw_id: str) -> DrawRunner:
+    async def runner(self, draw_id: str) -> DrawRunner:
         """A draw, ended or not. NotFound."""
         if draw_id not in self._draws:
             draw = await self._store.get_draw(draw_id)
@@ -129,30 +129,30 @@ class Sampler:
         return self._draws[draw_id]
 
     async def rewind(self, draw_id: str, batch: int, version: int, policy_version: int | None = None) -> DrawRunner:
-        keeper = await self.keeper(draw_id)
-        keep_of(keeper.draw.config.keep)
-        await keeper.rewind(batch, version, policy_version)
-        self._keep_going(keeper)
-        return keeper
+        runner = await self.runner(draw_id)
+        keep_of(runner.draw.config.keep)
+        await runner.rewind(batch, version, policy_version)
+        self._keep_going(runner)
+        return runner
 
     async def delete_run(self, run_id: str, within_s: float) -> bool:
         """Whether the run is gone after that time. If not, the deletion goes on, also after a restart."""
-        await self._yard.cancelling.begin_deletion(run_id)
+        await self._pipeline.cancelling.begin_deletion(run_id)
         await asyncio.wait({self._own(self._delete_run(run_id), f"delete {run_id}")}, timeout=within_s)
-        return run_id not in self._yard.cancelling.deleting
+        return run_id not in self._pipeline.cancelling.deleting
 
     async def _delete_run(self, run_id: str) -> None:
         await self.close_run(run_id)
-        await self._yard.delete_run(run_id)
+        await self._pipeline.delete_run(run_id)
 
     async def close_run(self, run_id: str) -> None:
         """Ends all draws and evaluations of a run that is about to be deleted."""
         await self.evals.close_run(run_id)
-        for keeper in list(self._draws.values()):
-            if keeper.draw.run == run_id:
-                await keeper.close("closed", "its run was deleted")
-                self._draws.pop(keeper.draw.id, None)
-                keeper.let_go()
+        for runner in list(self._draws.values()):
+            if runner.draw.run == run_id:
+                await runner.close("closed", "its run was deleted")
+                self._draws.pop(runner.draw.id, None)
+                runner.let_go()
 
     async def _take_up(self, draw: Draw, groups: Sequence[Group]) -> None:
         """A draw of an earlier process. Whatever is wrong with it ends it, and not the service."""
@@ -169,7 +169,7 @@ class Sampler:
             await self._store.step(Decision(groups=tuple(ended), draw=draw))
 
     async def _load(self, draw: Draw, groups: Sequence[Group]) -> DrawRunner:
-        run = self._yard.run_of(draw.run)
+        run = self._pipeline.run_of(draw.run)
         if run is None:
             raise NotFound(f"there is no run {draw.run!r}")
         keep: GroupFilter
@@ -177,42 +177,42 @@ class Sampler:
             keep = keep_of(draw.config.keep)
         except InvalidRequest as error:
             keep = MissingFilter(error)
-        keeper = DrawRunner(
-            self._yard,
+        runner = DrawRunner(
+            self._pipeline,
             draw,
             run,
             keep,
             lambda raw: self._make_task(raw, run),
             partial(self._router.version, run.policy),
-            on_change=self.groups.bell.ring,
+            on_change=self.groups.notifier.ring,
         )
-        self._draws[draw.id] = keeper
-        await keeper.load(groups)
+        self._draws[draw.id] = runner
+        await runner.load(groups)
         if draw.is_active:
             if isinstance(keep, MissingFilter):
                 log.error("a draw cannot go on", extra={"draw": draw.id, "detail": keep.error.detail})
-                await keeper.close("unusable", keep.error.detail)
-            self._keep_going(keeper)
-        return keeper
+                await runner.close("unusable", keep.error.detail)
+            self._keep_going(runner)
+        return runner
 
-    def _keep_going(self, keeper: DrawRunner) -> None:
-        if not keeper.is_kept:
-            keeper.is_kept = True
-            self._own(keeper.main(), f"draw {keeper.draw.id}")
+    def _keep_going(self, runner: DrawRunner) -> None:
+        if not runner.is_kept:
+            runner.is_kept = True
+            self._own(runner.main(), f"draw {runner.draw.id}")
 
     def active(self) -> list[dict[str, Json]]:
         """The draws that go on, in a few words each."""
         return [
             {
-                "id": keeper.draw.id,
-                "run": keeper.draw.run,
-                "batch": keeper.draw.progress.batch,
-                "open": keeper.drawing.open_count,
-                "complete": len(keeper.drawing.flying) - keeper.drawing.open_count,
-                "keep_rate": round(keeper.drawing.keep_rate, 4),
+                "id": runner.draw.id,
+                "run": runner.draw.run,
+                "batch": runner.draw.progress.batch,
+                "open": runner.draw_state.open_count,
+                "complete": len(runner.draw_state.flying) - runner.draw_state.open_count,
+                "keep_rate": round(runner.draw_state.keep_rate, 4),
             }
-            for keeper in self._draws.values()
-            if keeper.draw.is_active
+            for runner in self._draws.values()
+            if runner.draw.is_active
         ]
 
     # --- what happens ---------------------------------------------------------------------------------
@@ -222,22 +222,22 @@ class Sampler:
             return
         self.groups.ended(rollout)
         draw_id = rollout.group.rsplit(".", 3)[0]  # DRAW.epoch.item.turn: its name says whose it is
-        keeper = self._draws.get(draw_id)
-        if keeper is not None:
-            keeper.ended(rollout)
+        runner = self._draws.get(draw_id)
+        if runner is not None:
+            runner.ended(rollout)
 
     def _swept(self, swept: SweepResult) -> None:
         for draw_id in swept.draws:
-            keeper = self._draws.get(draw_id)
-            if keeper is not None and not keeper.draw.is_active:
+            runner = self._draws.get(draw_id)
+            if runner is not None and not runner.draw.is_active:
                 del self._draws[draw_id]
-                keeper.let_go()
+                runner.let_go()
 
     def _versioned(self, policy: str, version: int) -> None:
         self.evals.versioned(policy)
-        for keeper in self._draws.values():
-            if keeper.run.policy == policy:
-                keeper.wake()
+        for runner in self._draws.values():
+            if runner.run.policy == policy:
+                runner.wake()
 
     def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(work), name=name)

@@ -64,8 +64,8 @@ class FreezeRequest:
 
 
 class SpawnedProcess:
-    def __init__(self, keeper: InitClient, job: InitRequest, pid: int) -> None:
-        self._keeper, self._job, self._pid = keeper, job, pid
+    def __init__(self, init_client: InitClient, job: InitRequest, pid: int) -> None:
+        self._init_client, self._job, self._pid = init_client, job, pid
 
     @property
     def pid(self) -> int:
@@ -80,7 +80,7 @@ class SpawnedProcess:
             return -signal.SIGKILL
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
-        self._keeper.signal(self._job, signum)
+        self._init_client.signal(self._job, signum)
 
 
 class LaunchedSandbox:
@@ -88,13 +88,13 @@ class LaunchedSandbox:
         self,
         sandbox_id: str,
         spec: SandboxSpec,
-        keeper: InitClient,
+        init_client: InitClient,
         place: SandboxPaths,
         *,
         on_kill: Callable[[LaunchedSandbox, FreezeRequest | None], Awaitable[None]],
         on_renew: Callable[[LaunchedSandbox], None],
     ) -> None:
-        self._id, self._spec, self._keeper, self._place = sandbox_id, spec, keeper, place
+        self._id, self._spec, self._init_client, self._place = sandbox_id, spec, init_client, place
         self._on_kill, self._on_renew = on_kill, on_renew
         self.expires_at = float("inf")
         self.ending: asyncio.Task[None] | None = None  # the runtime's
@@ -137,13 +137,13 @@ class LaunchedSandbox:
         return {} if self._spec.egress is None else self._spec.egress.env
 
     def open_doorway(self) -> None:
-        if self._keeper.doorway is not None:
-            port = self._keeper.doorway.getsockname()[1]
-            self._doorway = Doorway(self._keeper.doorway, port=port, owner=self._spec.owner)
+        if self._init_client.doorway is not None:
+            port = self._init_client.doorway.getsockname()[1]
+            self._doorway = Doorway(self._init_client.doorway, port=port, owner=self._spec.owner)
 
     async def open_egress(self) -> None:
         """Serves the way out, if its spec asks for one."""
-        egress, sock = self._spec.egress, self._keeper.egress
+        egress, sock = self._spec.egress, self._init_client.egress
         if egress is None:
             return
         if sock is None:
@@ -160,17 +160,17 @@ class LaunchedSandbox:
         """Before all else when it ends: an open connection would keep its network namespace."""
         if self._doorway is not None:
             self._doorway.close()
-        elif self._keeper.doorway is not None:
-            self._keeper.doorway.close()
+        elif self._init_client.doorway is not None:
+            self._init_client.doorway.close()
         if self._egress is not None:
             self._egress.close()
-        elif self._keeper.egress is not None:
-            self._keeper.egress.close()
+        elif self._init_client.egress is not None:
+            self._init_client.egress.close()
 
     @property
     def pid(self) -> int:
         """The keeper's, as the host sees it; for /proc only."""
-        return self._keeper.pid
+        return self._init_client.pid
 
     @property
     def oom_kills(self) -> int:
@@ -182,10 +182,10 @@ class LaunchedSandbox:
 
     @property
     def end(self) -> SandboxEnd | None:
-        return self._keeper.end
+        return self._init_client.end
 
     async def ended(self) -> SandboxEnd:
-        return await asyncio.shield(self._keeper.ended)
+        return await asyncio.shield(self._init_client.ended)
 
     def renew(self, lease_s: float) -> None:
         self.expires_at = asyncio.get_running_loop().time() + lease_s
@@ -213,14 +213,14 @@ class LaunchedSandbox:
             "op": "run",
             "argv": list(argv),
             "cwd": self._place.path(cwd),
-            "env": {**self._keeper.env, **self._place.env, **self._egress_env, **(env or {})},
+            "env": {**self._init_client.env, **self._place.env, **self._egress_env, **(env or {})},
             "limits": self._place.limits,
             "slots": list(fds),
             "tty": tty is not None,
             "tell": is_spawned,
             "reaps": not is_spawned,  # orphans come to an exec'd command, so that a timeout finds them
         }
-        return self._keeper.request(request, [*fds.values(), *([] if tty is None else [tty])])
+        return self._init_client.request(request, [*fds.values(), *([] if tty is None else [tty])])
 
     async def exec(
         self,
@@ -252,7 +252,7 @@ class LaunchedSandbox:
             done, _ = await asyncio.wait([job.done], timeout=max(timeout_s, 0.0))
             is_timed_out = not done
             if is_timed_out:
-                self._keeper.end_job(job)
+                self._init_client.end_job(job)
                 done, _ = await asyncio.wait([job.done], timeout=END_S)
                 if not done:
                     raise SandboxLost(f"a command did not die within {END_S} s of SIGKILL")
@@ -266,7 +266,7 @@ class LaunchedSandbox:
             return ExecResult(status, bytes(out.data), bytes(err.data), duration_s, is_timed_out, dropped, is_oom)
         finally:
             if job is not None:
-                self._keeper.end_job(job)  # nothing if it is done: only for a caller who was cancelled
+                self._init_client.end_job(job)  # nothing if it is done: only for a caller who was cancelled
             for pipe in pipes:
                 pipe.close()
 
@@ -292,18 +292,18 @@ class LaunchedSandbox:
             pidfd = await asyncio.shield(job.started)
         except asyncio.CancelledError:
             job.started.add_done_callback(lambda future: future.exception() or os.close(future.result()))
-            self._keeper.end_job(job)
+            self._init_client.end_job(job)
             raise
         try:
             pid = pid_of(pidfd)
         finally:
             os.close(pidfd)
-        return SpawnedProcess(self._keeper, job, pid)
+        return SpawnedProcess(self._init_client, job, pid)
 
     # --- files ---
 
     def _file_job(self, op: str, path: str, fd: int, **more: int) -> InitRequest:
-        return self._keeper.request({"op": op, "path": self._place.path(path), **more}, [fd])
+        return self._init_client.request({"op": op, "path": self._place.path(path), **more}, [fd])
 
     async def _answer(self, job: InitRequest, path: str) -> Message:
         try:
@@ -311,7 +311,7 @@ class LaunchedSandbox:
             if not done:
                 raise SandboxLost(f"a file job did not end within {FILE_S} s")
         finally:
-            self._keeper.end_job(job)
+            self._init_client.end_job(job)
         answer = job.done.result()
         if "refused" in answer:
             raise ValueError(answer["refused"])

@@ -39,7 +39,7 @@ PARTS = (runs, rollouts, groups, draws, evals, sessions, engines, policies, toke
 DESCRIPTION = "Rollouts for reinforcement learning of LLM agents, as a service."
 
 
-def create_app(house: AppState) -> FastAPI:
+def create_app(app_state: AppState) -> FastAPI:
     app = FastAPI(
         title="Rollyard",
         version=__version__,
@@ -47,26 +47,26 @@ def create_app(house: AppState) -> FastAPI:
         openapi_url=None,  # we serve our own: see openapi.py
         redirect_slashes=False,
     )
-    app.state.house = house
+    app.state.app_state = app_state
     for part in PARTS:
         app.router.routes += part.router.routes  # `include_router` would build each of them anew: 30 ms for every app
-    if house.settings.prorl:
-        prorl.mount(app, house)
+    if app_state.settings.prorl:
+        prorl.mount(app, app_state)
     problems.install(app)
     app.add_exception_handler(ClientGone, _nobody_listens)
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
-    app.add_middleware(BodyLimit, limit_bytes=house.settings.max_body_bytes)
-    door = SessionGateway(house.keys, house.sessions, limit_bytes=house.settings.max_body_bytes)
+    app.add_middleware(BodyLimit, limit_bytes=app_state.settings.max_body_bytes)
+    door = SessionGateway(app_state.keys, app_state.sessions, limit_bytes=app_state.settings.max_body_bytes)
     app.add_middleware(
         Gate,
-        tokens=house.tokens,
-        hosts=house.settings.allowed_hosts,
+        tokens=app_state.tokens,
+        hosts=app_state.settings.allowed_hosts,
         door=door,
-        open_paths=OPEN_PATHS | prorl.open_paths(house.settings),
+        open_paths=OPEN_PATHS | prorl.open_paths(app_state.settings),
         url_paths=prorl.PATHS,
     )
     app.add_middleware(problems.CatchAll)
-    app.add_middleware(CallCounter, metrics=house.yard.metrics)
+    app.add_middleware(CallCounter, metrics=app_state.pipeline.metrics)
     return app
 
 

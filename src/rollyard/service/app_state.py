@@ -36,8 +36,8 @@ class AppState:
     tokens: Tokens
     store: Store
     router: Router
-    shop: StageResources
-    yard: Pipeline
+    resources: StageResources
+    pipeline: Pipeline
     sampler: Sampler
     keys: SessionKeys
     sessions: SessionAgent  # knows those that are open
@@ -52,18 +52,18 @@ class AppState:
     async def run(self, caller: Caller, run_id: str) -> Run:
         """A run that the caller may read; "default" is the caller's own default run, which is made on first use."""
         name = caller.default_run if run_id == DEFAULT_RUN else check_id(run_id, "run")
-        found = self.yard.run_of(name)
+        found = self.pipeline.run_of(name)
         if found is None and run_id == DEFAULT_RUN and caller.can_write:
             owner = "" if name == DEFAULT_RUN else caller.name
             found = await self.store.put_run(Run(name, created_at=time.time(), owner=owner), {})
-            self.yard.know(found)
+            self.pipeline.know(found)
         if found is None or not caller.reads(found):
             raise NotFound(f"there is no run {run_id!r}; make it with POST /v1/runs")
         return found
 
     def readable(self, caller: Caller) -> list[Run]:
         """All runs that the caller may read."""
-        return [run for run in self.yard.runs if caller.reads(run)]
+        return [run for run in self.pipeline.runs if caller.reads(run)]
 
     async def find(self, caller: Caller, kind: ItemKind, id: str, run_id: str | None) -> str:
         """The key of what has that id, in that run or in any that the caller may read."""
@@ -71,7 +71,7 @@ class AppState:
         check_id(id, f"{name} id")
         if run_id is None:
             found = await self.store.named(kind, id)
-            keys = [key for key, name in found.items() if (run := self.yard.run_of(name)) and caller.reads(run)]
+            keys = [key for key, name in found.items() if (run := self.pipeline.run_of(name)) and caller.reads(run)]
         else:
             run = await self.run(caller, run_id)
             found = await self.store.runs_of(kind, [key_of(run.id, id), id])  # id: of a store that is older than keys
@@ -100,13 +100,13 @@ class AppState:
     @property
     def head(self) -> HeadPipeline:
         """The yard, of a service that has a fleet; `NotFound` otherwise."""
-        if not isinstance(self.yard, HeadPipeline):
+        if not isinstance(self.pipeline, HeadPipeline):
             raise NotFound("this service has no fleet: start it with --fleet")
-        return self.yard
+        return self.pipeline
 
     def wait_s(self, asked_s: float) -> float:
         return min(asked_s, self.settings.max_wait_s)
 
 
-def house_of(request: Request) -> AppState:
-    return request.app.state.house
+def app_state_of(request: Request) -> AppState:
+    return request.app.state.app_state

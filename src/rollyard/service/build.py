@@ -66,7 +66,7 @@ PROBE_S = 30.0  # for a runtime to try itself at start; a slow host is reported,
 
 
 @asynccontextmanager
-async def open_house(
+async def open_app(
     settings: Settings, *, environments: Environments | None = None, agents: Agents | None = None
 ) -> AsyncGenerator[AppState, None]:
     """A whole service but for its socket. The registries may be given, for environments that are not installed."""
@@ -102,21 +102,21 @@ async def open_house(
         router.policies.save = store.put_policy
         specs = all_engines(settings, await store.engines())
         refused = await stack.enter_async_context(_engines(router, specs, settings))
-        shop, probes = await stack.enter_async_context(open_shop(settings, router, environments, agents, renderers))
-        yard = make_yard(store, shop, settings, metrics=metrics, tracer=tracer)
-        yard.quota_of = tokens.quota_of
-        await stack.enter_async_context(yard)
-        await stack.enter_async_context(_stored_quotas(store, yard, tokens))
+        resources, probes = await stack.enter_async_context(open_stage_resources(settings, router, environments, agents, renderers))
+        pipeline = make_pipeline(store, resources, settings, metrics=metrics, tracer=tracer)
+        pipeline.quota_of = tokens.quota_of
+        await stack.enter_async_context(pipeline)
+        await stack.enter_async_context(_stored_quotas(store, pipeline, tokens))
         sampler = await stack.enter_async_context(
-            Sampler(yard, make_task=lambda raw, run: checked_task(shop, raw, run), folders=settings.task_folder_paths)
+            Sampler(pipeline, make_task=lambda raw, run: checked_task(resources, raw, run), folders=settings.task_folder_paths)
         )
-        house = AppState(
+        app_state = AppState(
             settings=settings,
             tokens=tokens,
             store=store,
             router=router,
-            shop=shop,
-            yard=yard,
+            resources=resources,
+            pipeline=pipeline,
             sampler=sampler,
             keys=keys,
             sessions=_sessions(agents),
@@ -124,24 +124,24 @@ async def open_house(
             refused_engines=refused,
             owners=dict(await store.owners()),
         )
-        metrics.watch(lambda: snapshot(yard, router))
+        metrics.watch(lambda: snapshot(pipeline, router))
         try:
-            yield house
+            yield app_state
         finally:
-            house.closing.set()
+            app_state.closing.set()
 
 
 @asynccontextmanager
-async def _stored_quotas(store: Store, yard: Pipeline, tokens: Tokens) -> AsyncGenerator[None, None]:
+async def _stored_quotas(store: Store, pipeline: Pipeline, tokens: Tokens) -> AsyncGenerator[None, None]:
     """Keeps the yard's list of owners that have stored more than they may."""
 
     async def look() -> None:
         limits = {one.id: most for one in tokens.created if (most := one.quota.stored_bytes) is not None}
-        runs = {run.id: run.owner for run in yard.runs if run.owner in limits}
+        runs = {run.id: run.owner for run in pipeline.runs if run.owner in limits}
         used = Counter[str]()
         for run_id, size in (await store.stored_bytes(list(runs))).items() if runs else ():
             used[runs[run_id]] += size
-        yard.overfull = {owner for owner, size in used.items() if size >= limits[owner]}
+        pipeline.overfull = {owner for owner, size in used.items() if size >= limits[owner]}
 
     async def watch() -> None:
         while True:
@@ -159,7 +159,7 @@ async def _stored_quotas(store: Store, yard: Pipeline, tokens: Tokens) -> AsyncG
 
 
 @asynccontextmanager
-async def open_shop(
+async def open_stage_resources(
     settings: Settings, router: Router, environments: Environments, agents: Agents, renderers: Renderers
 ) -> AsyncGenerator[tuple[StageResources, dict[str, Mapping[str, str]]], None]:
     """What stages work with on this machine, a head's or a node's, and what each runtime's probe found."""
@@ -176,7 +176,7 @@ async def open_shop(
         probes = {name: await _probe(name, runtime) for name, runtime in runtimes.items()}
         resolver = SystemResolver()
         stack.callback(resolver.close)
-        shop = StageResources(
+        resources = StageResources(
             runtimes=runtimes,
             default_runtime=settings.runtime,
             router=router,
@@ -193,16 +193,16 @@ async def open_shop(
             egress=settings.egress,
             resolve=resolver,
         )
-        yield shop, probes
+        yield resources, probes
 
 
-def make_yard(store: Store, shop: StageResources, settings: Settings, *, metrics: Metrics, tracer: Tracer) -> Pipeline:
+def make_pipeline(store: Store, resources: StageResources, settings: Settings, *, metrics: Metrics, tracer: Tracer) -> Pipeline:
     """One that runs rollouts here, or leases them to nodes."""
     sizes = pipeline_settings(settings)
     if settings.fleet is None:
-        return Pipeline(store, shop, sizes, metrics=metrics, tracer=tracer)
+        return Pipeline(store, resources, sizes, metrics=metrics, tracer=tracer)
     fleet = FleetSettings(lease_s=settings.node_lease_s, hold_s=settings.node_hold_s)
-    return HeadPipeline(store, shop, sizes, fleet, metrics=metrics, tracer=tracer)
+    return HeadPipeline(store, resources, sizes, fleet, metrics=metrics, tracer=tracer)
 
 
 def raise_descriptor_limit() -> None:

@@ -159,17 +159,17 @@ def batch_object(batch: Batch) -> JsonObject:
     }
 
 
-def draw_object(draw: Draw, drawing: DrawState | None = None) -> JsonObject:
+def draw_object(draw: Draw, draw_state: DrawState | None = None) -> JsonObject:
     progress = draw.progress
     figures: dict[str, Any] = asdict(progress.figures)
     figures |= before_filtering(figures)
     ends = ("delivered", "filtered", "failed", "cancelled", "dropped", "void")
     unfinished = figures["admitted"] - sum(figures[name] for name in ends)
-    opened = drawing.open_count if drawing is not None else 0
+    opened = draw_state.open_count if draw_state is not None else 0
     figures |= {
         "open": opened,
         "complete": max(0, unfinished - opened),
-        "keep_rate": round(drawing.keep_rate, 4) if drawing is not None else None,
+        "keep_rate": round(draw_state.keep_rate, 4) if draw_state is not None else None,
     }
     return {
         "id": id_of(draw.id),

@@ -32,7 +32,7 @@ from rollyard.service.build import (
     AGENTS,
     all_environments,
     open_data_dir,
-    open_shop,
+    open_stage_resources,
     pipeline_settings,
     raise_descriptor_limit,
     vet,
@@ -100,15 +100,15 @@ async def run_node(
                 vet=lambda engine: vet(engine, renderers),
             )
         )
-        shop, _ = await stack.enter_async_context(open_shop(settings, router, environments, agents, renderers))
+        resources, _ = await stack.enter_async_context(open_stage_resources(settings, router, environments, agents, renderers))
         artifacts = ArtifactFolder(settings.data_dir / "artifacts")
         await artifacts.clear()  # of a life that was killed: what it had, the head has given to others
         ledger = NodeLedger(artifacts, on_news=lambda: node.news())
         sizes = replace(pipeline_settings(settings), node=options.name)
-        yard = NodePipeline(as_store(ledger), shop, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
-        node = Node(options.name, link, yard, ledger, router)
+        pipeline = NodePipeline(as_store(ledger), resources, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
+        node = Node(options.name, link, pipeline, ledger, router)
         node.on_joined = on_joined
-        await stack.enter_async_context(yard)
+        await stack.enter_async_context(pipeline)
         await node.main(stop, hurry)
 
 

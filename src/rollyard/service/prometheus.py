@@ -47,12 +47,12 @@ class CallCounter:
             self._metrics.http_request(method, route, status, time.perf_counter() - started)
 
 
-def snapshot(yard: Pipeline, router: Router) -> Snapshot:
+def snapshot(pipeline: Pipeline, router: Router) -> Snapshot:
     """How it stands now, from what is in memory."""
-    states = Counter(attempt.state.value for attempt in yard.live.values())
-    states[State.QUEUED.value] += len(yard.scheduler)
-    pools = yard.pools()
-    nodes = yard.nodes.by_name.values() if isinstance(yard, HeadPipeline) else ()
+    states = Counter(attempt.state.value for attempt in pipeline.live.values())
+    states[State.QUEUED.value] += len(pipeline.scheduler)
+    pools = pipeline.pools()
+    nodes = pipeline.nodes.by_name.values() if isinstance(pipeline, HeadPipeline) else ()
     return Snapshot(
         rollouts={state.value: states[state.value] for state in State if state is not State.ENDED},
         pools={
@@ -69,7 +69,7 @@ def snapshot(yard: Pipeline, router: Router) -> Snapshot:
             )
             for node in nodes
         },
-        unserved=tuple(yard.unserved) if isinstance(yard, HeadPipeline) else (),
+        unserved=tuple(pipeline.unserved) if isinstance(pipeline, HeadPipeline) else (),
         engines={
             status.spec.id: EngineState(
                 status.stats.sessions,
@@ -85,7 +85,7 @@ def snapshot(yard: Pipeline, router: Router) -> Snapshot:
             policy.name: PolicyWeights(policy.version, policy.state is not PolicyState.RUNNING)
             for policy in router.policies.all()
         },
-        layer_bytes={name: layers.size_bytes for name, layers in yard.shop.layers.items()},
-        waiting_for_room={name: runtime.waiting for name, runtime in yard.shop.runtimes.items()},
-        open_breakers=dict.fromkeys(yard.shop.runtimes, 0) | yard.shop.breakers.open_by_runtime(),
+        layer_bytes={name: layers.size_bytes for name, layers in pipeline.resources.layers.items()},
+        waiting_for_room={name: runtime.waiting for name, runtime in pipeline.resources.runtimes.items()},
+        open_breakers=dict.fromkeys(pipeline.resources.runtimes, 0) | pipeline.resources.breakers.open_by_runtime(),
     )

@@ -37,7 +37,7 @@ from rollyard.http import HttpServer, ListenerBounds, Refusals
 from rollyard.observe import TracingUnavailable, logs
 from rollyard.service.app import create_app
 from rollyard.service.app_state import AppState
-from rollyard.service.build import open_data_dir, open_house
+from rollyard.service.build import open_app, open_data_dir
 from rollyard.service.settings import Settings, SettingsError
 from rollyard.service.tls import Tls, open_tls
 from rollyard.service.tokens import node_token
@@ -60,7 +60,7 @@ class Served:
     """A service that answers."""
 
     url: str
-    house: AppState
+    app_state: AppState
     http: HttpServer
 
 
@@ -72,20 +72,20 @@ async def serve(
     with bind(settings) as listener:
         open_data_dir(settings.data_dir)
         tls = open_tls(settings)
-        async with open_house(settings, environments=environments, agents=agents) as house:
-            refusals = Refusals(house.yard.metrics.http_refused)
-            server = HttpServer(create_app(house), bounds_of(settings), refusals=refusals)
+        async with open_app(settings, environments=environments, agents=agents) as app_state:
+            refusals = Refusals(app_state.pipeline.metrics.http_refused)
+            server = HttpServer(create_app(app_state), bounds_of(settings), refusals=refusals)
             url = url_of(listener, tls)
             await server.start(listener, backlog=BACKLOG, tls=tls.context if tls is not None else None)
             try:
                 async with AsyncExitStack() as stack:
                     stack.enter_context(_announced(settings.data_dir / "url", url))
                     if settings.fleet == "ray":
-                        house.ray = await stack.enter_async_context(_ray(settings, url))
-                    yield Served(url, house, server)
+                        app_state.ray = await stack.enter_async_context(_ray(settings, url))
+                    yield Served(url, app_state, server)
             finally:
-                house.yard.stop_now()
-                house.closing.set()
+                app_state.pipeline.stop_now()
+                app_state.closing.set()
                 await server.drain(LINGER_S)
 
 
@@ -174,15 +174,15 @@ async def _main(settings: Settings) -> int:
     try:
         async with serve(settings) as served:
             signals.on_first = lambda: None
-            signals.on_second = served.house.yard.stop_now  # it may come at once after the first
+            signals.on_second = served.app_state.pipeline.stop_now  # it may come at once after the first
             settle_memory()
             token = "" if settings.admin_tokens else f", token in {settings.token_path}"
             _say(f"rollyard {__version__} at {served.url}{token}")
-            await _first_of(signals.first, served.house.yard.broke)
-            if served.house.yard.broken is not None:
-                raise served.house.yard.broken
+            await _first_of(signals.first, served.app_state.pipeline.broke)
+            if served.app_state.pipeline.broken is not None:
+                raise served.app_state.pipeline.broken
             log.info("draining", extra={"within_s": settings.drain_s})
-            await served.house.yard.drain()
+            await served.app_state.pipeline.drain()
     except asyncio.CancelledError:
         if not signals.first.is_set():
             raise

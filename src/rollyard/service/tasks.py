@@ -10,11 +10,11 @@ from rollyard.service.models import to_task
 from rollyard.service.problems import field_path
 
 
-def checked_task(shop: StageResources, raw: Mapping[str, Json], run: Run, path: Sequence[str | int] = ("task",)) -> Task:
+def checked_task(resources: StageResources, raw: Mapping[str, Json], run: Run, path: Sequence[str | int] = ("task",)) -> Task:
     """The error of one that can never run here carries its path."""
     task = to_task(raw, run.defaults, path)
     try:
-        shop.check(task, run)
+        resources.check(task, run)
     except RollyardError as error:
         error.data["path"] = field_path(path)  # of a thousand tasks, which one
         raise

@@ -54,11 +54,11 @@ class RollyardRolloutFunc:
         self._pushed_step = -1
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        with Client(*self._place) as yard:
-            self._push_weights(yard, trainer)
+        with Client(*self._place) as pipeline:
+            self._push_weights(pipeline, trainer)
             # The n copies of a prompt stand together; with several processes, each has its part of them.
             wanted = [(prompt, len([*copies])) for prompt, copies in itertools.groupby(prompts)]
-            rows = [row_of(rollout) for group in self._roll(yard, wanted) for rollout in group.rollouts]
+            rows = [row_of(rollout) for group in self._roll(pipeline, wanted) for rollout in group.rollouts]
         if len(rows) != len(prompts):
             raise RolloutsMissing(f"{len(prompts)} prompts got {len(rows)} rollouts")
         return {
@@ -70,7 +70,7 @@ class RollyardRolloutFunc:
             "rollyard_rollout": [row.rollout for row in rows],
         }
 
-    def _roll(self, yard: Client, wanted: Sequence[tuple[Any, int]]) -> list[Group]:
+    def _roll(self, pipeline: Client, wanted: Sequence[tuple[Any, int]]) -> list[Group]:
         """A whole group for each, in order."""
         found: dict[int, Group] = {}
         for _ in range(self._tries):
@@ -79,14 +79,14 @@ class RollyardRolloutFunc:
                 for place, (prompt, size) in enumerate(wanted):
                     if place not in found or found[place].state != "complete":
                         task = self._task_of(prompt)
-                        started[place] = yard.group(task, run=self._run, size=size, spares=self._spares)
+                        started[place] = pipeline.group(task, run=self._run, size=size, spares=self._spares)
                 for place in started:
                     while not started[place].is_ended:
-                        started[place] = yard.get_group(started[place].id, wait_s=WAIT_S)
+                        started[place] = pipeline.get_group(started[place].id, wait_s=WAIT_S)
             except BaseException:
                 for group in started.values():
                     with contextlib.suppress(RollyardError):
-                        yard.cancel_group(group.id)
+                        pipeline.cancel_group(group.id)
                 raise
             found |= started
         short = [group for group in found.values() if group.state != "complete"]
@@ -95,13 +95,13 @@ class RollyardRolloutFunc:
                 f"{len(short)} of {len(wanted)} prompts have no whole group after {self._tries} tries; the first, "
                 f"{short[0].id}, is {short[0].state}: {short[0].reason}"
             )
-        return [yard.get_group(found[place].id, traces=True) for place in range(len(wanted))]
+        return [pipeline.get_group(found[place].id, traces=True) for place in range(len(wanted))]
 
-    def _push_weights(self, yard: Client, trainer: Any) -> None:
+    def _push_weights(self, pipeline: Client, trainer: Any) -> None:
         if self._push is None or trainer.state.global_step == self._pushed_step:
             return
         processes = trainer.accelerator
-        policy = yard.policy(str(yard.get_run(self._run).get("policy") or "default"))
+        policy = pipeline.policy(str(pipeline.get_run(self._run).get("policy") or "default"))
         # The others wait inside for the main process, whose pause it is.
         with (
             policy.update(int(policy.status()["version"]) + 1)

@@ -20,7 +20,7 @@ WIDE = {"host": "0.0.0.0", "plain_http_nodes": True, "node_lease_s": 10}
 @asynccontextmanager
 async def node_at(machine: Machine, site: Site, folder: Path, name: str, *more: str) -> AsyncGenerator[ProcessNode]:
     port = urlsplit(site.url).port
-    token = site.served.house.settings.node_token_path
+    token = site.served.app_state.settings.node_token_path
     node = ProcessNode(f"http://{HERE}:{port}", token, folder, name, within=[*machine.within, *more], is_plain=True)
     try:
         await nodes_are(site, lambda nodes: name in nodes)

@@ -57,7 +57,7 @@ class _Theirs:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.yard = VirtualPipeline(world.slots)
+        self.pipeline = VirtualPipeline(world.slots)
         self.tally = Tally()
         self.progress = DrawProgress()
         self.is_training = False
@@ -65,29 +65,29 @@ class _Theirs:
 
     def begin(self) -> StartedGroup:
         item = self._order.take(self.progress)
-        begun = StartedGroup(item, self.world.script(item), self.yard.now_s)
+        begun = StartedGroup(item, self.world.script(item), self.pipeline.now_s)
         self.tally.begun.append(begun)
-        self.yard.begin(begun)
+        self.pipeline.begin(begun)
         return begun
 
     def next(self) -> Ended | None:
-        ended = self.yard.next()
+        ended = self.pipeline.next()
         if ended is None:
             self.is_training = False
-            self.yard.version += 1
-            self.tally.trained_s.append(self.yard.now_s)
+            self.pipeline.version += 1
+            self.tally.trained_s.append(self.pipeline.now_s)
         return ended
 
     def end(self, begun: StartedGroup, how: str) -> None:
-        begun.end, begun.ended_s = how, self.yard.now_s
+        begun.end, begun.ended_s = how, self.pipeline.now_s
 
     def train(self, batch: list[StartedGroup]) -> None:
         for begun in batch:
             self.end(begun, "delivered")
             begun.batch = len(self.tally.trained_s) + 1
-            begun.staleness = self.yard.version - begun.oldest
+            begun.staleness = self.pipeline.version - begun.oldest
         self.is_training = True
-        self.yard.alarm(self.world.train_s)
+        self.pipeline.alarm(self.world.train_s)
 
     def wait_for_trainer(self) -> None:
         while self.is_training:
@@ -121,7 +121,7 @@ def reference(world: World, enough: Enough, *, is_overlapped: bool = False) -> T
         batch: list[StartedGroup] = []
         flying: dict[int, StartedGroup] = {}
         while len(batch) < world.want:
-            while it.yard.free and not it.yard.queued:
+            while it.pipeline.free and not it.pipeline.queued:
                 begun = it.begin()
                 flying[id(begun)] = begun
             ended = it.next()
@@ -132,7 +132,7 @@ def reference(world: World, enough: Enough, *, is_overlapped: bool = False) -> T
                 batch.append(begun)
             else:
                 it.end(begun, "filtered")
-        it.yard.cancel(*flying.values())
+        it.pipeline.cancel(*flying.values())
         for begun in flying.values():
             it.end(begun, "thrown")
             it.progress.returned.append(replace(begun.item, turn=begun.item.turn + 1))
@@ -150,9 +150,9 @@ class Ours:
     def __init__(self, world: World, *, is_early: bool = False, **changes: object) -> None:
         self.world = world
         self.tally = Tally()
-        self.yard = VirtualPipeline(world.slots)
+        self.pipeline = VirtualPipeline(world.slots)
         config = config_of(world, **changes)
-        self.drawing = DrawState(Draw("d", "bench", config), TaskOrder(config, world.tasks))
+        self.draw_state = DrawState(Draw("d", "bench", config), TaskOrder(config, world.tasks))
         self._keep = keep_of(config.keep)
         self._is_early = is_early
         self._task = Task("bench")
@@ -163,60 +163,60 @@ class Ours:
         self._complete: dict[str, Group] = {}
 
     def run(self, enough: Enough) -> Tally:
-        drawing, waiting, is_training = self.drawing, 0, False
-        drawing.ask(self.world.want)
-        while drawing.draw.is_active and not enough(self.tally):
+        draw_state, waiting, is_training = self.draw_state, 0, False
+        draw_state.ask(self.world.want)
+        while draw_state.draw.is_active and not enough(self.tally):
             self._settle()
-            waiting += len(drawing.closed)  # batches that nobody has trained on yet
-            drawing.closed.clear()
+            waiting += len(draw_state.closed)  # batches that nobody has trained on yet
+            draw_state.closed.clear()
             if waiting and not is_training:
                 waiting, is_training = waiting - 1, True
-                self.yard.alarm(self.world.train_s)
+                self.pipeline.alarm(self.world.train_s)
                 if self._is_early:
-                    drawing.ask(self.world.want)
+                    draw_state.ask(self.world.want)
                     continue
-            ended = self.yard.next()
+            ended = self.pipeline.next()
             if ended is not None:
                 self._look(ended)
                 continue
             is_training = False
-            self.tally.trained_s.append(self.yard.now_s)
-            self.yard.version += 1
-            drawing.set_version(self.yard.version)
+            self.tally.trained_s.append(self.pipeline.now_s)
+            self.pipeline.version += 1
+            draw_state.set_version(self.pipeline.version)
             if not self._is_early:
-                drawing.ask(self.world.want)
+                draw_state.ask(self.world.want)
         return self.tally
 
     def _settle(self) -> None:
         """The service's turn of a draw, in its order."""
-        drawing = self.drawing
+        draw_state = self.draw_state
         while True:
-            for one in drawing.too_old():
+            for one in draw_state.too_old():
                 self._give_up(one, GroupState.DROPPED, returns=False)
-            for handed in drawing.hand_out():
+            for handed in draw_state.hand_out():
                 begun = self._begun.pop(handed.id)
                 group = replace(self._complete.pop(handed.id), batch_version=handed.version)
-                drawing.delivered(group)
-                begun.end, begun.ended_s = "delivered", self.yard.now_s
+                draw_state.delivered(group)
+                begun.end, begun.ended_s = "delivered", self.pipeline.now_s
                 begun.batch, begun.staleness = handed.batch, group.staleness or 0
-            for one in drawing.surplus():
+            for one in draw_state.surplus():
                 self._give_up(one, GroupState.CANCELLED, returns=True)
-            drawing.check_end()
-            begun_now = drawing.admit()
+            draw_state.check_end()
+            begun_now = draw_state.admit()
             for one in begun_now:
                 self._begin(one)
             if not begun_now:
                 return
 
     def _begin(self, one: ActiveGroup) -> None:
-        begun = StartedGroup(one.item, self.world.script(one.item), self.yard.now_s)
+        begun = StartedGroup(one.item, self.world.script(one.item), self.pipeline.now_s)
         group = Group(one.id, "bench", self.world.group_size, spares=0, admitted_version=one.version, order=one.order)
         opened = OpenGroup(group, self._task)
         for submission in opened.begin(range(self.world.group_size)):
             self._rollouts[submission.rollout.id] = submission.rollout
         self._begun[one.id], self._open[one.id], self._group_of[id(begun)] = begun, opened, one.id
         self.tally.begun.append(begun)
-        self.yard.begin(begun)
+        self.pipeline.begin(begun)
 
     def _look(self, ended: Ended) -> None:
         opened = self._open[self._group_of[id(ended.begun)]]
@@ -227,26 +227,26 @@ class Ours:
         now = opened.standing()
         if not now.is_over:
             return
-        self.drawing.seen(opened.scored())
+        self.draw_state.seen(opened.scored())
         is_kept = self._keep.keeps(FilterInput(tuple(opened.rewards(now.members)), opened.task))
         state = GroupState.COMPLETE if is_kept else GroupState.FILTERED
         group = opened.over(state, now.members)
         assert group.stats is not None
-        self.drawing.ended(opened.id, state, group.stats)
+        self.draw_state.ended(opened.id, state, group.stats)
         del self._open[opened.id]
         if is_kept:
             self._complete[opened.id] = group
         else:
             begun = self._begun.pop(opened.id)
-            begun.end, begun.ended_s = "filtered", self.yard.now_s
+            begun.end, begun.ended_s = "filtered", self.pipeline.now_s
 
     def _give_up(self, one: ActiveGroup, state: GroupState, *, returns: bool) -> None:
         begun = self._begun.pop(one.id)
         opened = self._open.pop(one.id, None)
         group = opened.over(state) if opened is not None else self._complete.pop(one.id)
         known = begun.sampled
-        self.yard.cancel(begun)
+        self.pipeline.cancel(begun)
         assert group.stats is not None
-        self.drawing.ended(one.id, state, group.stats, returns=returns)
-        self.drawing.came_late(state, begun.sampled - known)
-        begun.end, begun.ended_s = "thrown", self.yard.now_s
+        self.draw_state.ended(one.id, state, group.stats, returns=returns)
+        self.draw_state.came_late(state, begun.sampled - known)
+        begun.end, begun.ended_s = "thrown", self.pipeline.now_s

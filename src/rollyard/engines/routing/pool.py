@@ -34,8 +34,8 @@ from rollyard.core.failure import EngineFailure, EngineUnavailable
 from rollyard.engines.base import Engine, EngineInfo, EngineLoad, EngineSpec, Generation, PauseMode
 from rollyard.engines.clients.http import Contact
 from rollyard.engines.routing.admission import SessionCap
-from rollyard.engines.routing.policy_slots import PolicySlots
 from rollyard.engines.routing.remote_load import RemoteLoad
+from rollyard.engines.routing.seats import Seats
 
 log = logging.getLogger("rollyard.engines")
 
@@ -355,7 +355,7 @@ class EnginePool:
         self.is_named = False  # somebody has told a version
         self.is_paused = False  # the policy as a whole: engines that come are paused, too
         self.members: dict[str, PoolMember] = {}
-        self.seats = PolicySlots()
+        self.seats = Seats()
         self._heap: list[_Entry] = []
         self._stamps = 0
         self._waiters: set[asyncio.Future[None]] = set()  # for an engine

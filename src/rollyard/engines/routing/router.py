@@ -38,8 +38,8 @@ from rollyard.engines.clients.vllm import VllmEngine
 from rollyard.engines.routing.admission import SessionCap
 from rollyard.engines.routing.calls import RouterStats
 from rollyard.engines.routing.health import HealthWatch, Vet
-from rollyard.engines.routing.policy_slots import PolicySlots
 from rollyard.engines.routing.pool import EngineCall, EnginePool, EngineStatus, Health, PoolMember
+from rollyard.engines.routing.seats import Seats
 from rollyard.engines.routing.session import RoutedSession
 from rollyard.engines.routing.settings import RouterSettings
 from rollyard.engines.weights.policies import Policies
@@ -212,7 +212,7 @@ class Router:
 
     # --- sessions
 
-    def seats(self, policy: str) -> PolicySlots:
+    def seats(self, policy: str) -> Seats:
         """Who wants a session takes one of these first, and keeps it as long as the session."""
         return self.pool(policy).seats
 

@@ -363,10 +363,10 @@ def start(config: Message, kind: str, fds: list[int]) -> NoReturn:
             world, env = run_inner(config, kind, lifeline, vital)
             kernel.send(ctl, {"event": "env", "env": env})
         kernel.send(ctl, {"event": "ready"})
-        keeper = SandboxInit(ctl, lifeline, wake, world, refused)
+        init_client = SandboxInit(ctl, lifeline, wake, world, refused)
         if kind == "bubblewrap":
-            keeper.listen()
-        keeper.serve()
+            init_client.listen()
+        init_client.serve()
     except BaseException as error:
         with contextlib.suppress(OSError):
             kernel.send(ctl, {"event": "failed", "step": step, "detail": str(error)})
@@ -645,7 +645,7 @@ class ForkServer:
         self.owner = os.geteuid(), os.getegid()
         spaces = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
         self.flags = 0 if kind == "local" else spaces
-        self.keepers: set[int] = set()
+        self.init_clients: set[int] = set()
         self.removals: dict[int, Removal] = {}
         self.groups: list[str] = []  # empty, or about to be: the kernel may need a moment
 
@@ -689,7 +689,7 @@ class ForkServer:
                     start(message, self.kind, [fds[0], fds[1], theirs.fileno()])
                 finally:
                     os._exit(1)
-            self.keepers.add(pid)
+            self.init_clients.add(pid)
             self.release(pid, message, gate)
         except OSError as error:
             step = getattr(error, "step", step)
@@ -753,10 +753,10 @@ class ForkServer:
     def on_end(self, pid: int, status: int) -> None:
         if removal := self.removals.pop(pid, None):
             self.remove(removal)
-        elif pid in self.keepers:
-            self.keepers.discard(pid)
+        elif pid in self.init_clients:
+            self.init_clients.discard(pid)
             if status < 0 and self.kind == "local":  # it was killed; as their subreaper we have its orphans now
-                kernel.kill_below(os.getpid(), spare=self.keepers | self.removals.keys())
+                kernel.kill_below(os.getpid(), spare=self.init_clients | self.removals.keys())
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ class Limiter:
         self._has_cgroups = has_cgroups
         self._cgroups: Cgroups | None = None
         self._groups: dict[str, Group] = {}
-        self._warden: MonitorClient | None = None
+        self._monitor: MonitorClient | None = None
         self._waiting: dict[str, asyncio.TimerHandle] = {}
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -72,7 +72,7 @@ class Limiter:
             self._cgroups = await asyncio.to_thread(Cgroups.find, mark_of(root))
             if self._cgroups is not None:
                 await asyncio.to_thread(self._cgroups.sweep)
-        self._warden = MonitorClient(
+        self._monitor = MonitorClient(
             on_limit,
             self._on_oom,
             self._on_pressure,
@@ -84,8 +84,8 @@ class Limiter:
 
     async def close(self) -> None:
         self._has_room.set()  # who still waits learns that all is closed
-        if self._warden is not None:
-            await self._warden.close()
+        if self._monitor is not None:
+            await self._monitor.close()
         if self._cgroups is not None:
             await asyncio.to_thread(self._cgroups.close)
 
@@ -158,10 +158,10 @@ class Limiter:
             self._waiting[name] = later
 
     def _watch(self, name: str, pid: int, upper: Path, limits: SandboxLimits) -> None:
-        assert self._warden is not None
+        assert self._monitor is not None
         self._waiting.pop(name, None)
         wanted, group = self.wanted(limits), self._groups.get(name)
-        self._warden.watch(
+        self._monitor.watch(
             name,
             pid=pid,
             memory_bytes=wanted.memory_bytes if self.is_memory_watched else None,
@@ -175,9 +175,9 @@ class Limiter:
 
     def watch_disk(self, name: str, pid: int, folder: Path, limits: SandboxLimits) -> None:
         """Only that: where somebody else, a container engine say, enforces the rest."""
-        assert self._warden is not None
+        assert self._monitor is not None
         wanted = self.wanted(limits)
-        self._warden.watch(name, pid=pid, disk_bytes=wanted.disk_bytes, files=wanted.files, disk_folders=[folder])
+        self._monitor.watch(name, pid=pid, disk_bytes=wanted.disk_bytes, files=wanted.files, disk_folders=[folder])
 
     def oom_kills(self, name: str) -> int:
         """Processes that the kernel has killed at the memory limit so far."""
@@ -212,8 +212,8 @@ class Limiter:
         self._groups.pop(name, None)
         if (later := self._waiting.pop(name, None)) is not None:
             later.cancel()
-        if self._warden is not None:
-            self._warden.forget(name)
+        if self._monitor is not None:
+            self._monitor.forget(name)
 
 
 def mark_of(root: Path) -> str:

@@ -43,10 +43,10 @@ def processes() -> dict[int, Process]:
     return found
 
 
-def trees(keepers: Iterable[int], seen: dict[int, Process]) -> dict[int, list[int]]:
+def trees(init_clients: Iterable[int], seen: dict[int, Process]) -> dict[int, list[int]]:
     """keeper → what lives below it."""
-    found: dict[int, list[int]] = {keeper: [] for keeper in keepers}
-    owner: dict[int, int] = {0: 0, 1: 0, **{keeper: keeper for keeper in found}}
+    found: dict[int, list[int]] = {init_client: [] for init_client in init_clients}
+    owner: dict[int, int] = {0: 0, 1: 0, **{init_client: init_client for init_client in found}}
     for pid in seen:
         path: dict[int, None] = {}
         while pid not in owner:

@@ -73,7 +73,7 @@ class LaunchedRuntime(ABC):
         # Starts are bound by the CPU: more at once only makes each of them slower.
         self._starting = asyncio.Semaphore(max_starting or 4 * (os.cpu_count() or 1))
         self.waiting = 0  # for room
-        self._zygote = ForkServerClient(self.name)
+        self._fork_server = ForkServerClient(self.name)
         self._live: dict[str, LaunchedSandbox] = {}
         self._keepers: dict[str, InitClient] = {}
         self._places: dict[str, SandboxPaths] = {}
@@ -103,7 +103,7 @@ class LaunchedRuntime(ABC):
 
     async def _launch(self, config: Message, fds: Sequence[int]) -> None:
         """Hands the descriptors (socket, lifeline) to a keeper to be. They may be closed after it."""
-        self._zygote.post(config, fds)
+        self._fork_server.post(config, fds)
 
     def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:  # noqa: B027
         """It stands: nobody has it yet."""
@@ -129,7 +129,7 @@ class LaunchedRuntime(ABC):
         self.layer_root.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.active_groups(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
             self._lock = -1
@@ -155,13 +155,13 @@ class LaunchedRuntime(ABC):
             for sandbox in list(self._live.values()):
                 self._end(sandbox, SandboxEnd("killed", "the runtime closed"))
             await asyncio.wait(list(self._endings.values()))  # those too whose files are still being deleted
-        for keeper in [*self._stuck]:
-            keeper.close()
+        for init_client in [*self._stuck]:
+            init_client.close()
         if self._timer is not None:
             self._timer.cancel()
         for _ in range(len(self._left)):
             await self._try_remove(*self._left.popleft())
-        await self._zygote.close()
+        await self._fork_server.close()
         with contextlib.suppress(OSError):
             self._control.rmdir()
         if self._control_lock >= 0:
@@ -178,7 +178,7 @@ class LaunchedRuntime(ABC):
         control = folder / blake2b(os.fsencode(self._root), digest_size=8).hexdigest()
         control.mkdir(mode=0o700, exist_ok=True)
         self._control_lock = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._control_lock, fcntl.LOCK_SH)
+        fcntl.active_groups(self._control_lock, fcntl.LOCK_SH)
         return control
 
     # --- starting ---
@@ -204,29 +204,29 @@ class LaunchedRuntime(ABC):
         if self._lock < 0:
             raise SandboxStartFailed("the runtime is closed")
         sandbox_id = new_id("sbx")
-        keeper = InitClient(self.outside_statuses)
+        init_client = InitClient(self.outside_statuses)
         try:
             place, config = self._prepare(sandbox_id, spec)
         except BaseException:
-            keeper.finish(SandboxEnd("killed", "it was never asked for"), by_signal=False)
-            keeper.sent()
+            init_client.finish(SandboxEnd("killed", "it was never asked for"), by_signal=False)
+            init_client.sent()
             raise
         sandbox = LaunchedSandbox(
-            sandbox_id, spec, keeper, place, on_kill=self._kill, on_renew=lambda sandbox: self._arm(sandbox.expires_at)
+            sandbox_id, spec, init_client, place, on_kill=self._kill, on_renew=lambda sandbox: self._arm(sandbox.expires_at)
         )
-        self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, keeper, place
-        keeper.ended.add_done_callback(lambda _: sandbox.close_doorway())
+        self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, init_client, place
+        init_client.ended.add_done_callback(lambda _: sandbox.close_doorway())
         try:
             try:
                 await self._ready_to_start(place, spec)
                 config = {**config, "op": "start", "record": str(place.folder / "record.json")}
                 async with asyncio.timeout(self._start_s):
-                    await self._launch(config, keeper.remote_fds)
+                    await self._launch(config, init_client.remote_fds)
             finally:
-                keeper.sent()
+                init_client.sent()
             async with asyncio.timeout(self._start_s):
-                await asyncio.shield(keeper.ready)
-            if sandbox.ending is not None or keeper.end is not None:
+                await asyncio.shield(init_client.ready)
+            if sandbox.ending is not None or init_client.end is not None:
                 raise SandboxStartFailed("it ended as soon as it stood")
             self._on_started(sandbox, place)
             sandbox.open_doorway()
@@ -267,17 +267,17 @@ class LaunchedRuntime(ABC):
         return task
 
     async def _finish(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None) -> None:
-        keeper, place = self._keepers[sandbox.id], self._places[sandbox.id]
+        init_client, place = self._keepers[sandbox.id], self._places[sandbox.id]
         sandbox.close_doorway()
-        keeper.finish(end, by_signal=self.is_killed_by_signal)
+        init_client.finish(end, by_signal=self.is_killed_by_signal)
         try:
             async with asyncio.timeout(self._kill_s):
-                await asyncio.shield(keeper.ended)
+                await asyncio.shield(init_client.ended)
         except TimeoutError:
-            self._stuck.add(keeper)
-            keeper.ended.add_done_callback(lambda _: self._stuck.discard(keeper))
+            self._stuck.add(init_client)
+            init_client.ended.add_done_callback(lambda _: self._stuck.discard(init_client))
             raise SandboxStuck(
-                f"sandbox {sandbox.id} was not gone {self._kill_s} s after its kill", pid=keeper.pid
+                f"sandbox {sandbox.id} was not gone {self._kill_s} s after its kill", pid=init_client.pid
             ) from None
         finally:
             for table in (self._live, self._keepers, self._places):
@@ -296,13 +296,13 @@ class LaunchedRuntime(ABC):
     async def _keep(self, sandbox_id: str, upper: Path, frozen: FreezeRequest) -> None:
         """What a dead sandbox wrote, less what it wrote where it must not count, becomes a layer."""
         hidden = await asyncio.to_thread(covering, upper, frozen.without)
-        if hidden and not await self._zygote.remove([str(path) for path in hidden]):
+        if hidden and not await self._fork_server.remove([str(path) for path in hidden]):
             raise SandboxLost("what it wrote could not be cleared of the paths that must not count")
         await asyncio.to_thread(settle, upper, frozen.target)
 
     async def remove(self, paths: Sequence[Path]) -> bool:
         """Deletes folders of ours (layers), whatever is in them. False: something is left."""
-        return await self._zygote.remove([str(path) for path in paths])
+        return await self._fork_server.remove([str(path) for path in paths])
 
     async def _remove(self, paths: list[str], groups: Sequence[str] = ()) -> None:
         """Whoever is deleted tries one more that could not be: for want of a descriptor, say. The rest is tried again
@@ -314,7 +314,7 @@ class LaunchedRuntime(ABC):
         is_gone = False
         with contextlib.suppress(TimeoutError, OSError):  # OSError: no descriptor, no process to be had
             async with asyncio.timeout(REMOVE_S):
-                is_gone = await self._zygote.remove(paths, groups)
+                is_gone = await self._fork_server.remove(paths, groups)
         if not is_gone:
             self._left.append((paths, groups))
             log.warning("files of a sandbox could not be deleted", extra={"paths": paths})
@@ -415,7 +415,7 @@ def _is_abandoned(control: Path) -> bool:
             return False
         fd = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.active_groups(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         finally:
             os.close(fd)

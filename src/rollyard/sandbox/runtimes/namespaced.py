@@ -233,9 +233,9 @@ class NamespacedRuntime(LaunchedRuntime):
         self._limiter.watch(sandbox.id, sandbox.pid, place.upper, sandbox.spec.limits)
         sandbox.count_oom_kills = lambda: self._limiter.oom_kills(sandbox.id)
         sandbox.count_host_kills = lambda: self._limiter.host_kills(sandbox.id)
-        keeper = self._keepers[sandbox.id]
-        keeper.count_oom_kills = sandbox.count_oom_kills
-        keeper.count_refused_forks = lambda: self._limiter.refused_forks(sandbox.id)
+        init_client = self._keepers[sandbox.id]
+        init_client.count_oom_kills = sandbox.count_oom_kills
+        init_client.count_refused_forks = lambda: self._limiter.refused_forks(sandbox.id)
 
     async def _on_gone(self, sandbox_id: str, place: SandboxPaths) -> None:
         if place.uid is not None:

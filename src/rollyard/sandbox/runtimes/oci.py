@@ -278,10 +278,10 @@ class OciRuntime(LaunchedRuntime):
 
     def _on_started(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:
         """The engine limits it, and tells nobody what that did: the kernel does."""
-        group, keeper = group_of(sandbox.pid), self._keepers[sandbox.id]
-        sandbox.count_oom_kills = keeper.count_oom_kills = lambda: group.events().oom_kills
+        group, init_client = group_of(sandbox.pid), self._keepers[sandbox.id]
+        sandbox.count_oom_kills = init_client.count_oom_kills = lambda: group.events().oom_kills
         sandbox.count_host_kills = lambda: group.events().host_kills
-        keeper.count_refused_forks = lambda: group.events().processes_refused
+        init_client.count_refused_forks = lambda: group.events().processes_refused
         self._watch_disk(sandbox, place)
 
     def _watch_disk(self, sandbox: LaunchedSandbox, place: SandboxPaths) -> None:

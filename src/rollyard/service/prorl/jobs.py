@@ -69,12 +69,12 @@ def rollout_id(job_id: str) -> str:
 class ProrlJobs:
     """See the module."""
 
-    def __init__(self, house: AppState) -> None:
-        self._house = house
-        self.intake = IntakeFile(house.settings.data_dir / FILE)
+    def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
+        self.intake = IntakeFile(app_state.settings.data_dir / FILE)
         self.waiting = 0  # calls that wait for an end
         self._stops = 0
-        self._choices = Choices(house.settings.prorl_images, tuple(house.settings.mcp_servers))
+        self._choices = Choices(app_state.settings.prorl_images, tuple(app_state.settings.mcp_servers))
 
     async def start(self) -> bool:
         """Opens the intake, with a new version of the weights. False: it was open."""
@@ -85,7 +85,7 @@ class ProrlJobs:
     async def _name_version(self) -> None:
         """The next one, for the engines there are. Who names versions under /v1/policies goes on doing so: a version
         beyond ours is not ours to change."""
-        router, policy, ours = self._house.router, self.policy, self.intake.now.version
+        router, policy, ours = self._app_state.router, self.policy, self.intake.now.version
         if not self.has_engine or router.version(policy) > ours:
             return
         await self.intake.name_version(ours + 1)
@@ -96,12 +96,12 @@ class ProrlJobs:
 
     @property
     def policy(self) -> str:
-        run = self._house.yard.run_of(RUN)
+        run = self._app_state.pipeline.run_of(RUN)
         return run.policy if run else "default"
 
     @property
     def has_engine(self) -> bool:
-        specs = [status.spec for status in self._house.router.list()]
+        specs = [status.spec for status in self._app_state.router.list()]
         return any(spec.role is Role.POLICY and spec.policy == self.policy for spec in specs)
 
     async def begin(self, job: ProrlJob) -> Rollout:
@@ -109,7 +109,7 @@ class ProrlJobs:
         stops = self._stops
         rollout = await self._begin(job)
         if stops != self._stops:  # it was stored behind the back of who cancelled all there were
-            await self._house.yard.cancel(rollout.id, STOPPED)
+            await self._app_state.pipeline.cancel(rollout.id, STOPPED)
         return rollout
 
     async def _begin(self, job: ProrlJob) -> Rollout:
@@ -122,7 +122,7 @@ class ProrlJobs:
         for number in count(1):  # at most one further than the calls before: each of those made one
             again = name if number == 1 else f"{name}.{number}"
             try:
-                found = await self._house.store.get(again)
+                found = await self._app_state.store.get(again)
             except NotFound:
                 return await self._submit(job, again)
             failure = found.ending.failure if found.ending else None
@@ -133,12 +133,12 @@ class ProrlJobs:
     async def ended(self, rollout: Rollout, within_s: float) -> Rollout:
         self.waiting += 1
         try:
-            return await self._house.yard.wait(rollout.id, within_s)
+            return await self._app_state.pipeline.wait(rollout.id, within_s)
         finally:
             self.waiting -= 1
 
     async def cancel(self, job_id: str) -> None:
-        await self._house.yard.cancel(rollout_id(job_id), "cancelled by the client")
+        await self._app_state.pipeline.cancel(rollout_id(job_id), "cancelled by the client")
 
     async def cancel_all(self) -> None:
         """All that has not ended; returns when it has, or has had its time: then weights may change."""
@@ -148,26 +148,26 @@ class ProrlJobs:
                 continue
             after: str | None = None
             while True:
-                page = await self._house.store.list(state=state, runs=[RUN], after=after, limit=1000)
+                page = await self._app_state.store.list(state=state, runs=[RUN], after=after, limit=1000)
                 for rollout in page.rollouts:
-                    await self._house.yard.cancel(rollout.id, STOPPED)
+                    await self._app_state.pipeline.cancel(rollout.id, STOPPED)
                 after = page.next_cursor
                 if after is None or not page.rollouts:
                     break
-        yard = self._house.yard
+        pipeline = self._app_state.pipeline
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
-                while any(attempt.run.id == RUN for attempt in yard.live.values()):
-                    await yard.changed()
+                while any(attempt.run.id == RUN for attempt in pipeline.live.values()):
+                    await pipeline.changed()
 
     def counts(self) -> dict[str, int]:
         """The reference's counters, of this run alone."""
-        yard = self._house.yard
-        states = [attempt.state for attempt in yard.live.values() if attempt.run.id == RUN]
+        pipeline = self._app_state.pipeline
+        states = [attempt.state for attempt in pipeline.live.values() if attempt.run.id == RUN]
         evals = states.count(State.EVAL)
-        eval_queue = min(evals, yard.eval_pool.waiting)
+        eval_queue = min(evals, pipeline.eval_pool.waiting)
         counts = {
-            "init_queue": yard.queued_of(RUN),
+            "init_queue": pipeline.queued_of(RUN),
             "run_queue": states.count(State.READY),
             "eval_queue": eval_queue,
             "active_init": states.count(State.INIT),
@@ -182,25 +182,25 @@ class ProrlJobs:
         if trajectory is None or artifact is None or artifact.kind != "file":
             return None
         try:
-            path = await self._house.shop.artifacts.load(artifact, trajectory.rollout_id, trajectory.attempt)
+            path = await self._app_state.resources.artifacts.load(artifact, trajectory.rollout_id, trajectory.attempt)
             return (await asyncio.to_thread(path.read_bytes)).decode("utf-8", "replace")
         except (ArtifactLost, OSError):
             return None  # it was swept; the verdict stands
 
     async def _submit(self, job: ProrlJob, name: str) -> Rollout:
-        house = self._house
+        app_state = self._app_state
         run = await self._run(job.owner)
-        body = merge(task_body(job.instance, house.shop.environments, self._choices), run.defaults)
+        body = merge(task_body(job.instance, app_state.resources.environments, self._choices), run.defaults)
         task = to_task(merge(body, asked_of(job.sampling_params)), {}, ("instance",))
-        house.shop.check(task, run)
+        app_state.resources.check(task, run)
         rollout = Rollout(id=name, run=run.id, task=task, priority=run.priority)
-        (stored,) = await house.yard.submit([Submission(rollout, job.identity)])
+        (stored,) = await app_state.pipeline.submit([Submission(rollout, job.identity)])
         return stored
 
     async def _run(self, owner: str) -> Run:
         """Made on first use, unless the operator has made it, with defaults of their own."""
-        found = self._house.yard.run_of(RUN)
+        found = self._app_state.pipeline.run_of(RUN)
         if found is None:
-            found = await self._house.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
-            self._house.yard.know(found)
+            found = await self._app_state.store.put_run(Run(RUN, created_at=time.time(), owner=owner), {})
+            self._app_state.pipeline.know(found)
         return found

@@ -25,7 +25,7 @@ from rollyard.core.failure import EngineExists, Forbidden, InvalidRequest, NotFo
 from rollyard.engines.clients.prorl import kind_at
 from rollyard.engines.clients.transport import open_http
 from rollyard.service.access import caller_of, require_admin
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.models import EngineBody, check_body, engine_id
@@ -41,8 +41,8 @@ PATHS = frozenset({"/start", "/stop", "/status", "/process", "/cancel", "/add_ll
 OURS = "prorl-"  # of the ids of engines that were added here: only those are cleared here
 
 
-def mount(app: FastAPI, house: AppState) -> None:
-    app.state.prorl = ProrlJobs(house)
+def mount(app: FastAPI, app_state: AppState) -> None:
+    app.state.prorl = ProrlJobs(app_state)
     app.include_router(router)
 
 
@@ -114,9 +114,9 @@ async def status(request: Request) -> Response:
 @router.post("/process")
 async def process(request: Request) -> Response:
     """Plays one instance and answers with its result. The same call again waits for the same rollout."""
-    house, jobs = house_of(request), _jobs(request)
+    app_state, jobs = app_state_of(request), _jobs(request)
     body = await _read(request, ProcessBody)
-    if not jobs.intake.now.is_open or house.yard.is_draining:
+    if not jobs.intake.now.is_open or app_state.pipeline.is_draining:
         return _not_running()
     if not jobs.has_engine:
         return _refused(503, "No LLM server addresses configured. Please add at least one LLM server address.")
@@ -126,12 +126,12 @@ async def process(request: Request) -> Response:
         rollout = await jobs.begin(job)
     except (UnknownEnvironment, TaskInvalid) as error:
         return _refused(400, f"Invalid dataset type or instance: {error.detail}")
-    ended = await while_wanted(request, jobs.ended(rollout, house.settings.prorl_timeout_s), house.closing)
+    ended = await while_wanted(request, jobs.ended(rollout, app_state.settings.prorl_timeout_s), app_state.closing)
     if ended is None:
         return _refused(503, f"the service is closing; the job is kept as rollout {id_of(rollout.id)}")
     if ended.state is not State.ENDED:
         return _refused(504, f"Processing timed out; the job goes on as rollout {id_of(rollout.id)}: ask again")
-    trajectory = await house.store.trajectory(ended.id)
+    trajectory = await app_state.store.trajectory(ended.id)
     result = result_of(
         ended,
         body.instance,
@@ -160,7 +160,7 @@ async def cancel(request: Request) -> Response:
 async def add_llm_server(request: Request) -> Response:
     """Takes an engine in, as what it answers to be: vLLM, SGLang, or the reference's own protocol."""
     require_admin(request)
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await _read(request, ServerBody)
     kind = body.kind
     if not kind:
@@ -172,21 +172,21 @@ async def add_llm_server(request: Request) -> Response:
         "kind": str(kind),
         "policy": _jobs(request).policy,
         "model": body.model,
-        "tokenizer": body.tokenizer or house.settings.prorl_tokenizer,
+        "tokenizer": body.tokenizer or app_state.settings.prorl_tokenizer,
         # their protocol cannot show it: whoever names it in the settings answers for it
-        "trust_tokenizer": body.trust_tokenizer or bool(house.settings.prorl_tokenizer and not body.tokenizer),
+        "trust_tokenizer": body.trust_tokenizer or bool(app_state.settings.prorl_tokenizer and not body.tokenizer),
         "renderer": body.renderer,
     }
     spec = check_body(raw, EngineBody).to_spec()
-    check_reachable(spec, house.settings)
+    check_reachable(spec, app_state.settings)
     try:
-        await house.router.add(spec)
+        await app_state.router.add(spec)
     except EngineExists:
         return reply({"status": f"LLM server address {body.address} is there already"})
     try:
-        await house.store.put_engine(spec)
+        await app_state.store.put_engine(spec)
     except BaseException:
-        await house.router.remove(spec.id)  # what is not remembered is not there either
+        await app_state.router.remove(spec.id)  # what is not remembered is not there either
         raise
     return reply({"status": f"Added LLM server address: {body.address}"})
 
@@ -195,22 +195,22 @@ async def add_llm_server(request: Request) -> Response:
 async def clear_llm_server(request: Request) -> Response:
     """Takes out the engines that were added here, and begins a new period. Those of the settings stay."""
     require_admin(request)
-    house = house_of(request)
+    app_state = app_state_of(request)
     await _jobs(request).intake.renew()
-    added = [status.spec.id for status in house.router.list() if status.spec.id.startswith(OURS)]
+    added = [status.spec.id for status in app_state.router.list() if status.spec.id.startswith(OURS)]
     async with asyncio.TaskGroup() as group:
         for name in added:
-            group.create_task(_remove(house, name))
+            group.create_task(_remove(app_state, name))
     return reply({"status": "Cleared all LLM server addresses"})
 
 
-async def _remove(house: AppState, name: str) -> None:
+async def _remove(app_state: AppState, name: str) -> None:
     try:
-        await house.router.remove(name)
+        await app_state.router.remove(name)
     except NotFound:
         return  # two cleared at once
-    await house.store.delete_engine(name)
-    house.yard.metrics.engine_removed(name)
+    await app_state.store.delete_engine(name)
+    app_state.pipeline.metrics.engine_removed(name)
 
 
 # --- what they share ----------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ async def _remove(house: AppState, name: str) -> None:
 
 def _jobs(request: Request) -> ProrlJobs:
     """Where tokens are asked for, all of this is one tenant's: the first that used it."""
-    caller, run = caller_of(request), house_of(request).yard.run_of(RUN)
+    caller, run = caller_of(request), app_state_of(request).pipeline.run_of(RUN)
     if not (caller.can_write if run is None else caller.writes(run)):
         raise Forbidden(f"the run {RUN!r} was made with another token")
     return request.app.state.prorl

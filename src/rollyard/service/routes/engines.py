@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from rollyard.core import check_id
 from rollyard.service.access import require_admin
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.engine_address import check_reachable
 from rollyard.service.models import EngineBody, read_body
 from rollyard.service.openapi import json_body
@@ -21,15 +21,15 @@ router = APIRouter(prefix="/v1", tags=["engines"])
 async def add_engine(request: Request) -> Response:
     """Probes an engine and takes it in, for good: it is there again after a restart."""
     require_admin(request)
-    house = house_of(request)
+    app_state = app_state_of(request)
     spec = (await read_body(request, EngineBody)).to_spec()
-    check_reachable(spec, house.settings)
-    await house.audit(request, "add_engine", spec.id, url=without_password(spec.url), policy=spec.policy)
-    status = await house.router.add(spec)
+    check_reachable(spec, app_state.settings)
+    await app_state.audit(request, "add_engine", spec.id, url=without_password(spec.url), policy=spec.policy)
+    status = await app_state.router.add(spec)
     try:
-        await house.store.put_engine(spec)
+        await app_state.store.put_engine(spec)
     except BaseException:
-        await house.router.remove(spec.id)  # what is not remembered is not there either
+        await app_state.router.remove(spec.id)  # what is not remembered is not there either
         raise
     return reply(engine_object(status), 201)
 
@@ -37,16 +37,16 @@ async def add_engine(request: Request) -> Response:
 @router.get("/engines")
 async def list_engines(request: Request) -> Response:
     """Every engine with its load and health."""
-    return reply({"engines": [engine_object(status) for status in house_of(request).router.list()]})
+    return reply({"engines": [engine_object(status) for status in app_state_of(request).router.list()]})
 
 
 @router.delete("/engines/{engine_id}", status_code=204)
 async def remove_engine(request: Request, engine_id: str) -> Response:
     """Takes an engine out. Its sessions go on elsewhere, from the tokens that they have."""
     require_admin(request)
-    house = house_of(request)
-    await house.audit(request, "remove_engine", engine_id)
-    await _remove(house, check_id(engine_id, "engine"))
+    app_state = app_state_of(request)
+    await app_state.audit(request, "remove_engine", engine_id)
+    await _remove(app_state, check_id(engine_id, "engine"))
     return Response(status_code=204)
 
 
@@ -54,14 +54,14 @@ async def remove_engine(request: Request, engine_id: str) -> Response:
 async def clear_engines(request: Request) -> Response:
     """Takes all engines out."""
     require_admin(request)
-    house = house_of(request)
-    await house.audit(request, "remove_engine", "*")
-    for status in house.router.list():
-        await _remove(house, status.spec.id)
+    app_state = app_state_of(request)
+    await app_state.audit(request, "remove_engine", "*")
+    for status in app_state.router.list():
+        await _remove(app_state, status.spec.id)
     return Response(status_code=204)
 
 
-async def _remove(house: AppState, engine_id: str) -> None:
-    await house.router.remove(engine_id)
-    await house.store.delete_engine(engine_id)
-    house.yard.metrics.engine_removed(engine_id)
+async def _remove(app_state: AppState, engine_id: str) -> None:
+    await app_state.router.remove(engine_id)
+    await app_state.store.delete_engine(engine_id)
+    app_state.pipeline.metrics.engine_removed(engine_id)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from rollyard.core.failure import Draining, Forbidden
 from rollyard.sampling.evals import EvalPlan
 from rollyard.service.access import caller_of, owns_policy, require_new_run, require_priority, require_write
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.eval_models import EvalBody, eval_object
 from rollyard.service.models import InRun, RunQuery, WaitS, read_body
@@ -31,60 +31,60 @@ class EvalQuery(RunQuery):
 async def create(request: Request) -> Response:
     """Begins an evaluation; its tasks are read, checked and copied first. The same id with the same body is the same
     one, whether it still runs or has ended."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await read_body(request, EvalBody)
-    if house.yard.is_draining:
+    if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
     plan = await _plan(request, body)
-    record = await house.sampler.evals.create(plan, body.source.tasks or (), body.identity())
-    return reply(_told(house, record), 201)
+    record = await app_state.sampler.evals.create(plan, body.source.tasks or (), body.identity())
+    return reply(_told(app_state, record), 201)
 
 
 @router.get("")
 async def list_evals(request: Request) -> Response:
     """All evaluations, in the order in which they were made."""
-    house = house_of(request)
-    runs = {run.id for run in house.readable(caller_of(request))}
-    return reply({"evals": [_told(house, record) for record in await house.store.list_evals() if record.run in runs]})
+    app_state = app_state_of(request)
+    runs = {run.id for run in app_state.readable(caller_of(request))}
+    return reply({"evals": [_told(app_state, record) for record in await app_state.store.list_evals() if record.run in runs]})
 
 
 @router.get("/{eval_id}")
 async def get_eval(request: Request, eval_id: str, query: Annotated[EvalQuery, Query()]) -> Response:
     """How it stands, at once or at its end: `done` of `total` samples, and then the result."""
-    house = house_of(request)
-    key = await house.find(caller_of(request), ItemKind.EVAL, eval_id, query.run)
-    wait_s = house.wait_s(query.wait_s)
+    app_state = app_state_of(request)
+    key = await app_state.find(caller_of(request), ItemKind.EVAL, eval_id, query.run)
+    wait_s = app_state.wait_s(query.wait_s)
     record = None
     if wait_s:
-        record = await while_wanted(request, house.sampler.evals.wait(key, wait_s), house.closing)
+        record = await while_wanted(request, app_state.sampler.evals.wait(key, wait_s), app_state.closing)
     if record is None:
-        record = await house.store.get_eval(key)
-    return reply(_told(house, record))
+        record = await app_state.store.get_eval(key)
+    return reply(_told(app_state, record))
 
 
 @router.delete("/{eval_id}", status_code=202)
 async def cancel(request: Request, eval_id: str, run: InRun = None) -> Response:
     """Ends it with all its rollouts, and without a result. One that has ended stays as it is."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     caller = caller_of(request)
-    record = await house.store.get_eval(await house.find(caller, ItemKind.EVAL, eval_id, run))
-    require_write(caller, await house.store.get_run(record.run))
-    return reply(_told(house, await house.sampler.evals.cancel(record.id)), 202)
+    record = await app_state.store.get_eval(await app_state.find(caller, ItemKind.EVAL, eval_id, run))
+    require_write(caller, await app_state.store.get_run(record.run))
+    return reply(_told(app_state, await app_state.sampler.evals.cancel(record.id)), 202)
 
 
 async def _plan(request: Request, body: EvalBody) -> EvalPlan:
     """What was asked for, by keys. `Forbidden` if it is not the caller's to ask for."""
-    house, caller = house_of(request), caller_of(request)
+    app_state, caller = app_state_of(request), caller_of(request)
     if not caller.can_write:
         raise Forbidden(f"a {caller.access} token cannot begin evaluations")
     plan = body.to_plan(caller)
     require_priority(caller, plan.priority)
-    known = house.yard.run_of(plan.run)
+    known = app_state.pipeline.run_of(plan.run)
     if known is None:
-        require_new_run(caller, plan.run, plan.policy, house.tokens.callers)
+        require_new_run(caller, plan.run, plan.policy, app_state.tokens.callers)
     elif not caller.reads(known):
         raise Forbidden(f"the run name {plan.run!r} is taken")
-    if plan.on_update == "hold" and not owns_policy(caller, plan.policy, house.owners, house.tokens.callers):
+    if plan.on_update == "hold" and not owns_policy(caller, plan.policy, app_state.owners, app_state.tokens.callers):
         raise Forbidden(
             f"to hold back new weights of policy {plan.policy!r} is for its owner and for admins: "
             'use "on_update": "fail"'
@@ -92,5 +92,5 @@ async def _plan(request: Request, body: EvalBody) -> EvalPlan:
     return plan
 
 
-def _told(house: AppState, record: EvalRecord) -> JsonObject:
-    return eval_object(record, house.sampler.evals.done(record))
+def _told(app_state: AppState, record: EvalRecord) -> JsonObject:
+    return eval_object(record, app_state.sampler.evals.done(record))

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from rollyard.core import id_of
 from rollyard.pipeline import Event
 from rollyard.service.access import Caller, caller_of
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.sse import EventStream, frame
 
 router = APIRouter(prefix="/v1", tags=["events"])
@@ -34,23 +34,23 @@ class EventsQuery(BaseModel):
 @router.get("/events", response_class=Response)
 async def events(request: Request, query: Annotated[EventsQuery, Query()]) -> Response:
     """A stream of `state` events, for ever. After a `gap` event, list what you follow: some were missed."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     caller = caller_of(request)
-    run = None if query.run is None else (await house.run(caller, query.run)).id
+    run = None if query.run is None else (await app_state.run(caller, query.run)).id
     # Taken now: what happens between the headers and the first event is not missed.
-    after = query.after or request.headers.get("last-event-id") or house.yard.hub.last_id
-    return EventStream(_frames(house, caller, after, run), house.closing)
+    after = query.after or request.headers.get("last-event-id") or app_state.pipeline.event_log.last_id
+    return EventStream(_frames(app_state, caller, after, run), app_state.closing)
 
 
-async def _frames(house: AppState, caller: Caller, after: str, run: str | None) -> AsyncGenerator[bytes, None]:
-    async with aclosing(house.yard.hub.events(after)) as stream:
+async def _frames(app_state: AppState, caller: Caller, after: str, run: str | None) -> AsyncGenerator[bytes, None]:
+    async with aclosing(app_state.pipeline.event_log.events(after)) as stream:
         async for event in stream:
-            if event.kind == "gap" or (run in (None, event.run) and _reads(house, caller, event)):
+            if event.kind == "gap" or (run in (None, event.run) and _reads(app_state, caller, event)):
                 yield frame(event.kind, _data(event), event.id)
 
 
-def _reads(house: AppState, caller: Caller, event: Event) -> bool:
-    run = house.yard.run_of(event.run)
+def _reads(app_state: AppState, caller: Caller, event: Event) -> bool:
+    run = app_state.pipeline.run_of(event.run)
     return caller.is_admin or (run is not None and caller.reads(run))
 
 

@@ -11,7 +11,7 @@ from rollyard.core.failure import Draining, InvalidRequest, NotFound
 from rollyard.fleet.messages import MEDIA_TYPE, Join, Poll, Report, decode, encode
 from rollyard.fleet.nodes import ConnectedNode
 from rollyard.service.access import require_admin, require_node
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.node_settings import for_nodes
 from rollyard.service.records import reply, without_password
@@ -23,27 +23,27 @@ router = APIRouter(prefix="/v1", tags=["nodes"])
 async def settings(request: Request) -> Response:
     """What a node takes over from its head before it joins. With secrets: only for nodes."""
     require_node(request)
-    house = house_of(request)
-    _ = house.head
-    return reply(for_nodes(house.settings))
+    app_state = app_state_of(request)
+    _ = app_state.head
+    return reply(for_nodes(app_state.settings))
 
 
 @router.post("/fleet/join", include_in_schema=False)
 async def join(request: Request) -> Response:
     """A node comes, or comes back, and says what it holds."""
     require_node(request)
-    return _packed(encode(house_of(request).head.join(decode(await request.body(), Join))))
+    return _packed(encode(app_state_of(request).head.join(decode(await request.body(), Join))))
 
 
 @router.post("/fleet/poll", include_in_schema=False)
 async def poll(request: Request, wait_s: float = 0.0) -> Response:
     """What a node is to do, as soon as there is something."""
     require_node(request)
-    house = house_of(request)
+    app_state = app_state_of(request)
     if not 0 <= wait_s <= 3600:
         raise InvalidRequest("wait_s: 0 to 3600 seconds")
     message = decode(await request.body(), Poll)
-    orders = await while_wanted(request, house.head.poll(message, wait_s), house.closing)
+    orders = await while_wanted(request, app_state.head.poll(message, wait_s), app_state.closing)
     if orders is None:
         raise Draining("the head is closing: it may be back soon, here or elsewhere")
     return _packed(encode(orders))
@@ -53,7 +53,7 @@ async def poll(request: Request, wait_s: float = 0.0) -> Response:
 async def report(request: Request) -> Response:
     """What happened at a node. Answered when it is durable."""
     require_node(request)
-    head = house_of(request).head
+    head = app_state_of(request).head
     return _packed(encode(await head.report(decode(await request.body(), Report))))
 
 
@@ -61,22 +61,22 @@ async def report(request: Request) -> Response:
 async def tokenizer(request: Request, engine_id: str) -> Response:
     """What the tokenizer of an engine consists of, for nodes that lack it."""
     require_node(request)
-    house = house_of(request)
-    return _packed(encode(await house.tokenizers.list(_tokenizer_of(house, engine_id))))
+    app_state = app_state_of(request)
+    return _packed(encode(await app_state.tokenizers.list(_tokenizer_of(app_state, engine_id))))
 
 
 @router.get("/fleet/tokenizers/{engine_id}/{sha256}", include_in_schema=False)
 async def tokenizer_file(request: Request, engine_id: str, sha256: str) -> Response:
     """One of its files."""
     require_node(request)
-    house = house_of(request)
-    data = await house.tokenizers.read(_tokenizer_of(house, engine_id), sha256)
+    app_state = app_state_of(request)
+    data = await app_state.tokenizers.read(_tokenizer_of(app_state, engine_id), sha256)
     return Response(data, media_type="application/octet-stream")
 
 
-def _tokenizer_of(house: AppState, engine_id: str) -> str:
-    _ = house.head
-    for status in house.router.list():
+def _tokenizer_of(app_state: AppState, engine_id: str) -> str:
+    _ = app_state.head
+    for status in app_state.router.list():
         source = status.spec.tokenizer or (status.info.tokenizer if status.info else "")
         if status.spec.id == engine_id and source:
             return source
@@ -86,7 +86,7 @@ def _tokenizer_of(house: AppState, engine_id: str) -> str:
 @router.get("/nodes")
 async def list_nodes(request: Request) -> Response:
     """All nodes that are there."""
-    return reply({"nodes": [node_object(node) for node in house_of(request).head.nodes.by_name.values()]})
+    return reply({"nodes": [node_object(node) for node in app_state_of(request).head.nodes.by_name.values()]})
 
 
 @router.post("/nodes/{name}/drain")
@@ -103,9 +103,9 @@ async def resume(request: Request, name: str) -> Response:
 
 async def _asked(request: Request, name: str, *, is_drained: bool) -> Response:
     require_admin(request)
-    house = house_of(request)
-    node = house.head.nodes.named(name)
-    await house.audit(request, "drain_node" if is_drained else "resume_node", name)
+    app_state = app_state_of(request)
+    node = app_state.head.nodes.named(name)
+    await app_state.audit(request, "drain_node" if is_drained else "resume_node", name)
     node.drain(is_drained)
     return reply(node_object(node))
 

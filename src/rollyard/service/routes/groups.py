@@ -14,7 +14,7 @@ from rollyard.core.failure import InvalidRequest
 from rollyard.sampling.groups import new_group
 from rollyard.sampling.open_group import rollouts_of
 from rollyard.service.access import caller_of, require_priority, require_write
-from rollyard.service.app_state import house_of
+from rollyard.service.app_state import app_state_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.draw_models import GroupBody, GroupsBody, SingleGroupBody
 from rollyard.service.group_pages import group_object
@@ -35,7 +35,7 @@ class GroupQuery(RunQuery):
 @router.post("/groups", status_code=202, openapi_extra=json_body(GroupsBody, SingleGroupBody))
 async def create(request: Request) -> Response:
     """Takes one or many groups in, durably, all or none. Rollout k of group G is `G-k`."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     raw = await read_json(request)
     if isinstance(raw, dict) and "groups" in raw:
         many = check_body(raw, GroupsBody)
@@ -43,46 +43,46 @@ async def create(request: Request) -> Response:
     else:
         one = check_body(raw, SingleGroupBody)
         run_id, bodies, is_single = one.run, list[GroupBody]([one]), True
-    run = await house.run(caller_of(request), run_id)
+    run = await app_state.run(caller_of(request), run_id)
     require_write(caller_of(request), run)
-    version = house.router.version(run.policy)
+    version = app_state.router.version(run.policy)
     wanted: list[tuple[Group, Task, dict[str, Json]]] = []
     for number, body in enumerate(bodies):
         path = ("task",) if is_single else ("groups", number, "task")
-        task = checked_task(house.shop, body.task, run, path)
+        task = checked_task(app_state.resources, body.task, run, path)
         name = new_id("g") if body.id is None else check_id(body.id, field_path((*path[:-1], "id")))
         priority = run.priority if body.priority is None else body.priority
         require_priority(caller_of(request), priority)
         group = new_group(key_of(run.id, name), run.id, body.size, body.spares, body.min_members, priority, version)
         wanted.append((group, task, body.identity()))
-    groups = await house.sampler.groups.put(wanted)
+    groups = await app_state.sampler.groups.put(wanted)
     return reply({"groups": [group_object(group) for group in groups]}, 202)
 
 
 @router.get("/groups/{group_id}")
 async def get_group(request: Request, group_id: str, query: Annotated[GroupQuery, Query()]) -> Response:
     """The group with its members, at once or when they have ended."""
-    house = house_of(request)
-    key = await house.find(caller_of(request), ItemKind.GROUP, group_id, query.run)
-    wait_s = house.wait_s(query.wait_s)
+    app_state = app_state_of(request)
+    key = await app_state.find(caller_of(request), ItemKind.GROUP, group_id, query.run)
+    wait_s = app_state.wait_s(query.wait_s)
     group = None
     if wait_s:
-        group = await while_wanted(request, house.sampler.groups.wait(key, wait_s), house.closing)
+        group = await while_wanted(request, app_state.sampler.groups.wait(key, wait_s), app_state.closing)
     if group is None:
-        group = await house.store.get_group(key)
-    return reply(group_object(group, await rollouts_of(house.store, group.id)))
+        group = await app_state.store.get_group(key)
+    return reply(group_object(group, await rollouts_of(app_state.store, group.id)))
 
 
 @router.delete("/groups/{group_id}", status_code=202)
 async def cancel(request: Request, group_id: str, run: InRun = None) -> Response:
     """Cancels a group and its rollouts. One that belongs to a draw is that draw's business."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     caller = caller_of(request)
-    group = await house.store.get_group(await house.find(caller, ItemKind.GROUP, group_id, run))
-    require_write(caller, await house.store.get_run(group.run))
+    group = await app_state.store.get_group(await app_state.find(caller, ItemKind.GROUP, group_id, run))
+    require_write(caller, await app_state.store.get_run(group.run))
     if group.draw is not None:
         raise InvalidRequest(
             f"group {group_id!r} belongs to the draw {id_of(group.draw)!r}: close that, or cancel its rollouts"
         )
-    group = await house.sampler.groups.cancel(group.id)
+    group = await app_state.sampler.groups.cancel(group.id)
     return reply({"id": group_id, "state": group.state}, 202)

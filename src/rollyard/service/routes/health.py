@@ -9,7 +9,7 @@ from starlette.responses import HTMLResponse, Response
 from rollyard.core.failure import Draining
 from rollyard.service import openapi
 from rollyard.service.access import require_operator
-from rollyard.service.app_state import house_of
+from rollyard.service.app_state import app_state_of
 from rollyard.service.records import reply
 
 router = APIRouter(tags=["health"])
@@ -24,11 +24,11 @@ async def healthz() -> Response:
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
     """200 when what was left by an earlier process is recovered and new work is taken; 503 otherwise."""
-    house = house_of(request)
-    if house.yard.is_draining:
+    app_state = app_state_of(request)
+    if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
-    await house.store.list(limit=1)  # StoreLost, 503
-    waiting = sum(runtime.waiting for runtime in house.shop.runtimes.values())
+    await app_state.store.list(limit=1)  # StoreLost, 503
+    waiting = sum(runtime.waiting for runtime in app_state.resources.runtimes.values())
     return reply({"status": "ready", "waiting_for_room": waiting})
 
 
@@ -37,7 +37,7 @@ async def metrics(request: Request) -> Response:
     """Prometheus text, or OpenMetrics where that is accepted. For admins, and for readers of all runs: it
     names runs and engines."""
     require_operator(request)
-    data, content_type = house_of(request).yard.metrics.render(request.headers.get("accept", ""))
+    data, content_type = app_state_of(request).pipeline.metrics.render(request.headers.get("accept", ""))
     return Response(data, headers={"content-type": content_type})
 
 

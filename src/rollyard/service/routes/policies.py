@@ -14,7 +14,7 @@ from rollyard.core import Json
 from rollyard.core.policy import PauseMode
 from rollyard.engines.weights.state import PolicyStatus
 from rollyard.service.access import caller_of, require_admin
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.models import read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.policy_models import OwnerBody, PauseBody, RenewBody, ResumeBody, policy_object
@@ -26,69 +26,69 @@ router = APIRouter(prefix="/v1", tags=["policies"])
 @router.get("/policies")
 async def list_policies(request: Request) -> Response:
     """Every policy with its version, its state, and its engines."""
-    house = house_of(request)
-    return reply({"policies": [_object(house, status) for status in house.router.policies.all()]})
+    app_state = app_state_of(request)
+    return reply({"policies": [_object(app_state, status) for status in app_state.router.policies.all()]})
 
 
 @router.get("/policies/{name}")
 async def get_policy(request: Request, name: str) -> Response:
     """One policy."""
-    house = house_of(request)
-    return reply(_object(house, house.router.policies.status(name)))
+    app_state = app_state_of(request)
+    return reply(_object(app_state, app_state.router.policies.status(name)))
 
 
 @router.post("/policies/{name}/pause", openapi_extra=json_body(PauseBody))
 async def pause_policy(request: Request, name: str) -> Response:
     """Pauses its engines, so that their weights can be written. Answers when they are paused, or after `wait_s`."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await read_body(request, PauseBody)
-    await house.own_policy(request, name)
-    status = await house.router.policies.pause(
+    await app_state.own_policy(request, name)
+    status = await app_state.router.policies.pause(
         name,
         holder=_holder(request, body.holder),
         mode=PauseMode(body.mode),
         lease_s=body.lease_s,
         engines=body.engines,
-        wait_s=house.wait_s(house.settings.max_wait_s if body.wait_s is None else body.wait_s),
+        wait_s=app_state.wait_s(app_state.settings.max_wait_s if body.wait_s is None else body.wait_s),
         after=body.after,
     )
-    return reply(_object(house_of(request), status))
+    return reply(_object(app_state_of(request), status))
 
 
 @router.post("/policies/{name}/resume", openapi_extra=json_body(ResumeBody))
 async def resume_policy(request: Request, name: str) -> Response:
     """Its engines have weights of this version: they get it, clear their caches, and go on."""
     body = await read_body(request, ResumeBody)
-    await house_of(request).own_policy(request, name)
+    await app_state_of(request).own_policy(request, name)
     holder = None if body.take_over else _holder(request, body.holder)
-    status = await house_of(request).router.policies.resume(
+    status = await app_state_of(request).router.policies.resume(
         name, body.version, holder=holder, engines=body.engines, after=body.after
     )
-    return reply(_object(house_of(request), status))
+    return reply(_object(app_state_of(request), status))
 
 
 @router.post("/policies/{name}/renew", openapi_extra=json_body(RenewBody))
 async def renew_policy(request: Request, name: str) -> Response:
     """The pause goes on for so long from now. Also takes up one whose lease ran out."""
     body = await read_body(request, RenewBody)
-    await house_of(request).own_policy(request, name)
-    house, holder = house_of(request), _holder(request, body.holder)
-    return reply(_object(house, await house.router.policies.renew(name, holder=holder, lease_s=body.lease_s)))
+    await app_state_of(request).own_policy(request, name)
+    app_state, holder = app_state_of(request), _holder(request, body.holder)
+    return reply(_object(app_state, await app_state.router.policies.renew(name, holder=holder, lease_s=body.lease_s)))
 
 
 @router.put("/policies/{name}/owner", openapi_extra=json_body(OwnerBody))
 async def set_owner(request: Request, name: str) -> Response:
     """Names the token that may change its weights, by its id; null: the next trainer that does. For admins."""
     require_admin(request)
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await read_body(request, OwnerBody)
-    status = house.router.policies.status(name)
-    await house.audit(request, "set_policy_owner", name, owner=body.owner)
-    await house.store.put_owner(name, body.owner)
-    house.owners.pop(name, None)
+    status = app_state.router.policies.status(name)
+    await app_state.audit(request, "set_policy_owner", name, owner=body.owner)
+    await app_state.store.put_owner(name, body.owner)
+    app_state.owners.pop(name, None)
     if body.owner is not None:
-        house.owners[name] = body.owner
-    return reply(_object(house, status))
+        app_state.owners[name] = body.owner
+    return reply(_object(app_state, status))
 
 
 def _holder(request: Request, given: str | None) -> str:
@@ -96,5 +96,5 @@ def _holder(request: Request, given: str | None) -> str:
     return name if given is None else f"{name}/{given}"
 
 
-def _object(house: AppState, status: PolicyStatus) -> dict[str, Json]:
-    return policy_object(status, house.owners.get(status.name))
+def _object(app_state: AppState, status: PolicyStatus) -> dict[str, Json]:
+    return policy_object(status, app_state.owners.get(status.name))

@@ -16,7 +16,7 @@ from rollyard.core.failure import Draining, EvalDeadline, Gone, InvalidRequest, 
 from rollyard.pipeline import Pipeline
 from rollyard.service import arrow
 from rollyard.service.access import caller_of, require_priority, require_write
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.bounds import while_wanted
 from rollyard.service.models import InRun, RunQuery, SingleBody, SubmitBody, WaitS, read_submit
 from rollyard.service.openapi import json_body
@@ -48,19 +48,19 @@ class ListQuery(BaseModel):
 @router.post("/rollouts", status_code=202, openapi_extra=json_body(SubmitBody, SingleBody))
 async def submit(request: Request) -> Response:
     """Takes one or many rollouts in, durably, all or none. The same id and body again is the same rollout."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     run_id, bodies = await read_submit(request)
-    if house.yard.is_draining:
+    if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
     caller = caller_of(request)
-    run = await house.run(caller, run_id)
+    run = await app_state.run(caller, run_id)
     require_write(caller, run)
     submissions: list[Submission] = []
     for number, body in enumerate(bodies):
         priority = run.priority if body.priority is None else body.priority
         require_priority(caller, priority)
         path = ("task",) if isinstance(body, SingleBody) else ("rollouts", number, "task")
-        task = checked_task(house.shop, body.task, run, path)
+        task = checked_task(app_state.resources, body.task, run, path)
         rollout = Rollout(
             id=key_of(run.id, new_id("ro") if body.id is None else check_id(body.id, "rollout id")),
             run=run.id,
@@ -72,26 +72,26 @@ async def submit(request: Request) -> Response:
         submissions.append(Submission(rollout, body.identity()))
         if number % BREATH == BREATH - 1:
             await asyncio.sleep(0)
-    stored = await house.yard.submit(submissions)
+    stored = await app_state.pipeline.submit(submissions)
     return reply({"rollouts": [record(rollout) for rollout in stored]}, 202)
 
 
 @router.get("/rollouts")
 async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
     """A page of rollouts: ended ones in the order in which they ended, others in order of submission."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     runs = await _runs(request, query)
     if query.group is not None:
         check_id(query.group, "group")
     is_ended = query.state is State.ENDED
     if query.wait_s and not is_ended:
         raise InvalidRequest("wait_s: only a listing with state=ended can be waited for")
-    wait_s = house.wait_s(query.wait_s)
+    wait_s = app_state.wait_s(query.wait_s)
     page: Page | None = None
     if wait_s:
-        page = await while_wanted(request, _first_ended(house, query, runs, wait_s), house.closing)
+        page = await while_wanted(request, _first_ended(app_state, query, runs, wait_s), app_state.closing)
     if page is None:
-        page = await _list(house, query, runs)
+        page = await _list(app_state, query, runs)
     after = page.next_cursor
     if is_ended:  # there will be more: the place to ask from next time
         last = page.rollouts[-1].ended_seq if page.rollouts else None
@@ -101,53 +101,53 @@ async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) 
 
 async def _runs(request: Request, query: ListQuery) -> list[str] | None:
     """The runs that a listing is about; None: all."""
-    house, caller = house_of(request), caller_of(request)
+    app_state, caller = app_state_of(request), caller_of(request)
     if query.run is not None:
-        return [(await house.run(caller, query.run)).id]
-    return None if caller.is_admin else [run.id for run in house.readable(caller)]
+        return [(await app_state.run(caller, query.run)).id]
+    return None if caller.is_admin else [run.id for run in app_state.readable(caller)]
 
 
-async def _list(house: AppState, query: ListQuery, runs: list[str] | None) -> Page:
-    return await house.store.list(
+async def _list(app_state: AppState, query: ListQuery, runs: list[str] | None) -> Page:
+    return await app_state.store.list(
         state=query.state, runs=runs, group_named=query.group, after=query.after, limit=query.limit
     )
 
 
-async def _first_ended(house: AppState, query: ListQuery, runs: list[str] | None, wait_s: float) -> Page:
+async def _first_ended(app_state: AppState, query: ListQuery, runs: list[str] | None, wait_s: float) -> Page:
     """The page as soon as there is something on it."""
-    hub = house.yard.hub
+    event_log = app_state.pipeline.event_log
     try:
         async with asyncio.timeout(wait_s):
             while True:
-                seen = hub.last_id
-                page = await _list(house, query, runs)
+                seen = event_log.last_id
+                page = await _list(app_state, query, runs)
                 if page.rollouts:
                     return page
-                async with aclosing(hub.events(seen)) as events:
+                async with aclosing(event_log.events(seen)) as events:
                     async for event in events:
                         if event.kind == "gap" or (event.state is State.ENDED and (runs is None or event.run in runs)):
                             break
     except TimeoutError:
-        return await _list(house, query, runs)
+        return await _list(app_state, query, runs)
 
 
 @router.get("/rollouts/{rollout_id}")
 async def get_rollout(request: Request, rollout_id: str, query: Annotated[GetQuery, Query()]) -> Response:
     """The record, at once or at its end; with its trajectory if asked for. As Arrow: its traces, and the record in
     the schema's metadata."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     key = await _find(request, rollout_id, query.run)
-    wait_s = house.wait_s(query.wait_s)
+    wait_s = app_state.wait_s(query.wait_s)
     rollout: Rollout | None = None
     if wait_s:
-        rollout = await while_wanted(request, house.yard.wait(key, wait_s), house.closing)
+        rollout = await while_wanted(request, app_state.pipeline.wait(key, wait_s), app_state.closing)
     if rollout is None:
-        rollout = await house.store.get(key)
+        rollout = await app_state.store.get(key)
     if _wants_arrow(request):
-        return _arrow(await _trajectory(house, rollout), rollout, with_record=True)
+        return _arrow(await _trajectory(app_state, rollout), rollout, with_record=True)
     body = record(rollout)
     if query.include == "trajectory":
-        trajectory = await house.store.trajectory(key)
+        trajectory = await app_state.store.trajectory(key)
         body["trajectory"] = trajectory and trajectory_object(trajectory, rollout)
     return reply(body)
 
@@ -163,9 +163,9 @@ async def cancel(request: Request, rollout_id: str, run: InRun = None) -> Respon
 @router.get("/rollouts/{rollout_id}/traces")
 async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Response:
     """The training sequences alone, as JSON or (`Accept: application/vnd.apache.arrow.stream`) as Arrow."""
-    house = house_of(request)
-    rollout = await house.store.get(await _find(request, rollout_id, run))
-    trajectory = await _trajectory(house, rollout)
+    app_state = app_state_of(request)
+    rollout = await app_state.store.get(await _find(request, rollout_id, run))
+    trajectory = await _trajectory(app_state, rollout)
     if _wants_arrow(request):
         return _arrow(trajectory, rollout)
     return reply({"traces": traces(trajectory, rollout)})
@@ -174,49 +174,49 @@ async def get_traces(request: Request, rollout_id: str, run: InRun = None) -> Re
 @router.post("/rollouts/{rollout_id}/rescore")
 async def rescore(request: Request, rollout_id: str, run: InRun = None) -> Response:
     """Scores the saved artifacts again, without inference. Appended to `scores`; the terminal record stays."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     await request.body()  # there is none; but what there is must be read before a disconnect can be seen
     key = await _find_writable(request, rollout_id, run)
-    if house.yard.is_draining:
+    if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
-    rollout = await while_wanted(request, _rescore(house.yard, key), house.closing)
+    rollout = await while_wanted(request, _rescore(app_state.pipeline, key), app_state.closing)
     if rollout is None:
         raise Draining("the service is shutting down")
     return reply(record(rollout))
 
 
 async def _find(request: Request, rollout_id: str, run: str | None) -> str:
-    return await house_of(request).find(caller_of(request), ItemKind.ROLLOUT, rollout_id, run)
+    return await app_state_of(request).find(caller_of(request), ItemKind.ROLLOUT, rollout_id, run)
 
 
 async def _find_writable(request: Request, rollout_id: str, run: str | None) -> str:
-    house, key = house_of(request), await _find(request, rollout_id, run)
-    rollout = await house.store.get(key)
-    require_write(caller_of(request), await house.store.get_run(rollout.run))
+    app_state, key = app_state_of(request), await _find(request, rollout_id, run)
+    rollout = await app_state.store.get(key)
+    require_write(caller_of(request), await app_state.store.get_run(rollout.run))
     return key
 
 
 async def cancel_by_id(request: Request, rollout_id: str, run: str | None) -> Rollout | None:
     """None: it was not there, and is cancelled when it comes."""
-    house, caller = house_of(request), caller_of(request)
+    app_state, caller = app_state_of(request), caller_of(request)
     try:
         key = await _find_writable(request, rollout_id, run)
     except NotFound:
-        into = await house.run(caller, run or DEFAULT_RUN)
+        into = await app_state.run(caller, run or DEFAULT_RUN)
         require_write(caller, into)
         key = key_of(into.id, rollout_id)
-    return await house.yard.cancel(key)
+    return await app_state.pipeline.cancel(key)
 
 
-async def _rescore(yard: Pipeline, rollout_id: str) -> Rollout:
+async def _rescore(pipeline: Pipeline, rollout_id: str) -> Rollout:
     try:
-        return await yard.rescore(rollout_id)
+        return await pipeline.rescore(rollout_id)
     except DeadlineExpired as error:
         raise EvalDeadline(f"scoring rollout {id_of(rollout_id)} took longer than its limits.eval_s") from error
 
 
-async def _trajectory(house: AppState, rollout: Rollout) -> Trajectory:
-    trajectory = await house.store.trajectory(rollout.id)
+async def _trajectory(app_state: AppState, rollout: Rollout) -> Trajectory:
+    trajectory = await app_state.store.trajectory(rollout.id)
     if trajectory is not None:
         return trajectory
     if rollout.ending is None:

@@ -12,7 +12,7 @@ from rollyard.core import Run
 from rollyard.core.access import Access
 from rollyard.core.failure import Draining, Forbidden
 from rollyard.service.access import caller_of, require_manage, require_new_run, require_priority
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.models import AckBody, RunBody, read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import JsonObject, reply, run_object
@@ -26,23 +26,23 @@ DELETE_S = 0.05
 @router.post("/runs", status_code=201, openapi_extra=json_body(RunBody))
 async def create_run(request: Request) -> Response:
     """Makes a run. The same id with the same body is the same run (200); with another body it is 409."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await read_body(request, RunBody)
-    if house.yard.is_draining:
+    if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
     caller = caller_of(request)
     run = body.to_run(caller.name, time.time())
     require_priority(caller, run.priority)
-    known = house.yard.run_of(run.id)
+    known = app_state.pipeline.run_of(run.id)
     if caller.access not in (Access.ADMIN, Access.TRAINER):
         raise Forbidden(f"a {caller.access} token cannot make runs")
     if known is None:
-        require_new_run(caller, run.id, run.policy, house.tokens.callers)
+        require_new_run(caller, run.id, run.policy, app_state.tokens.callers)
     elif not caller.reads(known):
         raise Forbidden(f"the run name {run.id!r} is taken")
     sent = body.model_dump(exclude_unset=True, exclude={"id"})
-    stored = await house.store.put_run(run, sent)
-    house.yard.know(stored)
+    stored = await app_state.store.put_run(run, sent)
+    app_state.pipeline.know(stored)
     return reply(run_object(stored), 200 if known else 201)
 
 
@@ -50,19 +50,19 @@ async def create_run(request: Request) -> Response:
 async def list_runs(request: Request) -> Response:
     """All runs that the token may read, in the order in which they were made."""
     caller = caller_of(request)
-    return reply({"runs": [run_object(run) for run in await house_of(request).store.list_runs() if caller.reads(run)]})
+    return reply({"runs": [run_object(run) for run in await app_state_of(request).store.list_runs() if caller.reads(run)]})
 
 
 @router.get("/runs/{run_id}")
 async def get_run(request: Request, run_id: str) -> Response:
-    house = house_of(request)
-    return reply(await _run_object(house, await house.run(caller_of(request), run_id)))
+    app_state = app_state_of(request)
+    return reply(await _run_object(app_state, await app_state.run(caller_of(request), run_id)))
 
 
-async def _run_object(house: AppState, run: Run) -> JsonObject:
-    if run.id not in house.yard.cancelling.deleting:
+async def _run_object(app_state: AppState, run: Run) -> JsonObject:
+    if run.id not in app_state.pipeline.cancelling.deleting:
         return run_object(run)
-    return {**run_object(run), "state": "deleting", "left": await house.store.count_of_run(run.id)}
+    return {**run_object(run), "state": "deleting", "left": await app_state.store.count_of_run(run.id)}
 
 
 @router.delete("/runs/{run_id}", status_code=202)
@@ -70,14 +70,14 @@ async def delete_run(request: Request, run_id: str) -> Response:
     """Cancels what is left of a run, then forgets it and its rollouts. 204: it is gone. 202: it is being deleted, which
     goes on without the caller, and after a restart; `GET` says how many rollouts are left. A trainer's token deletes
     only its own."""
-    house, caller = house_of(request), caller_of(request)
-    run = await house.run(caller, run_id)
+    app_state, caller = app_state_of(request), caller_of(request)
+    run = await app_state.run(caller, run_id)
     require_manage(caller, run)
     if caller.is_admin:
-        await house.audit(request, "delete_run", run.id)
-    if run.id not in house.yard.cancelling.deleting and await house.sampler.delete_run(run.id, DELETE_S):
+        await app_state.audit(request, "delete_run", run.id)
+    if run.id not in app_state.pipeline.cancelling.deleting and await app_state.sampler.delete_run(run.id, DELETE_S):
         return Response(status_code=204)
-    return reply(await _run_object(house, run), 202)
+    return reply(await _run_object(app_state, run), 202)
 
 
 @router.post("/runs/{run_id}/ack", openapi_extra=json_body(AckBody))
@@ -85,9 +85,9 @@ async def acknowledge(request: Request, run_id: str) -> Response:
     """Says that everything up to a cursor is safe with the trainer: its traces and artifacts may be deleted. Groups
     that are open keep theirs; groups of a draw keep them until their batch is acknowledged. A trainer's token
     acknowledges only its own runs, and the default one."""
-    house, caller = house_of(request), caller_of(request)
+    app_state, caller = app_state_of(request), caller_of(request)
     body = await read_body(request, AckBody)
-    run = await house.run(caller, run_id)
+    run = await app_state.run(caller, run_id)
     require_manage(caller, run)
-    count = await house.store.acknowledge(run.id, body.cursor)
+    count = await app_state.store.acknowledge(run.id, body.cursor)
     return reply({"acknowledged": count})

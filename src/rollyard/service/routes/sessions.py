@@ -19,7 +19,7 @@ from rollyard.agents.session import POSTED, LiveSession
 from rollyard.core import Json, Rollout, Run, Score, State, check_id, id_of, key_of, new_id
 from rollyard.core.failure import Draining, NotFound, QuotaExceeded, SessionConflict
 from rollyard.service.access import caller_of, require_priority, require_write
-from rollyard.service.app_state import AppState, house_of
+from rollyard.service.app_state import AppState, app_state_of
 from rollyard.service.bounds import end_all, while_wanted
 from rollyard.service.models import SESSION, InRun, RewardBody, RunQuery, SessionBody, read_body
 from rollyard.service.openapi import json_body
@@ -48,17 +48,17 @@ class LookQuery(RunQuery):
 async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -> Response:
     """Opens a session: a URL and a key for an OpenAI or Anthropic client. Answers when it is open, or after `wait_s` as
     it stands. The same id and body again is the same session, with the same key."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await read_body(request, SessionBody)
-    if house.yard.is_draining:
+    if app_state.pipeline.is_draining:
         raise Draining("the service is shutting down")
-    run = await house.run(caller_of(request), body.run)
+    run = await app_state.run(caller_of(request), body.run)
     require_write(caller_of(request), run)
     priority = run.priority if body.priority is None else body.priority
     require_priority(caller_of(request), priority)
-    _require_room(house, run)
+    _require_room(app_state, run)
     task = body.to_task(run.defaults)
-    house.shop.check(task, run)
+    app_state.resources.check(task, run)
     rollout = Rollout(
         id=key_of(run.id, new_id("se") if body.id is None else check_id(body.id, "session id")),
         run=run.id,
@@ -67,47 +67,47 @@ async def open_session(request: Request, query: Annotated[OpenQuery, Query()]) -
         index=body.index,
         priority=priority,
     )
-    (stored,) = await house.yard.submit([Submission(rollout, body.identity())])
+    (stored,) = await app_state.pipeline.submit([Submission(rollout, body.identity())])
     stored = await _begun(request, stored, query.wait_s)
-    live = house.sessions.live(stored.id)
+    live = app_state.sessions.live(stored.id)
     root = f"{request.url.scheme}://{request.headers['host']}"
     door: JsonObject = {
-        "key": house.keys.make(stored.id, stored.seq),
+        "key": app_state.keys.make(stored.id, stored.seq),
         "base_url": f"{root}/v1",
         "root_url": root,
         "model": live.gateway.model if live is not None else run.policy,
     }
-    return reply({**await _session_object(house, stored), **door}, 201)
+    return reply({**await _session_object(app_state, stored), **door}, 201)
 
 
 @router.get("/sessions/{session_id}")
 async def get_session(request: Request, session_id: str, query: Annotated[LookQuery, Query()]) -> Response:
     """How it stands: its state, whether it is open, turns, tokens and forks so far. Never its key."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     rollout = await _session(request, session_id, query.run)
     if query.wait_s:
         rollout = await _begun(request, rollout, query.wait_s)
-    return reply(await _session_object(house, rollout))
+    return reply(await _session_object(app_state, rollout))
 
 
 @router.post("/sessions/{session_id}/reward", openapi_extra=json_body(RewardBody))
 async def give_reward(request: Request, session_id: str, query: Annotated[WaitQuery, Query()]) -> Response:
     """Ends a session with its reward. Answers with the record at its end (200), or after `wait_s` as it stands (202);
     the reward is safe when its state is `eval` or `ended`. The same again gets the same answer; another one is 409."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await read_body(request, RewardBody)
     rollout = await _session(request, session_id, query.run)
-    require_write(caller_of(request), await house.store.get_run(rollout.run))
-    live = house.sessions.live(rollout.id)
+    require_write(caller_of(request), await app_state.store.get_run(rollout.run))
+    live = app_state.sessions.live(rollout.id)
     if live is None and rollout.state is not State.ENDED:
         rollout = await _begun(request, rollout, query.wait_s)
-        live = house.sessions.live(rollout.id)
+        live = app_state.sessions.live(rollout.id)
     if live is not None:
         live.give(body.model_dump())
-        wait_s = house.wait_s(query.wait_s)
-        found = await while_wanted(request, house.yard.wait(rollout.id, wait_s), house.closing)
-        rollout = found or await house.store.get(rollout.id)
-    if (live is None or rollout.state is State.ENDED) and not await _has(house, rollout, body):
+        wait_s = app_state.wait_s(query.wait_s)
+        found = await while_wanted(request, app_state.pipeline.wait(rollout.id, wait_s), app_state.closing)
+        rollout = found or await app_state.store.get(rollout.id)
+    if (live is None or rollout.state is State.ENDED) and not await _has(app_state, rollout, body):
         raise _conflict(rollout)
     return reply(record(rollout), 200 if rollout.state is State.ENDED else 202)
 
@@ -116,29 +116,29 @@ async def give_reward(request: Request, session_id: str, query: Annotated[WaitQu
 async def cancel_session(request: Request, session_id: str, run: InRun = None) -> Response:
     """Cancels it, without a reward: model calls end, and what was sampled is not trained on. An id that is not known
     yet is cancelled when it comes."""
-    house = house_of(request)
+    app_state = app_state_of(request)
     try:
-        key = await house.find(caller_of(request), ItemKind.ROLLOUT, session_id, run)
+        key = await app_state.find(caller_of(request), ItemKind.ROLLOUT, session_id, run)
     except NotFound:
         pass  # it is cancelled when it comes
     else:
-        _check_kind(await house.store.get(key))
+        _check_kind(await app_state.store.get(key))
     cancelled = await cancel_by_id(request, session_id, run)
     return reply({"id": session_id, "state": cancelled.state if cancelled else "cancelled_before_submit"}, 202)
 
 
-def _require_room(house: AppState, run: Run) -> None:
-    most = house.tokens.quota_of(run.owner).sessions
+def _require_room(app_state: AppState, run: Run) -> None:
+    most = app_state.tokens.quota_of(run.owner).sessions
     if most is None:
         return
-    live = [one for one in house.yard.live.values() if one.run.owner == run.owner]
+    live = [one for one in app_state.pipeline.live.values() if one.run.owner == run.owner]
     if sum(one.rollout.task.environment == SESSION for one in live) >= most:
         raise QuotaExceeded(f"the token may have {most} sessions open at once")
 
 
 async def _session(request: Request, session_id: str, run: str | None) -> Rollout:
-    house = house_of(request)
-    rollout = await house.store.get(await house.find(caller_of(request), ItemKind.ROLLOUT, session_id, run))
+    app_state = app_state_of(request)
+    rollout = await app_state.store.get(await app_state.find(caller_of(request), ItemKind.ROLLOUT, session_id, run))
     _check_kind(rollout)
     return rollout
 
@@ -150,25 +150,25 @@ def _check_kind(rollout: Rollout) -> None:
 
 async def _begun(request: Request, rollout: Rollout, wait_s: float) -> Rollout:
     """The session once it is open or has ended, or when the time is over."""
-    house = house_of(request)
-    wait_s = house.wait_s(wait_s)
-    if wait_s and rollout.state is not State.ENDED and house.sessions.live(rollout.id) is None:
-        await while_wanted(request, _open_or_ended(house, rollout.id, wait_s), house.closing)
-    return await house.store.get(rollout.id)
+    app_state = app_state_of(request)
+    wait_s = app_state.wait_s(wait_s)
+    if wait_s and rollout.state is not State.ENDED and app_state.sessions.live(rollout.id) is None:
+        await while_wanted(request, _open_or_ended(app_state, rollout.id, wait_s), app_state.closing)
+    return await app_state.store.get(rollout.id)
 
 
-async def _open_or_ended(house: AppState, session_id: str, wait_s: float) -> None:
-    opened: asyncio.Task[LiveSession] = asyncio.create_task(house.sessions.opened(session_id))
-    ended: asyncio.Task[Rollout] = asyncio.create_task(house.yard.wait(session_id, wait_s))
+async def _open_or_ended(app_state: AppState, session_id: str, wait_s: float) -> None:
+    opened: asyncio.Task[LiveSession] = asyncio.create_task(app_state.sessions.opened(session_id))
+    ended: asyncio.Task[Rollout] = asyncio.create_task(app_state.pipeline.wait(session_id, wait_s))
     try:
         await asyncio.wait((opened, ended), return_when=asyncio.FIRST_COMPLETED)
     finally:
         await end_all(opened, ended)
 
 
-async def _has(house: AppState, rollout: Rollout, body: RewardBody) -> bool:
+async def _has(app_state: AppState, rollout: Rollout, body: RewardBody) -> bool:
     """Whether this very reward is what the session ended with."""
-    trajectory = await house.store.trajectory(rollout.id)
+    trajectory = await app_state.store.trajectory(rollout.id)
     if trajectory is not None:
         posted = trajectory.info.get(POSTED)
         is_same = posted == body.model_dump(exclude={"answer"}) and trajectory.info.get("answer") == body.answer
@@ -188,13 +188,13 @@ def _conflict(rollout: Rollout) -> SessionConflict:
     return SessionConflict(f"{name} has ended without a reward ({code})", **data, failure_code=code)
 
 
-async def _session_object(house: AppState, rollout: Rollout) -> JsonObject:
+async def _session_object(app_state: AppState, rollout: Rollout) -> JsonObject:
     ending = rollout.ending
-    live = house.sessions.live(rollout.id)
+    live = app_state.sessions.live(rollout.id)
     turns, sampled_tokens, gateway = 0, 0, {}
     if live is not None:
         turns, sampled_tokens, gateway = live.gateway.turns, live.gateway.sampled_tokens, live.gateway.info()
-    elif (trajectory := await house.store.trajectory(rollout.id)) is not None:
+    elif (trajectory := await app_state.store.trajectory(rollout.id)) is not None:
         turns, sampled_tokens, gateway = trajectory.turns, trajectory.sampled_tokens, trajectory.info.get("gateway")
     elif ending is not None:
         turns, sampled_tokens = ending.summary.turns, ending.summary.sampled_tokens

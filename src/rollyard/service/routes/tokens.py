@@ -17,7 +17,7 @@ from starlette.responses import Response
 from rollyard.core import new_id
 from rollyard.core.access import TokenRecord
 from rollyard.service.access import require_admin
-from rollyard.service.app_state import house_of
+from rollyard.service.app_state import app_state_of
 from rollyard.service.models import read_body
 from rollyard.service.openapi import json_body
 from rollyard.service.records import reply
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1", tags=["tokens"])
 @router.post("/tokens", status_code=201, openapi_extra=json_body(TokenBody))
 async def create_token(request: Request) -> Response:
     """Creates a token. The reply is the only place where it is shown."""
-    caller, house = require_admin(request), house_of(request)
+    caller, app_state = require_admin(request), app_state_of(request)
     body = await read_body(request, TokenBody)
     now = time.time()
     record, token = new_token(
@@ -47,9 +47,9 @@ async def create_token(request: Request) -> Response:
             quota=body.quota.to_quota(),
         )
     )
-    await house.audit(request, "create_token", record.id, access=record.access, name=record.name)
-    await house.store.put_token(record)
-    house.tokens.put(record)
+    await app_state.audit(request, "create_token", record.id, access=record.access, name=record.name)
+    await app_state.store.put_token(record)
+    app_state.tokens.put(record)
     return reply({**token_object(record), "token": token}, 201)
 
 
@@ -57,21 +57,21 @@ async def create_token(request: Request) -> Response:
 async def list_tokens(request: Request) -> Response:
     """The tokens that were created here, without their secrets. Those of the settings are not among them."""
     require_admin(request)
-    return reply({"tokens": [token_object(record) for record in house_of(request).tokens.created]})
+    return reply({"tokens": [token_object(record) for record in app_state_of(request).tokens.created]})
 
 
 @router.post("/tokens/{token_id}/rotate", openapi_extra=json_body(RotateBody))
 async def rotate_token(request: Request, token_id: str) -> Response:
     """Gives a token a new secret; the old one is refused from now on. Its runs and policies stay its own."""
     require_admin(request)
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await read_body(request, RotateBody)
-    known = house.tokens.get(token_id)
+    known = app_state.tokens.get(token_id)
     expires_at = None if body.expires_s is None else time.time() + body.expires_s
     record, token = new_token(replace(known, expires_at=expires_at))
-    await house.audit(request, "rotate_token", record.id)
-    await house.store.put_token(record)
-    house.tokens.put(record)
+    await app_state.audit(request, "rotate_token", record.id)
+    await app_state.store.put_token(record)
+    app_state.tokens.put(record)
     return reply({**token_object(record), "token": token})
 
 
@@ -79,13 +79,13 @@ async def rotate_token(request: Request, token_id: str) -> Response:
 async def change_quota(request: Request, token_id: str) -> Response:
     """Replaces a token's quota. What it already has queued, live or stored stays."""
     require_admin(request)
-    house = house_of(request)
+    app_state = app_state_of(request)
     body = await read_body(request, QuotaBody)
-    record = replace(house.tokens.get(token_id), quota=body.to_quota())
-    await house.audit(request, "change_quota", record.id, **vars(body))
-    await house.store.put_token(record)
-    house.tokens.put(record)
-    house.yard.quota_changed(record.id)
+    record = replace(app_state.tokens.get(token_id), quota=body.to_quota())
+    await app_state.audit(request, "change_quota", record.id, **vars(body))
+    await app_state.store.put_token(record)
+    app_state.tokens.put(record)
+    app_state.pipeline.quota_changed(record.id)
     return reply(token_object(record))
 
 
@@ -93,11 +93,11 @@ async def change_quota(request: Request, token_id: str) -> Response:
 async def revoke_token(request: Request, token_id: str) -> Response:
     """Revokes a token. What was made with it stays, for admins."""
     require_admin(request)
-    house = house_of(request)
-    record = house.tokens.get(token_id)
-    await house.audit(request, "revoke_token", record.id, name=record.name)
-    await house.store.delete_token(record.id)
-    house.tokens.remove(record.id)
+    app_state = app_state_of(request)
+    record = app_state.tokens.get(token_id)
+    await app_state.audit(request, "revoke_token", record.id, name=record.name)
+    await app_state.store.delete_token(record.id)
+    app_state.tokens.remove(record.id)
     return Response(status_code=204)
 
 
@@ -112,5 +112,5 @@ class AuditQuery(BaseModel):
 async def list_audit(request: Request, query: Annotated[AuditQuery, Query()]) -> Response:
     """Administrative actions, newest first."""
     require_admin(request)
-    entries = await house_of(request).store.audit(before=query.before, limit=query.limit)
+    entries = await app_state_of(request).store.audit(before=query.before, limit=query.limit)
     return reply({"entries": entries, "next": entries[-1].seq if len(entries) == query.limit else None})

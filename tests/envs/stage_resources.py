@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollyard.cli._solo import solo_workshop
+from rollyard.cli._solo import local_resources
 from rollyard.core import Task
 from rollyard.pipeline import StageResources
 from rollyard.pipeline.local_rollout import PlayResult, play
@@ -22,12 +22,12 @@ NEEDS = {"bubblewrap": "bwrap", "apptainer": "apptainer"}
 
 
 @asynccontextmanager
-async def workshop(runtime: str) -> AsyncGenerator[StageResources, None]:
+async def open_resources(runtime: str) -> AsyncGenerator[StageResources, None]:
     if shutil.which(NEEDS[runtime]) is None:
         pytest.skip(f"no {NEEDS[runtime]} here: `make test` installs it when root")
     with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: it may hold sockets
-        async with solo_workshop(Path(folder), runtime) as shop:
-            yield shop
+        async with local_resources(Path(folder), runtime) as resources:
+            yield resources
 
 
 def to_play(body: Mapping[str, Any], runtime: str) -> Task:
@@ -35,15 +35,15 @@ def to_play(body: Mapping[str, Any], runtime: str) -> Task:
     return to_task({**body, "sandbox": {**body.get("sandbox", {}), "runtime": runtime}}, {})
 
 
-async def played(shop: StageResources, body: Mapping[str, Any], agent: str) -> PlayResult:
-    return await play(shop, to_play(body, shop.default_runtime), agent=agent)
+async def played(resources: StageResources, body: Mapping[str, Any], agent: str) -> PlayResult:
+    return await play(resources, to_play(body, resources.default_runtime), agent=agent)
 
 
-async def rewards(shop: StageResources, body: Mapping[str, Any]) -> tuple[float, float]:
+async def rewards(resources: StageResources, body: Mapping[str, Any]) -> tuple[float, float]:
     """Of the oracle and of the no-op; that each of them has one is part of the test."""
     found: list[float] = []
     for agent in ("oracle", "noop"):
-        result = await played(shop, body, agent)
+        result = await played(resources, body, agent)
         assert result.score is not None, result.failure
         found.append(result.score.reward)
     return found[0], found[1]

@@ -19,12 +19,12 @@ Rank = tuple[int, int]
 """(−priority, order of submission)."""
 
 
-class PolicySlot:
+class Seat:
     """One rollout's place at a policy."""
 
     __slots__ = ("_is_open", "_seats")
 
-    def __init__(self, seats: PolicySlots) -> None:
+    def __init__(self, seats: Seats) -> None:
         self._seats = seats
         self._is_open = True
 
@@ -35,7 +35,7 @@ class PolicySlot:
             self._seats.left()
 
 
-class PolicySlots:
+class Seats:
     """See the module. `bound` None: as many as want one."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class PolicySlots:
         self.taken = 0
         self.held_back = 0  # who would wait here, but is kept where it is until there is a seat
         self.on_free: Callable[[], None] = lambda: None  # for those
-        self._waiters: list[tuple[Rank, int, asyncio.Future[PolicySlot]]] = []
+        self._waiters: list[tuple[Rank, int, asyncio.Future[Seat]]] = []
         self._tie = count()
 
     @property
@@ -59,22 +59,22 @@ class PolicySlots:
         self.bound = bound
         self._grant()
 
-    def try_acquire(self) -> PolicySlot | None:
+    def try_acquire(self) -> Seat | None:
         if self.bound is not None and (self._waiters or self.taken >= self.bound):
             return None
         self.taken += 1
-        return PolicySlot(self)
+        return Seat(self)
 
-    def take(self) -> PolicySlot:
+    def take(self) -> Seat:
         """One beyond the bound, if need be: for whoever sits already."""
         self.taken += 1
-        return PolicySlot(self)
+        return Seat(self)
 
-    async def acquire(self, rank: Rank = (0, 0)) -> PolicySlot:
+    async def acquire(self, rank: Rank = (0, 0)) -> Seat:
         """A seat, as soon as it is this one's turn. Whoever waits may be cancelled, and bounds it."""
         if (seat := self.try_acquire()) is not None:
             return seat
-        future: asyncio.Future[PolicySlot] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
         waiter = (rank, next(self._tie), future)
         heapq.heappush(self._waiters, waiter)
         try:
@@ -97,6 +97,6 @@ class PolicySlots:
             _, _, future = heapq.heappop(self._waiters)
             if not future.done():
                 self.taken += 1
-                future.set_result(PolicySlot(self))
+                future.set_result(Seat(self))
         if self.held_back and self.free != 0:
             self.on_free()
