@@ -227,7 +227,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny-model"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.active_groups(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
             make_tiny_model(folder)
             (folder / "done").touch()

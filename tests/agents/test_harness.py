@@ -320,7 +320,9 @@ async def test_a_flood_of_output_is_bounded(tmp_path: Path):
 @pytest.mark.parametrize("end", ["os.kill(-1, 9)", "os.system('kill -9 -1')"], ids=["itself", "by its child"])
 async def test_who_ends_the_own_sandbox_gets_the_failing_score(tmp_path: Path, end: str):
     async with site(tmp_path) as pipeline:
-        rollout = await pipeline.rolled(greeting_task("command", runs(f"{PROGRAM}\n{end}\nimport time\ntime.sleep(1000)")))
+        rollout = await pipeline.rolled(
+            greeting_task("command", runs(f"{PROGRAM}\n{end}\nimport time\ntime.sleep(1000)"))
+        )
     ending = rollout.ending
     assert ending is not None and ending.failure is not None and ending.score is not None
     assert (ending.failure.code, ending.failure.blame) == ("sandbox_ended_by_policy", Blame.POLICY)

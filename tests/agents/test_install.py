@@ -109,7 +109,7 @@ async def test_two_at_once_wait_and_say_so_make_it_once_and_clear_what_a_killed_
         loop.call_soon_threadsafe(said.put_nowait, text)
 
     with (tmp_path / "agents/.lock").open("w") as other:
-        fcntl.active_groups(other, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX)
         shelves = [AgentInstalls(tmp_path / "agents") for _ in range(2)]
         installs = [asyncio.create_task(it.install(pip(), tell, source=tmp_path / "wheels")) for it in shelves]
         assert [await said.get(), await said.get()] == ["waiting for another install"] * 2

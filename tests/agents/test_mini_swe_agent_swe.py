@@ -38,7 +38,9 @@ async def test_it_resolves_an_issue_in_one_exact_trace(tmp_path: Path, shelf: Ag
     task = replace(task, agent=AgentSpec(NAME), limits=limits)
     async with (
         Environments() as environments,
-        site(tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), environments=environments) as pipeline,
+        site(
+            tmp_path, plays(TURNS), agents=Agents(shelf=shelf), pythons=pythons(), environments=environments
+        ) as pipeline,
     ):
         rollout = await pipeline.rolled(task, within_s=120)
         trajectory = await pipeline.store.trajectory(rollout.id)

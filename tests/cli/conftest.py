@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from rollyard.cli import main
-from tests.client.served import Yard, served
+from tests.client.served import RunningService, served
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.fixture
-async def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Yard, None]:
+async def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[RunningService, None]:
     """A service that the CLI finds by its environment."""
     async with served(tmp_path / "yard") as running:
         for name, value in running.environ().items():

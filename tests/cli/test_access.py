@@ -1,10 +1,10 @@
 """`rollyard access`: tokens for others, against a real service."""
 
 from tests.cli.conftest import Cli
-from tests.client.served import Yard
+from tests.client.served import RunningService
 
 
-async def test_tokens_are_created_listed_rotated_and_revoked(cli: Cli, pipeline: Yard):
+async def test_tokens_are_created_listed_rotated_and_revoked(cli: Cli, service: RunningService):
     assert "no token was created here" in (await cli("access", "list")).err
     made = await cli("access", "create", "trainer", "--name", "alice", "--run", "a-*", "--policy", "actor")
     token = made.out.strip()
@@ -25,7 +25,7 @@ async def test_tokens_are_created_listed_rotated_and_revoked(cli: Cli, pipeline:
     assert "there is no token" in (await cli("access", "revoke", listed["id"])).err
 
 
-async def test_a_quota_is_changed(cli: Cli, pipeline: Yard):
+async def test_a_quota_is_changed(cli: Cli, service: RunningService):
     await cli("access", "create", "trainer", "--live", "1", "--queued", "5")
     (listed,) = (await cli("access", "list", "--json")).json
     changed = await cli("access", "quota", listed["id"], "--live", "7")
@@ -37,7 +37,7 @@ async def test_a_quota_is_changed(cli: Cli, pipeline: Yard):
     assert missing.status == 1 and "there is no token 'tok_none'" in missing.err
 
 
-async def test_the_audit_log_is_shown(cli: Cli, pipeline: Yard):
+async def test_the_audit_log_is_shown(cli: Cli, service: RunningService):
     await cli("access", "create", "reader", "--name", "dash", "--expires-s", "60")
     await cli("engines", "clear")
     entries = (await cli("access", "log", "--json")).json
@@ -47,7 +47,7 @@ async def test_the_audit_log_is_shown(cli: Cli, pipeline: Yard):
     assert "create_token" in (await cli("access", "log", "--before", entries[0]["seq"])).out
 
 
-async def test_what_is_wrong_is_said(cli: Cli, pipeline: Yard):
+async def test_what_is_wrong_is_said(cli: Cli, service: RunningService):
     unknown = await cli("access", "create", "root")
     assert unknown.status == 1 and "access: " in unknown.err
     assert (await cli("access", "create", "reader", "--run", "a b")).status == 1

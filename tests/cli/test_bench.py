@@ -12,7 +12,7 @@ import pytest
 from rollyard.cli import bench, rig
 from rollyard.cli._console import CommandError
 from rollyard.cli._deadline import within
-from rollyard.cli.bench import pipeline
+from rollyard.cli.bench import service
 from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.slow
@@ -51,19 +51,19 @@ def _rig(*active: int) -> Any:
 async def test_a_machine_too_slow_for_a_full_load_is_measured_with_what_it_reached(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await pipeline.fill(_rig(3, 10), 10) == 10
+    assert await service.fill(_rig(3, 10), 10) == 10
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(pipeline, "FILL_S", 0.05)
-    assert await pipeline.fill(_rig(3, 7), 10) == 7
+    monkeypatch.setattr(service, "FILL_S", 0.05)
+    assert await service.fill(_rig(3, 7), 10) == 7
     assert capsys.readouterr().err == "7 of 10 rollouts are in flight after 0.05 s; the figures are for 7\n"
     with pytest.raises(CommandError, match=r"filling RUN: waited 0.05 s for 10 rollouts, and none is in flight"):
-        await pipeline.fill(_rig(0), 10)
+        await service.fill(_rig(0), 10)
 
 
 async def test_a_load_that_never_fills_still_gives_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "FILL_S", 8.0)
-    monkeypatch.setattr(pipeline, "rig", _with_few_slots)
-    found = await pipeline._latency_bound(in_flight=50, latency_s=0.2, quick=True)
+    monkeypatch.setattr(service, "FILL_S", 8.0)
+    monkeypatch.setattr(service, "rig", _with_few_slots)
+    found = await service._latency_bound(in_flight=50, latency_s=0.2, quick=True)
     assert found["rollouts_wanted"] == 50
     assert 0 < found["rollouts_in_flight"] <= 4  # type: ignore[operator]
     assert found["turns_per_s"] > 0  # type: ignore[operator]

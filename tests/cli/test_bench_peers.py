@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from rollyard.cli.bench.service import TURNS
 
 from rollyard.cli.bench import peers, pipeline_peers
-from rollyard.cli.bench.pipeline import TURNS
 from rollyard.cli.bench.pipeline_peers import measure_peer, run_peers
 
 # Speaks to the engine as the real drivers do, with the standard library alone.

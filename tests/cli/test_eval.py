@@ -19,7 +19,7 @@ from rollyard.testing.scripted_engine import ScriptedEngine
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.cli.conftest import Cli
 from tests.cli.test_submit import lines
-from tests.client.served import Yard, served, task
+from tests.client.served import RunningService, served, task
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ async def engine() -> AsyncGenerator[ScriptedEngine, None]:
 @pytest.fixture
 async def knowing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine
-) -> AsyncGenerator[Yard, None]:
+) -> AsyncGenerator[RunningService, None]:
     """A service whose only engine has the known skill."""
     engines = [{"url": engine.url, "id": "e0", "tokenizer": str(tokenizer_dir())}]
     async with served(tmp_path / "yard", engines=engines, max_attempts=1) as running:
@@ -60,7 +60,7 @@ def by_hand(n: int, skills: tuple[int, ...], k: int) -> float:
     return sum(1 - comb(n - c, k) / comb(n, k) for c in skills) / len(skills)
 
 
-async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, knowing: Yard, tmp_path: Path):
+async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, knowing: RunningService, tmp_path: Path):
     said = await cli("eval", lines(tmp_path / "t.jsonl", *TASKS), "--k", 4, "--run", "known", "--seed", 3, "--json")
     assert said.status == 0, said.err
     (body,) = said.json
@@ -119,7 +119,7 @@ async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, 
     )
 
 
-async def test_more_samples_than_k_a_table_and_the_trajectories(cli: Cli, knowing: Yard, tmp_path: Path):
+async def test_more_samples_than_k_a_table_and_the_trajectories(cli: Cli, knowing: RunningService, tmp_path: Path):
     tasks = lines(tmp_path / "t.jsonl", *TASKS)
     words = ("--k", 2, "--n", 4, "--limit", 2, "--by", "answer", "--out", tmp_path / "o.jsonl")
     said = await cli("eval", tasks, *words)
@@ -132,7 +132,7 @@ async def test_more_samples_than_k_a_table_and_the_trajectories(cli: Cli, knowin
     assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 8
 
 
-async def test_partial_rewards_count_from_the_threshold(cli: Cli, pipeline: Yard, tmp_path: Path):
+async def test_partial_rewards_count_from_the_threshold(cli: Cli, service: RunningService, tmp_path: Path):
     data = {"instruction": "Write done.", "checks": ["test -f done", "false"]}
     tasks = lines(tmp_path / "t.jsonl", {"environment": "shell", "data": data}, TASKS[0])
     for threshold, passed in ((0.5, 0.5), (0.6, 0.0)):
@@ -144,7 +144,7 @@ async def test_partial_rewards_count_from_the_threshold(cli: Cli, pipeline: Yard
     assert table.split()[:3] == ["shell", "math", "all"]
 
 
-async def test_what_is_missing_is_in_no_number_and_is_told(cli: Cli, knowing: Yard, tmp_path: Path):
+async def test_what_is_missing_is_in_no_number_and_is_told(cli: Cli, knowing: RunningService, tmp_path: Path):
     broken = {"environment": "shell", "data": {"instruction": "x", "checks": ["true"], "setup": ["exit 3"]}}
     tasks = lines(tmp_path / "t.jsonl", *TASKS, broken)
     said = await cli("eval", tasks, "--k", 2, "--json")
@@ -158,7 +158,7 @@ async def test_what_is_missing_is_in_no_number_and_is_told(cli: Cli, knowing: Ya
     assert (await cli("eval", tasks, "--k", 2, "--max-missing", 0.25)).status == 0
 
 
-async def test_defaults_are_laid_under_the_tasks(cli: Cli, knowing: Yard, tmp_path: Path):
+async def test_defaults_are_laid_under_the_tasks(cli: Cli, knowing: RunningService, tmp_path: Path):
     bare = {"data": TASKS[1]["data"]}
     defaults = {"environment": "math", "sampling": {"temperature": 0.25}}
     tasks, out = lines(tmp_path / "t.jsonl", bare), tmp_path / "o.jsonl"
@@ -199,7 +199,7 @@ async def test_mistakes_are_one_line(cli: Cli, tmp_path: Path, words: tuple[obje
     assert says in said.err and said.err.splitlines()[-1].startswith("rollyard: ")
 
 
-async def test_a_task_that_the_service_refuses_is_told_by_its_line(cli: Cli, knowing: Yard, tmp_path: Path):
+async def test_a_task_that_the_service_refuses_is_told_by_its_line(cli: Cli, knowing: RunningService, tmp_path: Path):
     said = await cli("eval", lines(tmp_path / "t.jsonl", TASKS[0], {"environment": "math", "data": {}}), "--k", 3)
     assert said.status == 1 and "t.jsonl:2: " in said.err and "question" in said.err
     assert "there is no task in" in (await cli("eval", lines(tmp_path / "e.jsonl", "// nothing"))).err
@@ -211,11 +211,11 @@ def test_a_large_k_is_shown_by_powers_of_two():
     assert shown_ks(3) == [1, 2, 3] and shown_ks(10) == [1, 2, 4, 8, 10] and shown_ks(16) == [1, 2, 4, 8, 16]
 
 
-async def test_an_interrupt_says_how_to_go_on(pipeline: Yard, tmp_path: Path):
+async def test_an_interrupt_says_how_to_go_on(service: RunningService, tmp_path: Path):
     file = lines(tmp_path / "t.jsonl", task("NEVER"))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollyard", "eval", str(file), "--k", "1", "--run", "stopped",
-        env={**os.environ, **pipeline.environ()}, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **service.environ()}, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
     async with asyncio.timeout(90):

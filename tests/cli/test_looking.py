@@ -8,15 +8,15 @@ import pytest
 from rollyard.client import AsyncClient
 from rollyard.testing.tokenizer_files import tokenizer_dir
 from tests.cli.conftest import Cli
-from tests.client.served import Yard, task
+from tests.client.served import RunningService, task
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-async def ended(pipeline: Yard) -> str:
+async def ended(service: RunningService) -> str:
     """A rollout that has ended, with reward 1."""
-    async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with AsyncClient(service.url, service.token) as client:
         await client.submit([task()], ids=["one"])
         await client.wait("one", timeout_s=30)
     return "one"
@@ -53,11 +53,11 @@ async def test_a_rescore_and_a_cancel(cli: Cli, ended: str):
     assert said.json == [{"id": "one", "state": "ended"}, {"id": "never-was", "state": "cancelled_before_submit"}]
 
 
-async def test_engines_come_and_go(cli: Cli, pipeline: Yard):
+async def test_engines_come_and_go(cli: Cli, service: RunningService):
     assert "e0" in (await cli("engines", "list")).out
-    added = await cli("engines", "add", pipeline.engine.url, "--id", "e1", "--tokenizer", tokenizer_dir(), "--json")
+    added = await cli("engines", "add", service.engine.url, "--id", "e1", "--tokenizer", tokenizer_dir(), "--json")
     assert (added.json[0]["id"], added.json[0]["state"]) == ("e1", "up")
-    again = await cli("engines", "add", pipeline.engine.url, "--id", "e1", "--tokenizer", tokenizer_dir())
+    again = await cli("engines", "add", service.engine.url, "--id", "e1", "--tokenizer", tokenizer_dir())
     assert again.status == 1 and "e1" in again.err
     assert (await cli("engines", "remove", "e1")).status == 0
     assert (await cli("engines", "remove", "e1")).status == 1
@@ -65,7 +65,7 @@ async def test_engines_come_and_go(cli: Cli, pipeline: Yard):
     assert "there is no engine" in (await cli("engines", "list")).err
 
 
-async def test_runs_are_made_listed_and_deleted(cli: Cli, pipeline: Yard):
+async def test_runs_are_made_listed_and_deleted(cli: Cli, service: RunningService):
     masked = await cli("runs", "create", "m", "--mask-truncated", "--overlong-penalty", "10:20:0.5", "--json")
     assert masked.json[0]["mask_truncated"] is True
     assert masked.json[0]["overlong_penalty"] == {"from_tokens": 10, "to_tokens": 20, "most": 0.5}
@@ -77,16 +77,16 @@ async def test_runs_are_made_listed_and_deleted(cli: Cli, pipeline: Yard):
     assert (await cli("runs", "delete", "r")).status == 1
 
 
-async def test_top_shows_one_frame(cli: Cli, pipeline: Yard, ended: str):
+async def test_top_shows_one_frame(cli: Cli, service: RunningService, ended: str):
     said = await cli("top", "--once")
     assert said.status == 0
-    for word in ("queue", "init", "ready", "run", "eval", "ended 1", "e0", "turns/s", pipeline.url):
+    for word in ("queue", "init", "ready", "run", "eval", "ended 1", "e0", "turns/s", service.url):
         assert word in said.out, word
     (status,) = (await cli("top", "--once", "--json")).json
     assert status["states"]["ended"] == 1 and set(status["rates"]) == {"turns_per_s", "tokens_per_s", "rollouts_per_s"}
 
 
-async def test_top_goes_on_until_it_is_interrupted(pipeline: Yard):
+async def test_top_goes_on_until_it_is_interrupted(service: RunningService):
     import json
     import os
     import signal
@@ -94,12 +94,12 @@ async def test_top_goes_on_until_it_is_interrupted(pipeline: Yard):
 
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollyard", "top", "--json", "--interval", "0.1",
-        env={**os.environ, **pipeline.environ()}, stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, **service.environ()}, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
     async with asyncio.timeout(90):
         await process.stdout.readline()
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+        async with AsyncClient(service.url, service.token) as client:
             (record,) = await client.submit([task()])
             await client.wait(record.id)
         while not json.loads(await process.stdout.readline())["rates"]["rollouts_per_s"]:

@@ -2,17 +2,17 @@
 
 from rollyard.client import AsyncClient
 from tests.cli.conftest import Cli
-from tests.client.served import Yard
+from tests.client.served import RunningService
 
 
-async def test_policies_are_listed_paused_and_resumed(cli: Cli, pipeline: Yard):
+async def test_policies_are_listed_paused_and_resumed(cli: Cli, service: RunningService):
     (found,) = (await cli("policies", "list", "--json")).json
     assert (found["name"], found["state"], found["version"]) == ("default", "running", 0)
     paused = await cli("policies", "pause", "default", "--mode", "drain", "--engine", "e0", "--json")
-    assert (paused.json[0]["state"], paused.json[0]["mode"]) == ("paused", "drain") and pipeline.engine.control.is_paused
+    assert (paused.json[0]["state"], paused.json[0]["mode"]) == ("paused", "drain") and service.engine.control.is_paused
     said = await cli("policies", "list")
     assert "paused" in said.out and "up (paused)" in said.out
-    assert "running" in (await cli("policies", "resume", "default", "7")).out and not pipeline.engine.control.is_paused
+    assert "running" in (await cli("policies", "resume", "default", "7")).out and not service.engine.control.is_paused
     assert (await cli("policies", "list", "--json")).json[0]["version"] == 7
     assert (await cli("policies", "resume", "nobody", "7")).status == 1
     assert (await cli("policies", "resume", "default", "x")).status == 2
@@ -20,8 +20,8 @@ async def test_policies_are_listed_paused_and_resumed(cli: Cli, pipeline: Yard):
     assert (await cli("policies", "list", "--json")).json[0]["engines"] == [], "its version is still known"
 
 
-async def test_a_trainers_pause_is_ended_by_hand_only_by_saying_so(cli: Cli, pipeline: Yard):
-    async with AsyncClient(pipeline.url, pipeline.token) as trainer:
+async def test_a_trainers_pause_is_ended_by_hand_only_by_saying_so(cli: Cli, service: RunningService):
+    async with AsyncClient(service.url, service.token) as trainer:
         await trainer.policy("default").pause()
         refused = await cli("policies", "resume", "default", "7")
         assert refused.status == 1 and "held by" in refused.err and "--take-over" in refused.err
@@ -30,15 +30,15 @@ async def test_a_trainers_pause_is_ended_by_hand_only_by_saying_so(cli: Cli, pip
         assert (await trainer.policy("default").status())["version"] == 7
 
 
-async def test_an_engine_in_trouble_is_told_of(cli: Cli, pipeline: Yard):
+async def test_an_engine_in_trouble_is_told_of(cli: Cli, service: RunningService):
     await cli("policies", "pause", "default")
-    pipeline.engine.control.fail("resume", 1, 500)
+    service.engine.control.fail("resume", 1, 500)
     said = await cli("policies", "resume", "default", "1")
     assert said.status == 1 and "it did not resume" in said.err and "Mend the engines" in said.err
     assert "quarantined" in (await cli("policies", "list")).out
     assert (await cli("policies", "resume", "default", "1")).status == 0
 
 
-async def test_there_may_be_no_policy(cli: Cli, pipeline: Yard):
+async def test_there_may_be_no_policy(cli: Cli, service: RunningService):
     await cli("engines", "clear")
     assert "it comes with its first engine" in (await cli("policies", "list")).err

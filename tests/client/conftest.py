@@ -4,16 +4,16 @@ from pathlib import Path
 import pytest
 
 from rollyard.client import AsyncClient
-from tests.client.served import Yard, served
+from tests.client.served import RunningService, served
 
 
 @pytest.fixture
-async def pipeline(tmp_path: Path) -> AsyncGenerator[Yard, None]:
+async def service(tmp_path: Path) -> AsyncGenerator[RunningService, None]:
     async with served(tmp_path) as running:
         yield running
 
 
 @pytest.fixture
-async def client(pipeline: Yard) -> AsyncGenerator[AsyncClient, None]:
-    async with AsyncClient(pipeline.url, pipeline.token, timeout_s=20) as opened:
+async def client(service: RunningService) -> AsyncGenerator[AsyncClient, None]:
+    async with AsyncClient(service.url, service.token, timeout_s=20) as opened:
         yield opened

@@ -38,7 +38,7 @@ def task(instruction: str = "Write done.", check: str = "test -f done", **fields
 
 
 @dataclass
-class Yard:
+class RunningService:
     """A running service, as a test needs it."""
 
     url: str
@@ -51,13 +51,13 @@ class Yard:
 
 
 @asynccontextmanager
-async def served(folder: Path, **flags: object) -> AsyncGenerator[Yard, None]:
+async def served(folder: Path, **flags: object) -> AsyncGenerator[RunningService, None]:
     """The service, ready, with one engine; opening it again on the same folder is a restart."""
     async with ScriptedEngine(SCRIPT, tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         engines = [{"url": engine.url, "id": "e0", "tokenizer": str(tokenizer_dir())}]
         settings = _settings(folder, {"engines": engines, **flags})
         async with serve(settings) as running:
-            yield Yard(running.url, settings.token_path.read_text().strip(), settings.data_dir, engine)
+            yield RunningService(running.url, settings.token_path.read_text().strip(), settings.data_dir, engine)
 
 
 def _settings(folder: Path, flags: dict[str, object]) -> Settings:

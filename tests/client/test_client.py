@@ -7,7 +7,7 @@ import pytest
 from rollyard.client import AsyncClient, Client, Event, Record, UnexpectedReply
 from rollyard.core import AgentSpec, Task
 from rollyard.core.failure import Forbidden, IdConflict, InvalidRequest, MalformedId, NotFound, Unauthorized
-from tests.client.served import Yard, served, task
+from tests.client.served import RunningService, served, task
 
 pytestmark = pytest.mark.slow
 
@@ -182,10 +182,10 @@ async def test_runs_are_made_once_and_lay_their_defaults_under_tasks(client: Asy
         await client.get_run("r1")
 
 
-async def test_engines_are_added_listed_and_removed(client: AsyncClient, pipeline: Yard):
+async def test_engines_are_added_listed_and_removed(client: AsyncClient, service: RunningService):
     assert [engine["id"] for engine in await client.engines()] == ["e0"]
     await client.remove_engine("e0")
-    added = await client.add_engine(pipeline.engine.url, id="e1", policy="actor", tokenizer=_tokenizer())
+    added = await client.add_engine(service.engine.url, id="e1", policy="actor", tokenizer=_tokenizer())
     assert (added["id"], added["policy"], added["state"]) == ("e1", "actor", "up")
     await client.clear_engines()
     assert await client.engines() == []
@@ -215,8 +215,8 @@ async def test_events_tell_every_state(client: AsyncClient):
     assert (seen[-1].outcome, seen[-1].code, seen[-1].run) == ("completed", None, "watched")
 
 
-async def test_a_wrong_token_and_a_wrong_field_are_named_errors(client: AsyncClient, pipeline: Yard):
-    async with AsyncClient(pipeline.url, "x" * 32) as stranger:
+async def test_a_wrong_token_and_a_wrong_field_are_named_errors(client: AsyncClient, service: RunningService):
+    async with AsyncClient(service.url, "x" * 32) as stranger:
         with pytest.raises(Unauthorized):
             await stranger.status()
     with pytest.raises(InvalidRequest, match=r"rollouts\[1\]\.task\.limits\.max_turn:") as caught:
@@ -232,28 +232,28 @@ async def test_a_trainer_may_not_add_engines(tmp_path):
     tokens = {"admin_tokens": ["a" * 32], "trainer_tokens": ["t" * 32]}
     (tmp_path / "data").mkdir(mode=0o700)
     (tmp_path / "data" / "token").write_text("unused " * 3)
-    async with served(tmp_path, **tokens) as pipeline, AsyncClient(pipeline.url, "t" * 32) as trainer:
+    async with served(tmp_path, **tokens) as service, AsyncClient(service.url, "t" * 32) as trainer:
         with pytest.raises(Forbidden) as caught:
             await trainer.add_engine("http://127.0.0.1:9", id="x")
         assert caught.value.remedy
         await trainer.status()
 
 
-async def test_another_service_on_that_port_is_told_from_ours(pipeline: Yard):
-    async with AsyncClient(pipeline.engine.url, "t") as client:
+async def test_another_service_on_that_port_is_told_from_ours(service: RunningService):
+    async with AsyncClient(service.engine.url, "t") as client:
         with pytest.raises(UnexpectedReply):
             await client.status()
 
 
-async def test_a_closed_client_says_so(pipeline: Yard):
-    client = AsyncClient(pipeline.url, pipeline.token)
+async def test_a_closed_client_says_so(service: RunningService):
+    client = AsyncClient(service.url, service.token)
     with pytest.raises(RuntimeError, match="async with"):
         await client.status()
 
 
-async def test_the_sync_client_does_the_same_on_a_thread_of_its_own(pipeline: Yard):
+async def test_the_sync_client_does_the_same_on_a_thread_of_its_own(service: RunningService):
     def work() -> tuple[Record, int, list[str]]:
-        with Client(pipeline.url, pipeline.token) as client:
+        with Client(service.url, service.token) as client:
             client.create_run("sync")
             (submitted,) = client.submit([task()], run="sync")
             seen: list[str] = []
@@ -268,7 +268,7 @@ async def test_the_sync_client_does_the_same_on_a_thread_of_its_own(pipeline: Ya
     record, length, seen = await asyncio.to_thread(work)
     assert record.reward == 1.0 and length > 0 and seen == [record.id, record.id]
     with pytest.raises(RuntimeError, match="use it in `with`"):
-        Client(pipeline.url, pipeline.token).status()
+        Client(service.url, service.token).status()
 
 
 def _tokenizer() -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollyard.client import AsyncClient
-from tests.client.served import Yard
+from tests.client.served import RunningService
 from tests.client.test_draws_served import COIN, tasks
 
 pytestmark = pytest.mark.slow
@@ -52,9 +52,9 @@ class Trainer:
 
 
 @pytest.fixture
-def page(pipeline: Yard, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def page(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names that the page's blocks define."""
-    for name, value in pipeline.environ().items():
+    for name, value in service.environ().items():
         monkeypatch.setenv(name, value)
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):

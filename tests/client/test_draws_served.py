@@ -12,7 +12,7 @@ import pytest
 from rollyard.client import AsyncClient, Batch, Client, DrawEnded
 from rollyard.client.batching import advantages, collate
 from rollyard.core.failure import IdConflict, NotFound
-from tests.client.served import Proxy, Yard, served, task
+from tests.client.served import Proxy, RunningService, served, task
 
 pytestmark = pytest.mark.slow
 
@@ -76,8 +76,8 @@ async def test_what_is_handed_out_has_something_to_learn_from(client: AsyncClien
     assert (await draw.close())["reason"] == "closed"
 
 
-async def test_dropped_connections_change_nothing(pipeline: Yard):
-    async with Proxy(pipeline.url) as proxy, AsyncClient(proxy.url, pipeline.token) as client:
+async def test_dropped_connections_change_nothing(service: RunningService):
+    async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token) as client:
         await client.create_run("r")
         proxy.break_all()
         proxy.cut_replies = 1
@@ -90,14 +90,14 @@ async def test_dropped_connections_change_nothing(pipeline: Yard):
             proxy.break_all()
             proxy.cut_replies = 1
         assert len(found) == len(set(found)) == 6
-    async with AsyncClient(pipeline.url, pipeline.token) as direct:
+    async with AsyncClient(service.url, service.token) as direct:
         assert len(await direct.draws()) == 1
         assert ids(await (await direct.get_draw(draw.id)).batch(number=1)) == found[:4]
 
 
 async def test_a_batch_outlives_a_restart_of_the_service(tmp_path: Path, unused_tcp_port: int):
-    async with served(tmp_path, port=unused_tcp_port) as pipeline:
-        client = await AsyncClient(pipeline.url, pipeline.token).__aenter__()
+    async with served(tmp_path, port=unused_tcp_port) as service:
+        client = await AsyncClient(service.url, service.token).__aenter__()
         await client.create_run("r")
         draw = await client.draw("r", tasks(4), group_size=2, keep="all", epochs=1)
         found = [group.id async for group in draw.stream(want=1)]
@@ -112,14 +112,14 @@ async def test_a_batch_outlives_a_restart_of_the_service(tmp_path: Path, unused_
         await client.__aexit__(None, None, None)
 
 
-async def test_who_comes_back_goes_on_after_the_acknowledged_batch(pipeline: Yard):
+async def test_who_comes_back_goes_on_after_the_acknowledged_batch(service: RunningService):
     wanted = tasks(6)
-    async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with AsyncClient(service.url, service.token) as client:
         await client.create_run("r")
         draw = await client.draw("r", wanted, id="mine", group_size=2, keep="all", epochs=1)
         first, second = await draw.batch(want=2), await draw.batch(want=2)
         assert await draw.ack(first) >= 0
-    async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with AsyncClient(service.url, service.token) as client:
         with pytest.raises(IdConflict):
             await client.draw("r", wanted, id="mine", group_size=3)
         draw = await client.draw("r", wanted, id="mine", group_size=2, keep="all", epochs=1)
@@ -189,9 +189,9 @@ async def test_an_evaluation_comes_with_its_result(client: AsyncClient):
     assert (await client.get_eval("slow", wait_s=30)).state == "cancelled"
 
 
-async def test_the_sync_client_draws_too(pipeline: Yard):
+async def test_the_sync_client_draws_too(service: RunningService):
     def work() -> None:
-        with Client(pipeline.url, pipeline.token) as client:
+        with Client(service.url, service.token) as client:
             client.create_run("r")
             draw = client.draw("r", tasks(3), group_size=2, keep="all", epochs=1)
             found = ids(draw.batch(want=2)) + [group.id for group in draw.stream(want=2)]

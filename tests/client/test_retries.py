@@ -7,24 +7,24 @@ from aiohttp import web
 
 from rollyard.client import AsyncClient, ServiceUnreachable
 from rollyard.core.failure import QueueFull, StoreLost
-from tests.client.served import Proxy, Yard, served, task
+from tests.client.served import Proxy, RunningService, served, task
 
 
-async def test_a_submit_whose_answer_was_lost_is_one_rollout(pipeline: Yard):
-    async with Proxy(pipeline.url) as proxy, AsyncClient(proxy.url, pipeline.token) as client:
+async def test_a_submit_whose_answer_was_lost_is_one_rollout(service: RunningService):
+    async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token) as client:
         proxy.cut_replies = 2
         records = await client.submit([task()])
         assert proxy.connections == 3
-        async with AsyncClient(pipeline.url, pipeline.token) as direct:
+        async with AsyncClient(service.url, service.token) as direct:
             await direct.wait(records[0].id, timeout_s=30)
             assert [record.id for record in (await direct.list(state="ended")).rollouts] == [records[0].id]
 
 
-async def test_a_call_without_an_id_is_not_sent_twice(pipeline: Yard):
-    async with Proxy(pipeline.url) as proxy, AsyncClient(proxy.url, pipeline.token) as client:
+async def test_a_call_without_an_id_is_not_sent_twice(service: RunningService):
+    async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token) as client:
         (record,) = await client.submit([task()])
         await client.wait(record.id, timeout_s=30)
-    async with Proxy(pipeline.url) as proxy, AsyncClient(proxy.url, pipeline.token) as client:
+    async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token) as client:
         proxy.cut_replies = 1
         with pytest.raises(ServiceUnreachable, match="broke off"):
             await client.rescore(record.id)
@@ -59,10 +59,10 @@ async def test_a_service_that_accepts_and_says_nothing_times_out():
 
 
 async def test_a_full_queue_is_waited_for_and_then_given_up(tmp_path):
-    async with served(tmp_path, max_queued=1) as pipeline, AsyncClient(pipeline.url, pipeline.token) as client:
+    async with served(tmp_path, max_queued=1) as service, AsyncClient(service.url, service.token) as client:
         await client.resize_pools(init=0)
         (first,) = await client.submit([task()])
-        async with AsyncClient(pipeline.url, pipeline.token, retry_s=0) as hasty:
+        async with AsyncClient(service.url, service.token, retry_s=0) as hasty:
             with pytest.raises(QueueFull):
                 await hasty.submit([task()])
         second = asyncio.create_task(client.submit([task()], ids=["second"]))
@@ -71,11 +71,11 @@ async def test_a_full_queue_is_waited_for_and_then_given_up(tmp_path):
 
 
 async def test_a_client_outlives_a_restart_of_the_service(tmp_path, unused_tcp_port: int):
-    async with served(tmp_path, port=unused_tcp_port) as pipeline:
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with served(tmp_path, port=unused_tcp_port) as service:
+        async with AsyncClient(service.url, service.token) as client:
             await client.resize_pools(init=0)
             (record,) = await client.submit([task()])
-        patient = AsyncClient(pipeline.url, pipeline.token)
+        patient = AsyncClient(service.url, service.token)
         await patient.__aenter__()
         waiting = asyncio.create_task(patient.wait_all([record.id]))
         await asyncio.sleep(0)
@@ -85,13 +85,13 @@ async def test_a_client_outlives_a_restart_of_the_service(tmp_path, unused_tcp_p
         await patient.__aexit__(None, None, None)
 
 
-async def test_the_events_go_on_after_a_dropped_connection(pipeline: Yard):
-    async with Proxy(pipeline.url) as proxy, AsyncClient(proxy.url, pipeline.token) as client:
+async def test_the_events_go_on_after_a_dropped_connection(service: RunningService):
+    async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token) as client:
         events = client.events()
         first = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
         while not proxy.connections:
             await asyncio.sleep(0)
-        async with AsyncClient(pipeline.url, pipeline.token) as direct:
+        async with AsyncClient(service.url, service.token) as direct:
             (record,) = await direct.submit([task("NEVER")])
             async with asyncio.timeout(90):
                 event = await first

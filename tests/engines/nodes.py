@@ -29,7 +29,9 @@ class Node:
         if self.is_held or self._sent == gates:
             return
         self._sent = gates
-        task = asyncio.create_task(self._follow(msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=WeightGates)))
+        task = asyncio.create_task(
+            self._follow(msgspec.msgpack.decode(msgspec.msgpack.encode(gates), type=WeightGates))
+        )
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 

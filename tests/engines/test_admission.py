@@ -28,7 +28,9 @@ def started(cap: int = 16, ceiling: int = 256) -> SessionCap:
 
 
 @given(LOOKS, st.integers(1, 300))
-def test_whatever_is_told_the_cap_moves_by_the_rules(looks: list[tuple[EngineLoad, int, int, float]], ceiling: int) -> None:
+def test_whatever_is_told_the_cap_moves_by_the_rules(
+    looks: list[tuple[EngineLoad, int, int, float]], ceiling: int
+) -> None:
     cap, now_s, fell_s = SessionCap(ceiling), 0.0, float("-inf")
     assert cap.current is None
     for load, sessions, wanting, passed_s in looks:
@@ -113,7 +115,9 @@ def test_it_falls_from_the_sessions_that_there_were_not_from_a_cap_that_nobody_r
 
 def test_an_engine_that_was_restarted_counts_its_preemptions_anew() -> None:
     cap = started()
-    cap.observe(EngineLoad(0.6, running=5, preemptions=50), 20, 0, 100.0)  # more sessions than it may have: nothing falls
+    cap.observe(
+        EngineLoad(0.6, running=5, preemptions=50), 20, 0, 100.0
+    )  # more sessions than it may have: nothing falls
     cap.observe(EngineLoad(0.6, running=5, preemptions=3), 16, 0, 200.0)
     assert cap.current == 16
     cap.observe(EngineLoad(0.6, running=5, preemptions=4), 16, 0, 201.0)

@@ -16,7 +16,8 @@ async def test_pick_is_always_the_least_loaded_that_is_up(moves: list[tuple[str,
     async with open_http() as http:
         pool = EnginePool("p")
         members = [
-            PoolMember(VllmEngine(EngineSpec(f"e{i}", "http://x", Kind.VLLM, capacity=i + 1), http), pool) for i in range(4)
+            PoolMember(VllmEngine(EngineSpec(f"e{i}", "http://x", Kind.VLLM, capacity=i + 1), http), pool)
+            for i in range(4)
         ]
         for member in members:
             pool.add(member)

@@ -24,11 +24,10 @@ from rollyard.engines import (
     VersionSpan,
     VllmEngine,
     make_engine,
-    remote,
-    wire,
 )
 from rollyard.engines.base import Generation
 from rollyard.engines.clients import http as http_module
+from rollyard.engines.clients import remote, transport
 from rollyard.engines.clients.http import HttpPool
 from rollyard.engines.routing.completion import PartialCompletion
 from rollyard.testing.script import Reply
@@ -195,7 +194,9 @@ async def test_after_it_what_was_told_is_kept(
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with_it(dialect: str, http: HttpPool) -> None:
+async def test_a_version_that_is_no_number_spoils_only_the_tokens_that_come_with_it(
+    dialect: str, http: HttpPool
+) -> None:
     async with ScriptedEngine(lambda _: WORDS, **DIALECTS[dialect]) as server:
         engine = await probed(server, http)
         server.script = lambda _: Reply(WORDS, tokens_per_s=400)
@@ -321,7 +322,7 @@ async def test_events_are_found_wherever_the_bytes_are_split(http: HttpPool) -> 
 
 
 async def test_a_line_too_long_is_not_read(http: HttpPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_REPLY_BYTES", 2000)
+    monkeypatch.setattr(transport, "MAX_REPLY_BYTES", 2000)
     async with streaming(*[b"data: " + b"x" * 500] * 5, ends=False) as url:
         engine = vllm_at(url, http)
         with pytest.raises(EngineBroken, match="a line of more than 2000 bytes"):
@@ -425,7 +426,9 @@ async def test_tokens_after_the_end_are_not_taken(http: HttpPool, caplog: pytest
         ([sglang_event([1, 2, 3], 3), sglang_event([4, 5], 4, "stop")], [1, 2, 3], "abort"),
     ],
 )
-async def test_both_ways_in_which_sglang_streams(events: list[Any], ids: list[int], finish: str, http: HttpPool) -> None:
+async def test_both_ways_in_which_sglang_streams(
+    events: list[Any], ids: list[int], finish: str, http: HttpPool
+) -> None:
     async with streaming(*events) as url:
         engine = sglang_at(url, http)
         told = Told()

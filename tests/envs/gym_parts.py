@@ -60,7 +60,10 @@ async def gym_of(server: GymServer) -> AsyncGenerator[GymEnvironment, None]:
 
 @asynccontextmanager
 async def gym_site(folder: Path, script: Any, server: GymServer, **options: Any) -> AsyncGenerator[Site, None]:
-    async with gym_of(server) as gym, site(folder, script, environments=Environments({"gym": gym}), **options) as pipeline:
+    async with (
+        gym_of(server) as gym,
+        site(folder, script, environments=Environments({"gym": gym}), **options) as pipeline,
+    ):
         yield pipeline
 
 

@@ -195,7 +195,9 @@ async def test_what_waits_too_long_fails_and_after_three_the_rest_is_skipped(
         assert (score.reward, score.metrics["timed_out"], score.metrics["skipped"]) == (0.0, 3, 2)
 
 
-async def test_what_computes_too_long_is_ended_by_its_cpu_time(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
+async def test_what_computes_too_long_is_ended_by_its_cpu_time(
+    resources: StageResources, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(code_data, "WAIT_S", 600.0)  # so that nothing else can end it within this test's own time
     endless = "def add(a, b):\n    while True: pass\nadd(1, 1)"
     called = "def add(a, b):\n    while True: pass"
@@ -214,7 +216,9 @@ async def test_memory_is_limited(resources: StageResources):
     limit = {"memory_bytes": 256 << 20}
     big = "def add(a, b):\n    x = bytes(1 << 29)\n    return a + b"
     for data, solution in ((PROGRAM, f"x = bytes(1 << 29)\n{ADD}"), (CALLED, big), (ASSERTED, big)):
-        right, wrong = await asyncio.gather(scored(resources, {**data, **limit}), scored(resources, {**data, **limit}, solution))
+        right, wrong = await asyncio.gather(
+            scored(resources, {**data, **limit}), scored(resources, {**data, **limit}, solution)
+        )
         assert (right.reward, wrong.metrics["failed"]) == (1.0, right.metrics["tests"])
 
 
@@ -225,7 +229,9 @@ async def test_a_flood_of_output_is_bounded_and_wrong(resources: StageResources)
     assert (await scored(resources, PROGRAM, loud)).reward == 1.0
 
 
-async def test_a_right_answer_may_be_much_longer_than_the_expected_one(resources: StageResources, monkeypatch: pytest.MonkeyPatch):
+async def test_a_right_answer_may_be_much_longer_than_the_expected_one(
+    resources: StageResources, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(grading, "OUTPUT_BYTES", 1000)
     data = {**PROGRAM, "tests": [{"input": "", "output": "0.5\n" * 1000}]}
     assert (await scored(resources, data, "print(('0.5' + '0' * 20 + '\\n') * 1000)")).reward == 1.0
@@ -238,7 +244,9 @@ async def test_what_a_function_does_to_its_arguments_does_not_spoil_its_result(r
     solution = "def add(a, b):\n    c = a + b\n    a.extend([0] * 1_000_000)\n    return c"
     assert (await scored(resources, data, solution)).reward == 1.0
     for given in (data, {**ASSERTED, "asserts": ["assert add([1], [2]) == [1, 2]"]}):
-        assert (await scored(resources, given, "def add(a, b):\n    c = a + b\n    a.append(a)\n    return c")).reward == 1.0
+        assert (
+            await scored(resources, given, "def add(a, b):\n    c = a + b\n    a.append(a)\n    return c")
+        ).reward == 1.0
 
 
 async def test_a_fork_bomb_is_bounded_and_fails(resources: StageResources, monkeypatch: pytest.MonkeyPatch):

@@ -175,7 +175,9 @@ async def test_what_test_runners_read_above_the_tests_is_not_the_agents(resource
     assert (await score_of(resources, body)).reward == 1.0, "there, they are the work"
 
 
-async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(resources: StageResources, tmp_path: Path):
+async def test_a_program_that_the_tests_run_does_not_write_the_verdict_by_simple_means(
+    resources: StageResources, tmp_path: Path
+):
     for number, (name, program) in enumerate(PROGRAMS.items()):
         solve = f"cat > main.py <<'EOF'\n{program}EOF\n"
         body = ready(tmp_path / str(number), {"tests/test.sh": RUNS_IT, "solution/solve.sh": solve})
@@ -238,7 +240,9 @@ async def test_what_an_image_has_in_the_verifiers_folders_does_not_count(resourc
     assert (await score_of(resources, body, "noop")).metrics["reward_written"] == 0.0
 
 
-async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys_doing(resources: StageResources, tmp_path: Path):
+async def test_files_of_run_that_keep_the_verifier_from_starting_are_the_policys_doing(
+    resources: StageResources, tmp_path: Path
+):
     solve = "mkdir -p /data/x; touch /data/x/y; chmod 555 /data/x /data"
     body = ready(tmp_path, {"solution/solve.sh": solve}, keep="/data/x")
     assert (await score_of(resources, body)).metrics == {"verifier_ran": 0.0, "reward_written": 0.0}
@@ -282,7 +286,9 @@ async def test_tests_that_are_not_done_in_time_are_the_policys_doing(resources: 
     ],
     ids=["a command fails", "no interpreter"],
 )
-async def test_a_set_up_that_cannot_be_done_says_why(resources: StageResources, tmp_path: Path, change: Any, detail: str):
+async def test_a_set_up_that_cannot_be_done_says_why(
+    resources: StageResources, tmp_path: Path, change: Any, detail: str
+):
     body = ready(tmp_path)
     body["data"] |= change
     result = await played(resources, body, "noop")

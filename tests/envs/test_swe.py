@@ -134,7 +134,9 @@ async def left(resources: StageResources, calc: Repository, script: str) -> Any:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-async def test_a_patch_that_does_not_apply_is_zero(runtime: str, calc: Repository, resource_sets: dict[str, StageResources]):
+async def test_a_patch_that_does_not_apply_is_zero(
+    runtime: str, calc: Repository, resource_sets: dict[str, StageResources]
+):
     stale = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-other\n+text\n"
     metrics = await left(resource_sets[runtime], calc, f"cat > solution.patch <<'END'\n{stale}END")
     assert (metrics["patch_files"], metrics["patch_applied"]) == (1.0, 0.0)
@@ -165,7 +167,9 @@ class Ways(Hands):
         return "done"
 
 
-async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(calc: Repository, resources: StageResources):
+async def test_whatever_was_done_to_the_repository_the_work_is_in_the_patch(
+    calc: Repository, resources: StageResources
+):
     who = "git -c user.name=a -c user.email=a@b.c"
     hostile = (
         "git config diff.external /bin/false; git config core.autocrlf true; git config diff.noprefix true;"
@@ -358,7 +362,9 @@ async def test_tests_that_never_end_are_the_policys(calc: Repository, resources:
     assert result.score is not None and result.score.reward == 0.0
 
 
-async def test_r2e_rows_are_judged_by_the_expected_outcomes(calc: Repository, r2e: Repository, resources: StageResources):
+async def test_r2e_rows_are_judged_by_the_expected_outcomes(
+    calc: Repository, r2e: Repository, resources: StageResources
+):
     expected = {"T.test_add": "PASSED", "test_mul[a b]": "PASSED", "test_wrong": "FAILED"}
     row = {
         "repo_name": "calc",

@@ -70,7 +70,7 @@ class Life:
         return [line["what"] for line in self.lines if line["phase"] == phase]
 
 
-class Yard:
+class TrainingRun:
     """`alone.py` in a folder. All its processes are in one group, so that nothing is left."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
@@ -79,7 +79,7 @@ class Yard:
 
     @classmethod
     @contextmanager
-    def running(cls, folder: Path, model: Path, *options: str) -> Generator[Yard, None, None]:
+    def running(cls, folder: Path, model: Path, *options: str) -> Generator[TrainingRun, None, None]:
         places = ["--model", str(model), "--data", str(folder / "data")]
         places += ["--service-python", sys.executable, "--device", "cpu"]
         small = ["--run-slots", "4", "--init-slots", "2", "--max-running", "8", "--cache-gib", "0.1"]
@@ -96,11 +96,11 @@ class Yard:
                 start_new_session=True,
             ) as process,
         ):
-            pipeline = cls(folder, process)
+            running = cls(folder, process)
             try:
-                yield pipeline
+                yield running
             finally:
-                pipeline.kill()
+                running.kill()
 
     def kill(self) -> None:
         try:
@@ -155,26 +155,26 @@ class Lives:
 def lives(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lives:
     folder = tmp_path_factory.mktemp("lives")
     out, more_out = folder / "out", folder / "more"
-    with Yard.running(folder, tiny_model, "-") as pipeline:
-        warm = pipeline.train(out, *AT_ONCE)
+    with TrainingRun.running(folder, tiny_model, "-") as running:
+        warm = running.train(out, *AT_ONCE)
         for seconds in ("2", "20"):  # the first in which this machine, as busy as it is, trains more than one epoch
             shutil.rmtree(more_out, ignore_errors=True)
             shutil.copytree(out, more_out, ignore=shutil.ignore_patterns("id"))
             options = ("--more-warm-s", seconds, "--test-tasks", "2")
-            more = pipeline.train(more_out, *options)
+            more = running.train(more_out, *options)
             if len(more.steps("more_warm")) > 1:
                 break
         # One that has done everything needs neither an engine nor a service.
         nowhere = "http://127.0.0.1:9"
         places = ("--engine", nowhere, "--service", nowhere, "--token", "none")
-        nothing_left = pipeline.train(more_out, *options, *places)
+        nothing_left = running.train(more_out, *options, *places)
         file = more_out / "metrics.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in more.lines[:-1]))  # cut before its last test
-        again = pipeline.train(more_out, *options)
-        cut = pipeline.train(out, *AT_ONCE)
-        killed = pipeline.train(out, killed_at=KILLED_AT)
-    with Yard.running(folder, tiny_model, "--out", str(out)) as pipeline:
-        last = pipeline.finish(out)
+        again = running.train(more_out, *options)
+        cut = running.train(out, *AT_ONCE)
+        killed = running.train(out, killed_at=KILLED_AT)
+    with TrainingRun.running(folder, tiny_model, "--out", str(out)) as running:
+        last = running.finish(out)
     return Lives(folder, warm, cut, killed, last, more, nothing_left, again)
 
 

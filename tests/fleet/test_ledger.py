@@ -187,7 +187,9 @@ async def test_what_left_without_an_end_leaves_its_artifacts_to_the_sweep(tmp_pa
     await asyncio.sleep(0)
     site.tell()
     await end
-    assert await site.ledger.sweep(Retention(3600.0)) == SweepResult(("r1",)), "r2 is here again, r3 has cleaned up itself"
+    assert await site.ledger.sweep(Retention(3600.0)) == SweepResult(("r1",)), (
+        "r2 is here again, r3 has cleaned up itself"
+    )
     assert await site.ledger.sweep(Retention(3600.0)) == SweepResult()
     site.ledger.drop(Key("r2", 2))
     assert await site.ledger.sweep(Retention(3600.0)) == SweepResult(("r2",))

@@ -68,7 +68,9 @@ def test_rollouts_of_one_task_need_the_same() -> None:
         Task("shell", {"setup": ["make"]}, sandbox=SandboxOptions(image="debian")),
     ):
         assert PlacementKeys.of(Rollout("a", "run", other)).setup != PlacementKeys.of(Rollout("a", "run", task)).setup
-    assert PlacementKeys.of(Rollout("a", "run", Task("shell", sandbox=SandboxOptions(image="debian")))).image == "debian"
+    assert (
+        PlacementKeys.of(Rollout("a", "run", Task("shell", sandbox=SandboxOptions(image="debian")))).image == "debian"
+    )
 
 
 @given(wants=st.lists(st.integers(0, 6), min_size=1, max_size=5), tasks=st.lists(st.sampled_from("abc"), max_size=40))

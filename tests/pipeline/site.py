@@ -108,7 +108,12 @@ class Site:
         """No live attempt, no slot, no engine session or call, no sandbox."""
         pipeline = self.pipeline
         assert not pipeline.live
-        assert (pipeline.init_pool.active, pipeline.run_pool.active, pipeline.eval_pool.active, pipeline.ready) == (0, 0, 0, 0)
+        assert (pipeline.init_pool.active, pipeline.run_pool.active, pipeline.eval_pool.active, pipeline.ready) == (
+            0,
+            0,
+            0,
+            0,
+        )
         for engine in self.router.list():
             assert (engine.stats.sessions, engine.stats.in_flight) == (0, 0)
 

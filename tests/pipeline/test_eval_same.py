@@ -263,7 +263,9 @@ async def test_a_second_try_begins_from_the_same_files(tmp_path: Path, tests_fol
 async def test_an_evaluation_that_keeps_crashing_leaves_nothing(tmp_path: Path, tests_folder: Path):
     environment = Verified(tests_folder)
     environment.crashes = 99
-    async with verified_site(tmp_path, environment, shell(RIGHT), settings=replace(SETTINGS, eval_attempts=2)) as pipeline:
+    async with verified_site(
+        tmp_path, environment, shell(RIGHT), settings=replace(SETTINGS, eval_attempts=2)
+    ) as pipeline:
         rollout = await pipeline.rolled(verified_task(), within_s=50)
         assert rollout.ending is not None
         assert rollout.ending.failure is not None
@@ -273,7 +275,9 @@ async def test_an_evaluation_that_keeps_crashing_leaves_nothing(tmp_path: Path, 
 
 
 async def test_a_cancel_in_eval_deletes_what_run_left(tmp_path: Path):
-    async with site(tmp_path, says(shell("touch /made"), finish()), settings=replace(SETTINGS, eval_slots=0)) as pipeline:
+    async with site(
+        tmp_path, says(shell("touch /made"), finish()), settings=replace(SETTINGS, eval_slots=0)
+    ) as pipeline:
         rollout_id = await pipeline.submit(same_task("test -e /made"))
         await pipeline.until(rollout_id, State.EVAL)
         await pipeline.idle_run()

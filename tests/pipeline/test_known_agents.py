@@ -117,7 +117,9 @@ async def test_a_task_without_a_solution_has_no_oracle(tmp_path: Path):
 async def test_tools_and_checks_begin_where_the_plan_says(tmp_path: Path):
     edit = {"command": "create", "path": "done", "file_text": "x"}
     edited = "<tool_call>\n" + json.dumps({"name": "str_replace_editor", "arguments": edit}) + "\n</tool_call>"
-    async with pipeline_of(tmp_path, shell('test "$PWD" = /workspace/inner && cat given'), edited, finish("42")) as pipeline:
+    async with pipeline_of(
+        tmp_path, shell('test "$PWD" = /workspace/inner && cat given'), edited, finish("42")
+    ) as pipeline:
         rollout = await pipeline.rolled(made())
         assert scored(rollout).components == {"place": 1.0, "done": 1.0, "told": 1.0, "answered": 1.0}
         trajectory = await pipeline.store.trajectory(rollout.id)

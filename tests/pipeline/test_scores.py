@@ -104,6 +104,8 @@ def test_a_last_reply_that_was_cut_off_is_masked_whatever_its_agent_made_of_it(f
     found = replace(found, traces=(replace(trace, spans=(replace(trace.spans[0], finish_reason=finish_reason),)),))
     for masks in (False, True):
         run = Run("run", mask_truncated=masks)
-        ending = AttemptProgress(Rollout("r", "run", Task("shell")), run, Summary(), trajectory=found).scored(Score(1.0), None)
+        ending = AttemptProgress(Rollout("r", "run", Task("shell")), run, Summary(), trajectory=found).scored(
+            Score(1.0), None
+        )
         assert (ending.outcome, ending.is_trainable) == (Outcome.COMPLETED, is_trained or not masks)
         assert ("cut off by a token limit" in ending.untrainable) is (masks and not is_trained)

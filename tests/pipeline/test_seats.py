@@ -137,7 +137,11 @@ async def test_a_rollout_that_is_cancelled_while_it_waits_leaves_nothing(tmp_pat
             ending = (await pipeline.ended(rollout_id)).ending
             assert ending is not None and ending.outcome is Outcome.CANCELLED
         await until(lambda: len(pipeline.pipeline.live) == 2)
-        assert (pipeline.pipeline.ready, pipeline.pipeline.unseated, pipeline.router.waiting()) == (1, 1, {"default": 1})
+        assert (pipeline.pipeline.ready, pipeline.pipeline.unseated, pipeline.router.waiting()) == (
+            1,
+            1,
+            {"default": 1},
+        )
         let_go(engine)
         await completed(pipeline, first, waiting[1])
         await pipeline.idle()
@@ -175,7 +179,9 @@ async def test_when_the_cap_shrinks_nobody_is_thrown_out_and_the_next_ones_wait(
         await until(lambda: pipeline.router.seats("default").taken == 3)
         assert pipeline.pipeline.unseated == 4  # whom it left behind is one too many for the new cap
         await pipeline.pipeline.cancel(ids.pop(0))
-        await until(lambda: engine.running == 3 and pipeline.pipeline.unseated == 4)  # one goes, one comes from the queue
+        await until(
+            lambda: engine.running == 3 and pipeline.pipeline.unseated == 4
+        )  # one goes, one comes from the queue
         let_go(engine)
         await completed(pipeline, *ids)
         await pipeline.idle()

@@ -28,7 +28,9 @@ FATES = st.sampled_from([MemberFate.STOOD, MemberFate.STOOD, MemberFate.LOST, Me
 
 
 def stood(index: int, reward: float | None = 1.0, *, is_trainable: bool = True) -> MemberEnd:
-    return MemberEnd(index, MemberFate.STOOD, reward, is_trainable=is_trainable and reward is not None, sampled_tokens=10)
+    return MemberEnd(
+        index, MemberFate.STOOD, reward, is_trainable=is_trainable and reward is not None, sampled_tokens=10
+    )
 
 
 def ended(failure: Failure | None, reward: float | None, outcome: Outcome, *, is_trainable: bool = False) -> MemberEnd:
@@ -61,7 +63,9 @@ def test_a_scored_rollout_keeps_its_place_and_its_lost_attempts_tokens():
     assert (cut.fate, cut.reward, cut.is_trainable) == (MemberFate.STOOD, 0.0, False)
 
 
-def run_through(group: Group, fates: list[MemberFate], order: list[int]) -> tuple[Group, GroupStanding, dict[int, MemberEnd]]:
+def run_through(
+    group: Group, fates: list[MemberFate], order: list[int]
+) -> tuple[Group, GroupStanding, dict[int, MemberEnd]]:
     """Ends the started rollouts in that order of preference, beginning spares when told to, until it is over."""
     ends: dict[int, MemberEnd] = {}
     now = standing(group, ends)
@@ -72,7 +76,9 @@ def run_through(group: Group, fates: list[MemberFate], order: list[int]) -> tupl
         at_work = [index for index in order if index < group.started and index not in ends]
         assert at_work, "a group that is not over has somebody at work"
         index = at_work[0]
-        ends[index] = MemberEnd(index, fates[index], 1.0 if fates[index] is MemberFate.STOOD else None, sampled_tokens=1)
+        ends[index] = MemberEnd(
+            index, fates[index], 1.0 if fates[index] is MemberFate.STOOD else None, sampled_tokens=1
+        )
         now = standing(group, ends)
     return group, now, ends
 

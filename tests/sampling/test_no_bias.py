@@ -64,7 +64,9 @@ def slowest_s(begun: StartedGroup) -> float:
     return max(member.took_s for member in begun.script.members)
 
 
-def difference(begun: Sequence[StartedGroup], delivered: Sequence[StartedGroup], of: Callable[[StartedGroup], float]) -> float:
+def difference(
+    begun: Sequence[StartedGroup], delivered: Sequence[StartedGroup], of: Callable[[StartedGroup], float]
+) -> float:
     """How much more the delivered have of it, in standard errors."""
     ours, theirs = [of(one) for one in delivered], [of(one) for one in begun]
     error = math.sqrt(pvariance(ours) / len(ours) + pvariance(theirs) / len(theirs))

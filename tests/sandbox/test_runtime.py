@@ -544,7 +544,9 @@ async def test_a_status_that_follows_our_own_failure_is_not_the_commands(bubblew
     async with started(bubblewrap) as sandbox:
         init_client = bubblewrap._keepers[sandbox.id]
         job = init_client.request({"op": "stat"})  # which no keeper knows: nothing will answer it
-        init_client._on_message({"n": job.number, "broken": "entering the sandbox: no memory", "errno": errno.ENOMEM}, [])
+        init_client._on_message(
+            {"n": job.number, "broken": "entering the sandbox: no memory", "errno": errno.ENOMEM}, []
+        )
         init_client._on_message({"n": job.number, "status": 255}, [])
         with pytest.raises(SandboxLost, match="no memory"):
             await job.done

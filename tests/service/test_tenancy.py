@@ -113,7 +113,7 @@ NOT_THERE = ("/nodes", "/traces")
 
 
 @dataclass
-class Yard:
+class RunningService:
     """A service with the work of one trainer in it, one of each kind for each caller that may take it away."""
 
     site: Site
@@ -130,10 +130,10 @@ class Yard:
 
 
 @asynccontextmanager
-async def pipeline(folder: Path) -> AsyncGenerator[Yard, None]:
+async def service(folder: Path) -> AsyncGenerator[RunningService, None]:
     async with scripted(Reply(finish())) as engine, open_site(folder, engines=[engine_table(engine)]) as site:
         await site.hold()
-        made = Yard(site, {"admin": site.token, "nobody": ""})
+        made = RunningService(site, {"admin": site.token, "nobody": ""})
         kinds: dict[str, dict[str, Any]] = {
             "owner": {"access": "trainer", "runs": ["a-*"], "policies": ["default"]},
             "submitter": {"access": "submitter", "runs": ["a-*"]},
@@ -162,7 +162,7 @@ async def pipeline(folder: Path) -> AsyncGenerator[Yard, None]:
         yield made
 
 
-def filled(route: str, caller: str, made: Yard) -> tuple[str, str]:
+def filled(route: str, caller: str, made: RunningService) -> tuple[str, str]:
     """Its method, and its path about something of that caller's own turn."""
     method, _, path = route.partition(" ")
     draw = "x" if route.startswith("DELETE") else "d"
@@ -182,7 +182,7 @@ def filled(route: str, caller: str, made: Yard) -> tuple[str, str]:
 
 
 async def test_each_route_lets_through_whom_it_should(tmp_path: Path) -> None:
-    async with pipeline(tmp_path) as made:
+    async with service(tmp_path) as made:
         schema = (await made.site.get("/openapi.json")).body
         known = {
             f"{method.upper()} {path}"
@@ -219,7 +219,7 @@ async def test_each_route_lets_through_whom_it_should(tmp_path: Path) -> None:
 
 
 async def test_what_is_anothers_is_not_found_and_not_listed(tmp_path: Path) -> None:
-    async with pipeline(tmp_path) as made:
+    async with service(tmp_path) as made:
         for path in (
             *("/v1/runs/a-run", "/v1/rollouts/r-owner", "/v1/rollouts/r-owner/traces", "/v1/groups/g-owner"),
             *("/v1/draws/d-owner", "/v1/draws/d-owner/groups", "/v1/evals/e-owner", "/v1/sessions/s-owner"),
@@ -239,7 +239,7 @@ async def test_what_is_anothers_is_not_found_and_not_listed(tmp_path: Path) -> N
 
 
 async def test_the_same_ids_in_two_runs_are_two_things(tmp_path: Path) -> None:
-    async with pipeline(tmp_path) as made:
+    async with service(tmp_path) as made:
         for path, body in (
             ("/v1/runs", {"id": "b-run"}),
             ("/v1/rollouts", {"run": "b-run", "id": "r-owner", "group": "g-owner", "index": 0, "task": task("theirs")}),
@@ -265,7 +265,7 @@ async def test_the_same_ids_in_two_runs_are_two_things(tmp_path: Path) -> None:
 
 
 async def test_a_cancel_ahead_reaches_only_ones_own_run(tmp_path: Path) -> None:
-    async with pipeline(tmp_path) as made:
+    async with service(tmp_path) as made:
         answer = await made.call("stranger", "DELETE", "/v1/rollouts/tomorrow")
         assert answer.body["state"] == "cancelled_before_submit"
         assert (await made.call("stranger", "DELETE", "/v1/rollouts/tomorrow?run=a-run")).code == "not_found"
@@ -281,7 +281,7 @@ async def test_a_cancel_ahead_reaches_only_ones_own_run(tmp_path: Path) -> None:
 
 
 async def test_a_name_that_a_token_is_bound_to_is_kept_for_it(tmp_path: Path) -> None:
-    async with pipeline(tmp_path) as made:
+    async with service(tmp_path) as made:
         for name in ("a-later", "default", f"default.{made.ids['owner']}"):
             assert (await made.call("stranger", "POST", "/v1/runs", {"id": name})).code == "forbidden"
         assert (await made.call("owner", "POST", "/v1/runs", {"id": "b-run"})).code == "forbidden"
@@ -295,7 +295,7 @@ async def test_a_name_that_a_token_is_bound_to_is_kept_for_it(tmp_path: Path) ->
 
 
 async def test_an_evaluation_of_anothers_weights_does_not_hold_them_back(tmp_path: Path) -> None:
-    async with pipeline(tmp_path) as made:
+    async with service(tmp_path) as made:
         body = {"id": "e", "source": TASKS}
         assert (await made.call("stranger", "POST", "/v1/evals", body)).code == "forbidden"
         assert (await made.call("stranger", "POST", "/v1/evals", {**body, "on_update": "fail"})).status == 201
@@ -317,7 +317,7 @@ async def test_a_policy_belongs_to_the_first_that_changes_it_until_an_admin_says
 
 
 async def test_events_of_other_runs_are_not_told(tmp_path: Path) -> None:
-    async with pipeline(tmp_path) as made:
+    async with service(tmp_path) as made:
         headers = {"Authorization": f"Bearer {made.tokens['stranger']}"}
         async with made.site.http.get(f"{made.site.url}/v1/events", headers=headers) as stream:
             await made.make("/v1/rollouts", {"run": "a-run", "id": "theirs", "task": task()})

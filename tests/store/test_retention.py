@@ -98,7 +98,9 @@ async def test_work_of_a_live_draw_is_kept_until_it_is_acknowledged_or_the_draw_
 
 def draw_of(name: str, batch: int, *, is_active: bool = True) -> Draw:
     config = DrawConfig(SourceSpec(SourceKind.TASKS, size=1))
-    return Draw(name, "run", config, is_active=is_active, progress=DrawProgress(batch=batch, acked=batch - 1, place=batch))
+    return Draw(
+        name, "run", config, is_active=is_active, progress=DrawProgress(batch=batch, acked=batch - 1, place=batch)
+    )
 
 
 async def deliver(store: Store, draw: str, number: int) -> None:

@@ -15,7 +15,9 @@ def book(renderer: Renderer, **more: Any) -> ConversationBook:
     return ConversationBook(renderer, sampling=Sampling(), policy="p", model="m", **more)
 
 
-def keep(it: ConversationBook, renderer: Renderer, turn: PreparedTurn, text: str, *, is_cut: bool = False, **more: Any) -> Any:
+def keep(
+    it: ConversationBook, renderer: Renderer, turn: PreparedTurn, text: str, *, is_cut: bool = False, **more: Any
+) -> Any:
     """As an engine would answer: any tokens, here those of a text, and (unless cut off) the one that ends a turn."""
     ids = [*renderer.encode(text), *(() if is_cut else renderer.stop_token_ids[:1])]
     parsed = it.keep(

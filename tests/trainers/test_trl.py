@@ -19,7 +19,7 @@ from rollyard.client import AsyncClient, Group, Trace
 from rollyard.client.batching import advantages
 from rollyard.testing.script import Turn
 from rollyard.testing.tokenizer_files import tokenizer_dir
-from tests.client.served import Yard, call, served, task
+from tests.client.served import RunningService, call, served, task
 from tests.trainers.environment import Script, trainer_python
 
 pytestmark = [pytest.mark.trainers, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -48,7 +48,7 @@ class Probe:
     async def run(
         self,
         mode: str,
-        pipeline: Yard,
+        service: RunningService,
         folder: Path,
         tasks: Sequence[Any] = TASKS,
         model: Path | None = None,
@@ -58,7 +58,7 @@ class Probe:
         file = folder / "tasks.jsonl"
         file.write_text("".join(json.dumps(one) + "\n" for one in tasks))
         asked = {"mode": mode, "folder": str(folder), "model": str(model or tokenizer_dir()), "tasks": str(file)}
-        await asyncio.to_thread(self._script.tell, json.dumps({**asked, "environ": pipeline.environ()}), expected)
+        await asyncio.to_thread(self._script.tell, json.dumps({**asked, "environ": service.environ()}), expected)
         return json.loads((folder / "seen.json").read_text()) if expected == 0 else {}
 
 
@@ -98,10 +98,10 @@ def newest_of(group: Group) -> int:
 
 
 async def test_async_grpo_learns_from_exactly_what_was_sampled(probe: Probe, tmp_path: Path):
-    async with served(tmp_path) as pipeline:
-        pipeline.engine.script = every_second_one
-        seen = await probe.run("async", pipeline, tmp_path)
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with served(tmp_path) as service:
+        service.engine.script = every_second_one
+        seen = await probe.run("async", service, tmp_path)
+        async with AsyncClient(service.url, service.token) as client:
             (facts,) = await client.draws()
             draw = await client.get_draw(facts["id"])
             groups = [group for n in range(1, len(seen["steps"]) + 1) for group in (await draw.batch(number=n)).groups]
@@ -129,9 +129,9 @@ async def test_what_a_real_engine_sampled_has_the_ratio_one(
     sums = [
         {"environment": "math", "data": {"question": f"{n} + 5?", "answer": "1"}, "sampling": short} for n in (2, 3)
     ]
-    async with served(tmp_path, engines=[{"url": vllm_url, "id": "e0", "tokenizer": str(model)}]) as pipeline:
-        seen = await probe.run("real", pipeline, tmp_path, sums, model)
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with served(tmp_path, engines=[{"url": vllm_url, "id": "e0", "tokenizer": str(model)}]) as service:
+        seen = await probe.run("real", service, tmp_path, sums, model)
+        async with AsyncClient(service.url, service.token) as client:
             (facts,) = await client.draws()
             groups = (await (await client.get_draw(facts["id"])).batch(number=1)).groups
     check_steps(seen["steps"], [*groups])
@@ -139,11 +139,11 @@ async def test_what_a_real_engine_sampled_has_the_ratio_one(
 
 
 async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(probe: Probe, tmp_path: Path):
-    async with served(tmp_path) as pipeline:
-        pipeline.engine.script = every_second_one
-        seen = await probe.run("again", pipeline, tmp_path)
+    async with served(tmp_path) as service:
+        service.engine.script = every_second_one
+        seen = await probe.run("again", service, tmp_path)
         state = seen["state"]
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+        async with AsyncClient(service.url, service.token) as client:
             draw = await client.get_draw("trl-draw")
             facts = await draw.status()
             numbers = range(state["batch"] + 1, state["batch"] + 1 + len(seen["again"]["steps"]))
@@ -164,17 +164,17 @@ async def test_training_goes_on_from_a_checkpoint_with_the_batches_after_it(prob
 async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any_checkpoint(
     probe: Probe, tmp_path: Path
 ):
-    async with served(tmp_path) as pipeline:
-        pipeline.engine.script = every_second_one
-        await probe.run("killed", pipeline, tmp_path, expected=-SIGKILL)
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with served(tmp_path) as service:
+        service.engine.script = every_second_one
+        await probe.run("killed", service, tmp_path, expected=-SIGKILL)
+        async with AsyncClient(service.url, service.token) as client:
             policy = await client.policy().status()
             assert (policy["state"], policy["version"]) == ("paused", 3), policy
             assert policy["lease_s"] == KILLED_LEASE_S
             acked = (await (await client.get_draw("trl-draw")).status())["acked"]
             state = json.loads((tmp_path / "out" / "checkpoint-1" / "rollyard.json").read_text())
             assert acked > state["batch"] == 0, "a later checkpoint has acknowledged what this one does not know"
-            seen = await probe.run("resumed", pipeline, tmp_path)
+            seen = await probe.run("resumed", service, tmp_path)
             draw = await client.get_draw("trl-draw")
             batches = [await draw.batch(number=n + 1) for n in range(len(seen["steps"]))]
             policy = await client.policy().status()
@@ -187,10 +187,10 @@ async def test_a_trainer_that_is_killed_while_it_writes_weights_goes_on_from_any
 
 
 async def test_grpo_gets_a_rollout_for_each_prompt_in_order(probe: Probe, tmp_path: Path):
-    async with served(tmp_path) as pipeline:
-        pipeline.engine.script = every_second_one
-        seen = await probe.run("sync", pipeline, tmp_path)
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with served(tmp_path) as service:
+        service.engine.script = every_second_one
+        seen = await probe.run("sync", service, tmp_path)
+        async with AsyncClient(service.url, service.token) as client:
             for batch in seen["batches"]:
                 for place, id in enumerate(batch["rollyard_rollout"]):
                     record, (trace,) = await client.get(id), await client.traces(id)

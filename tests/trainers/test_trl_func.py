@@ -11,7 +11,7 @@ import pytest
 from rollyard.client import AsyncClient
 from rollyard.testing.script import Reply, Turn
 from rollyard.trainers.trl import RolloutsMissing, RollyardRolloutFunc
-from tests.client.served import Yard, call, served, task
+from tests.client.served import RunningService, call, served, task
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def mixed(turn: Turn) -> Reply | str:
 
 
 @pytest.fixture
-async def pipeline(tmp_path: Path) -> AsyncGenerator[Yard, None]:
+async def service(tmp_path: Path) -> AsyncGenerator[RunningService, None]:
     async with served(tmp_path, max_attempts=1) as running:
         running.engine.script = mixed
         async with AsyncClient(running.url, running.token) as client:
@@ -42,14 +42,14 @@ def trainer(step: int = 0) -> Any:
     return SimpleNamespace(state=SimpleNamespace(global_step=step), accelerator=processes)
 
 
-def rollouts(pipeline: Yard, **fields: Any) -> RollyardRolloutFunc:
-    return RollyardRolloutFunc(lambda prompt: TASKS.get(prompt) or task(prompt), pipeline.url, pipeline.token, **fields)
+def rollouts(service: RunningService, **fields: Any) -> RollyardRolloutFunc:
+    return RollyardRolloutFunc(lambda prompt: TASKS.get(prompt) or task(prompt), service.url, service.token, **fields)
 
 
-async def test_each_prompt_gets_its_rollouts_in_order(pipeline: Yard):
-    made = await asyncio.to_thread(rollouts(pipeline, run="trl"), ["first"] * 2 + ["second"] * 3, trainer())
+async def test_each_prompt_gets_its_rollouts_in_order(service: RunningService):
+    made = await asyncio.to_thread(rollouts(service, run="trl"), ["first"] * 2 + ["second"] * 3, trainer())
     assert made["rollyard_reward"] == [0.0, 1.0, 0.0, 1.0, 0.0]
-    async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with AsyncClient(service.url, service.token) as client:
         records = [await client.get(id) for id in made["rollyard_rollout"]]
     assert [record.task["data"]["instruction"] for record in records] == ["Write done, first."] * 2 + [
         "Write done, second."
@@ -59,30 +59,30 @@ async def test_each_prompt_gets_its_rollouts_in_order(pipeline: Yard):
         assert mask[0] == 1 and 0 in mask, "the tool's answer lies inside the completion"
 
 
-async def test_a_member_that_infrastructure_failed_is_replaced_not_made_up(pipeline: Yard):
-    made = await asyncio.to_thread(rollouts(pipeline, run="trl"), ["FIRST"] * 2, trainer())
+async def test_a_member_that_infrastructure_failed_is_replaced_not_made_up(service: RunningService):
+    made = await asyncio.to_thread(rollouts(service, run="trl"), ["FIRST"] * 2, trainer())
     assert [id.rpartition("-")[2] for id in made["rollyard_rollout"]] == ["1", "2"]
     assert made["rollyard_reward"] == [1.0, 0.0]
 
 
-async def test_a_group_that_stays_short_is_an_error_and_not_a_row(pipeline: Yard):
+async def test_a_group_that_stays_short_is_an_error_and_not_a_row(service: RunningService):
     with pytest.raises(RolloutsMissing, match="1 of 2 prompts have no whole group after 2 tries"):
-        await asyncio.to_thread(rollouts(pipeline, run="trl", tries=2), ["first"] * 2 + ["EVERYBODY"] * 2, trainer())
-    async with AsyncClient(pipeline.url, pipeline.token) as client:
+        await asyncio.to_thread(rollouts(service, run="trl", tries=2), ["first"] * 2 + ["EVERYBODY"] * 2, trainer())
+    async with AsyncClient(service.url, service.token) as client:
         page = await client.list(state="ended", limit=100)
     texts = [record.task["data"]["instruction"] for record in page.rollouts]
     assert texts.count("Write done, first.") == 2, "a group that is whole is not tried again"
     assert len({record.group for record in page.rollouts}) == 3
 
 
-async def test_weights_are_sent_once_a_step_while_nothing_is_sampled(pipeline: Yard):
+async def test_weights_are_sent_once_a_step_while_nothing_is_sampled(service: RunningService):
     sent: list[int] = []
 
     def push(trainer: Any) -> None:
         sent.append(trainer.state.global_step)
 
-    call_it = rollouts(pipeline, run="trl", push_weights=push)
-    async with AsyncClient(pipeline.url, pipeline.token) as client:
+    call_it = rollouts(service, run="trl", push_weights=push)
+    async with AsyncClient(service.url, service.token) as client:
         for step in (0, 0, 1):
             made = await asyncio.to_thread(call_it, ["first"] * 2, trainer(step))
             newest = {int(trace.versions.max()) for id in made["rollyard_rollout"] for trace in await client.traces(id)}

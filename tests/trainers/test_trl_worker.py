@@ -15,7 +15,7 @@ from rollyard.core import RollyardError
 from rollyard.testing.script import Reply, Turn
 from rollyard.trainers import _trl_samples, trl
 from rollyard.trainers.trl import RollyardRolloutWorker
-from tests.client.served import Yard, call, served, task
+from tests.client.served import RunningService, call, served, task
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def pipeline(tmp_path: Path) -> AsyncGenerator[Yard, None]:
+async def service(tmp_path: Path) -> AsyncGenerator[RunningService, None]:
     async with served(tmp_path) as running:
         running.engine.script = every_second_one
         async with AsyncClient(running.url, running.token) as client:
@@ -46,18 +46,18 @@ async def pipeline(tmp_path: Path) -> AsyncGenerator[Yard, None]:
 
 
 @pytest.fixture
-async def client(pipeline: Yard) -> AsyncGenerator[AsyncClient, None]:
-    async with AsyncClient(pipeline.url, pipeline.token) as opened:
+async def client(service: RunningService) -> AsyncGenerator[AsyncClient, None]:
+    async with AsyncClient(service.url, service.token) as opened:
         yield opened
 
 
 @pytest.fixture
-async def make(pipeline: Yard) -> AsyncGenerator[Callable[..., RollyardRolloutWorker], None]:
+async def make(service: RunningService) -> AsyncGenerator[Callable[..., RollyardRolloutWorker], None]:
     made: list[RollyardRolloutWorker] = []
 
     def worker(**fields: Any) -> RollyardRolloutWorker:
         known = {"run": "trl", "tasks": TASKS, "group_size": 2, "want": 1, **fields}
-        made.append(RollyardRolloutWorker(pipeline.url, pipeline.token, **known))
+        made.append(RollyardRolloutWorker(service.url, service.token, **known))
         return made[-1]
 
     yield worker
@@ -160,11 +160,11 @@ async def test_the_end_of_the_draw_is_told_to_who_waits_for_more(make: Callable[
 
 async def test_a_service_that_is_gone_is_told_after_that_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trl, "HEALTH_S", 0.5)
-    async with served(tmp_path) as pipeline:
-        pipeline.engine.script = every_second_one
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+    async with served(tmp_path) as service:
+        service.engine.script = every_second_one
+        async with AsyncClient(service.url, service.token) as client:
             await client.create_run("trl")
-        worker = RollyardRolloutWorker(pipeline.url, pipeline.token, run="trl", tasks=TASKS, group_size=2, want=1)
+        worker = RollyardRolloutWorker(service.url, service.token, run="trl", tasks=TASKS, group_size=2, want=1)
         await off(begun, worker)
     try:
         await off(worker.check_health, 3600.0)  # asks, and it is not too long yet
@@ -175,13 +175,13 @@ async def test_a_service_that_is_gone_is_told_after_that_long(tmp_path: Path, mo
 
 
 async def test_what_infrastructure_failed_is_no_sample_and_a_spare_has_its_place(
-    make: Callable[..., RollyardRolloutWorker], pipeline: Yard, client: AsyncClient
+    make: Callable[..., RollyardRolloutWorker], service: RunningService, client: AsyncClient
 ):
     def failing(turn: Turn) -> Reply | str:
         is_failed = turn.session_id.endswith("-0")
         return Reply("x", fault="no_token_ids") if is_failed else every_second_one(turn)
 
-    pipeline.engine.script = failing
+    service.engine.script = failing
     worker = make(tasks=TASKS[:1], epochs=1)
     await off(begun, worker)
     samples = await off(taken, worker, 2)

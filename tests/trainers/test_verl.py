@@ -85,18 +85,18 @@ async def test_verl_learns_from_exactly_what_was_sampled_and_from_nothing_that_w
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(one) + "\n" for one in TASKS))
     truth = Truth()
-    async with served(tmp_path, engines=[], max_attempts=1, engine_wait_s=5) as pipeline:
-        pipeline.engine.script = script
-        arguments = (PROBE, tmp_path, tokenizer_dir(), tasks, pipeline.engine.url)
+    async with served(tmp_path, engines=[], max_attempts=1, engine_wait_s=5) as service:
+        service.engine.script = script
+        arguments = (PROBE, tmp_path, tokenizer_dir(), tasks, service.engine.url)
         with TemporaryDirectory(
             prefix="ray-", dir="/tmp"
         ) as short:  # Ray's sockets have no room for a test's own folder
             # By its own word for other systems, Ray stays on the loopback device.
             ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-            environ = {**pipeline.environ(), **ray, "HOME": short}
+            environ = {**service.environ(), **ray, "HOME": short}
             await asyncio.to_thread(run_script, python, *arguments, environ=environ, log=tmp_path / "log")
         seen = json.loads((tmp_path / "seen.json").read_text())
-        async with AsyncClient(pipeline.url, pipeline.token) as client:
+        async with AsyncClient(service.url, service.token) as client:
             await truth.read(
                 client, {row["rollout"] for part in seen.values() for row in part["rows"] if row["rollout"]}
             )

@@ -194,8 +194,8 @@ def run_resumed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
 def run_sync(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
     known = {f"task {n}": json.loads(line) for n, line in enumerate(tasks.read_text().splitlines())}
     batches: list[dict[str, Any]] = []
-    with rollyard.Client() as pipeline:
-        pipeline.create_run("trl")
+    with rollyard.Client() as client:
+        client.create_run("trl")
     pushed: list[int] = []
     rollouts = RollyardRolloutFunc(
         known.__getitem__, run="trl", push_weights=lambda trainer: pushed.append(trainer.state.global_step)

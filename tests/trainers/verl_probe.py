@@ -250,8 +250,8 @@ def while_rollouts_go_on(config: Any, make: Any, rows: dict[str, dict[str, Any]]
 
     ask(8, "HELD", "PLAIN")
     first = take(8, 1)
-    with rollyard.Client() as pipeline:
-        state = pipeline.policy().status()
+    with rollyard.Client() as client:
+        state = client.policy().status()
     ask(9, "PLAIN")
     second = take(9, 2)
     manager.close()

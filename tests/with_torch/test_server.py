@@ -321,6 +321,6 @@ async def test_an_engine_that_ends_answers_what_goes_on_and_leaves_no_thread():
     async with served(tiny()) as (engine, client):
         streaming = Streaming(client, request(max_tokens=8000))
         await streaming.at_least(1)
-        worker = engine._desk.worker
+        worker = engine._registry.worker
     assert (await streaming.task).finish_reason == "abort"
     assert not worker.is_alive

@@ -128,10 +128,10 @@ def _locked(path: Path, tell: Tell) -> Generator[None, None, None]:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
-            fcntl.active_groups(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             tell("waiting for another install")
-            fcntl.active_groups(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)

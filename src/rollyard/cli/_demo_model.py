@@ -215,7 +215,9 @@ async def _service(folder: Path) -> AsyncGenerator[AsyncClient, None]:
         try:
             served = await stack.enter_async_context(service(folder, slots))
         except RuntimeError as error:
-            raise CommandError(_last(str(error).splitlines()) or "the service did not start", "rollyard doctor") from error
+            raise CommandError(
+                _last(str(error).splitlines()) or "the service did not start", "rollyard doctor"
+            ) from error
         yield await stack.enter_async_context(AsyncClient(served.url, served.token))
 
 

@@ -95,7 +95,9 @@ def _layers(settings: Settings) -> DoctorCheck:
             count += 1
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return DoctorCheck("layers", "ok", f"{count}, {size / GIB:.1f} GiB; up to {settings.layer_bytes / GIB:.0f} per runtime")
+    return DoctorCheck(
+        "layers", "ok", f"{count}, {size / GIB:.1f} GiB; up to {settings.layer_bytes / GIB:.0f} per runtime"
+    )
 
 
 def _tokenizers(settings: Settings) -> DoctorCheck:
@@ -110,5 +112,7 @@ def _tokenizers(settings: Settings) -> DoctorCheck:
             loaded.load(source)
         except Exception as error:  # whatever a tokenizer's files can do to their reader
             detail = f"{source}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            return DoctorCheck("tokenizers", "warn", detail, "give a folder with tokenizer.json (scripts/get-tokenizer)")
+            return DoctorCheck(
+                "tokenizers", "warn", detail, "give a folder with tokenizer.json (scripts/get-tokenizer)"
+            )
     return DoctorCheck("tokenizers", "ok", f"loading works ({len(named)} of configured engines)")

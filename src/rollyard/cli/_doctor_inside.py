@@ -122,7 +122,9 @@ async def _seen(sandbox: Sandbox, python: PortablePython) -> Mapping[str, Any]:
 
 def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) -> Iterator[DoctorCheck]:
     if trouble := found.get("trouble"):
-        yield DoctorCheck("inside", worst, f"could not be looked at: {trouble}", "run it again with ROLLYARD_LOG_LEVEL=debug")
+        yield DoctorCheck(
+            "inside", worst, f"could not be looked at: {trouble}", "run it again with ROLLYARD_LOG_LEVEL=debug"
+        )
         return
     means = sandbox.limits_in_force
     newer = "update the kernel (5.11 or newer) and the runtime, and do not run inside another container's sandbox"
@@ -197,7 +199,9 @@ async def _memory(sandbox: LaunchedSandbox, python: PortablePython) -> DoctorChe
     try:
         done = await sandbox.exec([*python.argv, "-c", TAKE], timeout_s=LOOK_S, env=python.env)
     except MemoryLimit:
-        return DoctorCheck(name, "warn", f"a sandbox beyond {most} is ended by our {means}, not by the kernel", DELEGATE)
+        return DoctorCheck(
+            name, "warn", f"a sandbox beyond {most} is ended by our {means}, not by the kernel", DELEGATE
+        )
     except RollyardError as error:
         return DoctorCheck(name, "warn", f"the sandbox was lost at it: {error.detail}", DELEGATE)
     if done.status == 0:

@@ -61,7 +61,9 @@ def kernel_version(release: str) -> tuple[int, int]:
 def _kernel(settings: Settings) -> DoctorCheck:
     has, release = kernel_version(platform.release()), platform.release()
     if has < USER_OVERLAYS:
-        return DoctorCheck("kernel", "warn", f"{release} has no overlays in user namespaces", "update it to 5.11 or newer")
+        return DoctorCheck(
+            "kernel", "warn", f"{release} has no overlays in user namespaces", "update it to 5.11 or newer"
+        )
     if has < IDMAPPED_OVERLAYS and os.geteuid() == 0 and settings.uid_range is not None:
         remedy = 'update it to 5.19 or newer, run the service as an ordinary user, or set sandbox_uids = ""'
         return DoctorCheck("kernel", "warn", f"{release} cannot give root's files to sandboxes of other users", remedy)
@@ -74,7 +76,9 @@ def _user(settings: Settings) -> DoctorCheck:
     uids = settings.uid_range
     if uids is None:
         found = "root, and sandbox_uids is empty: a sandbox's user is the host's uid 0, without any capability"
-        return DoctorCheck("user", "warn", found, 'sandbox_uids = "200000-265535", or run the service as an ordinary user')
+        return DoctorCheck(
+            "user", "warn", found, 'sandbox_uids = "200000-265535", or run the service as an ordinary user'
+        )
     return DoctorCheck("user", "ok", f"root; each sandbox has a uid of its own, of {uids.start}-{uids.stop - 1}")
 
 
@@ -105,7 +109,9 @@ def apparmor_remedy() -> str:
 
 
 def _subuids() -> DoctorCheck:
-    return DoctorCheck("subordinate uids", "ok", "not needed: sandboxes have one user each (rootless podman wants its own)")
+    return DoctorCheck(
+        "subordinate uids", "ok", "not needed: sandboxes have one user each (rootless podman wants its own)"
+    )
 
 
 def _fuse() -> DoctorCheck:
@@ -143,7 +149,9 @@ def _cgroups() -> DoctorCheck:
     if v1 is not None:
         if os.access(v1[0], os.W_OK):
             return DoctorCheck("cgroups", "ok", f"v1, which we may write to: {v1[0]}")
-        return DoctorCheck("cgroups", "warn", "v1, which only root may write to: memory is watched by us instead", DELEGATE)
+        return DoctorCheck(
+            "cgroups", "warn", "v1, which only root may write to: memory is watched by us instead", DELEGATE
+        )
     return DoctorCheck("cgroups", "warn", "none with a memory controller: memory is watched by us instead", DELEGATE)
 
 

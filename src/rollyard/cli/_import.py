@@ -139,7 +139,9 @@ def _write(wanted: ImportOptions, draft: IO[str], done: ImportResult) -> None:
 def _tasks(wanted: ImportOptions, done: ImportResult) -> Generator[str, None, None]:
     if not wanted.paths:
         if wanted.split is not None:
-            raise CommandError(f"--split is of a dataset, and {wanted.environment.name} has none here", "name its folder", 2)
+            raise CommandError(
+                f"--split is of a dataset, and {wanted.environment.name} has none here", "name its folder", 2
+            )
         yield from _checked(wanted, done, _generated(wanted))
     for path in wanted.paths:
         if not path.exists():

@@ -33,7 +33,7 @@ class PullBars:
         self._told: set[tuple[str, str]] = set()
         if console.is_terminal:
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-            from rich.progress import PullBars as Bars
+            from rich.progress import Progress as Bars
 
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
             self._bars = Bars(*columns, console=console, transient=True)

@@ -124,7 +124,9 @@ def _no_constant(name: str) -> object:
 def _checked(task: object, file: str, line: int) -> TaskLine | CommandError:
     problem = _problem(task)
     if problem:
-        return CommandError(f"{file}:{line}: {problem}", "nothing was submitted; docs/reference has the fields of a task")
+        return CommandError(
+            f"{file}:{line}: {problem}", "nothing was submitted; docs/reference has the fields of a task"
+        )
     assert isinstance(task, dict)
     return TaskLine(task, file, line)
 

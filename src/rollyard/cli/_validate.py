@@ -61,7 +61,12 @@ class Finding:
 
 
 async def validate(
-    lines: Sequence[TaskLine | CommandError], resource_sets: ResourcesByRuntime, *, plays: bool, jobs: int, max_reward: float
+    lines: Sequence[TaskLine | CommandError],
+    resource_sets: ResourcesByRuntime,
+    *,
+    plays: bool,
+    jobs: int,
+    max_reward: float,
 ) -> list[Finding]:
     """One finding per line, in their order."""
     findings: list[Finding] = []
@@ -92,7 +97,9 @@ def _unreadable(trouble: CommandError) -> Finding:
 # --- as far as the text tells -------------------------------------------------------------------------
 
 
-async def _checked(line: TaskLine, resource_sets: ResourcesByRuntime, finding: Finding) -> tuple[StageResources, Task] | None:
+async def _checked(
+    line: TaskLine, resource_sets: ResourcesByRuntime, finding: Finding
+) -> tuple[StageResources, Task] | None:
     """Everything that a service refuses at submit. None: too little is right to look further."""
     from rollyard.core import RollyardError, Run
     from rollyard.core.failure import InvalidRequest

@@ -117,7 +117,9 @@ def _check_adapter(adapter: Path, model: Path) -> None:
     except (OSError, ValueError, AttributeError) as error:
         raise CommandError(f"{adapter / 'adapter.json'} cannot be read: {error}") from error
     if wanted != (found := weights_digest(model)):
-        raise CommandError(f"the adapter in {adapter} belongs to other weights (sha256 {wanted}) than {model} has ({found})")
+        raise CommandError(
+            f"the adapter in {adapter} belongs to other weights (sha256 {wanted}) than {model} has ({found})"
+        )
 
 
 def _name(adapter: Path | None) -> str:

@@ -58,7 +58,9 @@ def engine(
     if missing := missing_packages():
         names = " and ".join(missing)
         verb = "is" if len(missing) == 1 else "are"
-        raise CommandError(f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'")
+        raise CommandError(
+            f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'"
+        )
     if dtype not in DTYPES:
         raise CommandError(f"--dtype {dtype}: it is {', '.join(DTYPES)}", status=2)
     _check_port(host, port)

@@ -67,7 +67,9 @@ def serve(
     if prorl and not engine and set(given) == {"tokenizer"}:
         given = {}  # of engines that come by /add_llm_server
     if given and not engine:
-        raise CommandError(f"--{next(iter(given))} says something of the engines named here", "name one with --engine", 2)
+        raise CommandError(
+            f"--{next(iter(given))} says something of the engines named here", "name one with --engine", 2
+        )
 
     if address and fleet != "ray":
         raise CommandError("--address is of a Ray cluster", "say --fleet ray", 2)

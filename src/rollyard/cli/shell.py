@@ -98,13 +98,19 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
         raise CommandError(f"{line.place}: {error.detail}", error.remedy) from error
 
 
-async def _score(resources: StageResources, rollout: Rollout, workspace: Workspace, saved: list[Artifact], answer: str | None) -> Score:
+async def _score(
+    resources: StageResources, rollout: Rollout, workspace: Workspace, saved: list[Artifact], answer: str | None
+) -> Score:
     from rollyard.core import Deadline, DeadlineExpired, Trajectory
     from rollyard.pipeline.evaluation import evaluate
 
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if answer else ()
     trajectory = Trajectory(
-        rollout.id, rollout.attempt, messages=(*workspace.start.messages, *said), artifacts=tuple(saved), ended_by="finish"
+        rollout.id,
+        rollout.attempt,
+        messages=(*workspace.start.messages, *said),
+        artifacts=tuple(saved),
+        ended_by="finish",
     )
     clock = Deadline(rollout.task.limits.eval_s)
     try:

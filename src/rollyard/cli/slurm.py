@@ -218,7 +218,9 @@ def down(
                 note(f"job {job.id} did not end within {wait_s:g} s; it is cancelled")
                 cancel(job_id)
                 if not poll(lambda: look(job_id).is_over, wait_s or REACH_S):
-                    raise CommandError(f"job {job.id} was cancelled, and is {look(job_id).state} still", "ask again later")
+                    raise CommandError(
+                        f"job {job.id} was cancelled, and is {look(job_id).state} still", "ask again later"
+                    )
             job = look(job_id)
     if as_json:
         print_json(job_object(cluster, job))

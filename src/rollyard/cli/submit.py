@@ -127,7 +127,9 @@ async def _have_run(client: AsyncClient, run_id: str, policy: str | None) -> Non
         await client.create_run(run_id, policy=policy)
     else:
         if policy not in (None, found.get("policy")):
-            raise CommandError(f"run {run_id} has policy {found.get('policy')}, not {policy}", "name another run with --run")
+            raise CommandError(
+                f"run {run_id} has policy {found.get('policy')}, not {policy}", "name another run with --run"
+            )
 
 
 def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:

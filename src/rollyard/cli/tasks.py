@@ -191,7 +191,9 @@ def try_task(
         raise typer.Exit(1)
 
 
-async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: str | None, tokenizer: str) -> PlayResult:
+async def _try(
+    line: TaskLine, agent: str | None, runtime: str | None, engine: str | None, tokenizer: str
+) -> PlayResult:
     from dataclasses import replace
 
     from rollyard.agents.base import needs_model
@@ -210,7 +212,9 @@ async def _try(line: TaskLine, agent: str | None, runtime: str | None, engine: s
             doer = resources.agent_of(wanted)
             if needs_model(doer):
                 if engine is None:
-                    raise CommandError(f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2)
+                    raise CommandError(
+                        f"the agent {doer.name} needs a model", "give --engine URL, or --agent oracle", 2
+                    )
                 await add_engine(resources.router, engine, tokenizer)
             await resource_sets.add_judges()
             return await play(resources, wanted)

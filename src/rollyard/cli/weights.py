@@ -35,7 +35,9 @@ def fetch(
     from rollyard.embedded.weights import KNOWN, ModelCache
 
     if name not in KNOWN:
-        raise CommandError(f"there is no known model {name}", f"there is {', '.join(KNOWN)}; a folder needs no fetching", 2)
+        raise CommandError(
+            f"there is no known model {name}", f"there is {', '.join(KNOWN)}; a folder needs no fetching", 2
+        )
     model = KNOWN[name]
     if source not in ("auto", *model.sources):
         raise CommandError(f"--source {source}: it is {', '.join(('auto', *model.sources))}", status=2)

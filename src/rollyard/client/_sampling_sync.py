@@ -39,7 +39,9 @@ class Sampling:
         priority: int | None = None,
     ) -> Group:
         return self._run(
-            self._pipeline.group(task, id=id, run=run, size=size, spares=spares, min_members=min_members, priority=priority)
+            self._pipeline.group(
+                task, id=id, run=run, size=size, spares=spares, min_members=min_members, priority=priority
+            )
         )
 
     def get_group(self, id: str, *, wait_s: float = 0.0, traces: bool = False, run: str | None = None) -> Group:

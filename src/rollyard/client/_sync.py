@@ -179,7 +179,9 @@ class Client(Sampling):
         limit: int | None = None,
         wait_s: float = 0.0,
     ) -> Page:
-        return self._run(self._pipeline.list(state=state, run=run, group=group, after=after, limit=limit, wait_s=wait_s))
+        return self._run(
+            self._pipeline.list(state=state, run=run, group=group, after=after, limit=limit, wait_s=wait_s)
+        )
 
     def ended(self, run: str | None = None, *, after: str | None = None) -> Iterator[Record]:
         return self._iterate(self._pipeline.ended(run, after=after))
@@ -300,7 +302,9 @@ class Client(Sampling):
         quota: Mapping[str, Json] | None = None,
     ) -> JsonObject:
         return self._run(
-            self._pipeline.create_token(access, name=name, runs=runs, policies=policies, expires_s=expires_s, quota=quota)
+            self._pipeline.create_token(
+                access, name=name, runs=runs, policies=policies, expires_s=expires_s, quota=quota
+            )
         )
 
     def list_tokens(self) -> Objects:

@@ -1,4 +1,4 @@
-"""A rollout that is out at a node, as the head sees it: in `Yard.live` in the place of an attempt."""
+"""A rollout that is out at a node, as the head sees it: in `Pipeline.live`, in the place of an attempt."""
 
 from __future__ import annotations
 

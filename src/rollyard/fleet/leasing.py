@@ -356,4 +356,6 @@ class LeasingPipeline(Pipeline):
 
     def _settling(self, leased: LeasedRollout) -> Settlement:
         name = leased.node.name if leased.node is not None else ""
-        return Settlement(self, AttemptProgress(leased.rollout, leased.run, Summary(node=name), queued_s=leased.queued_s))
+        return Settlement(
+            self, AttemptProgress(leased.rollout, leased.run, Summary(node=name), queued_s=leased.queued_s)
+        )

@@ -66,7 +66,9 @@ def as_store(ledger: NodeLedger) -> Store:
 class Node:
     """See the module. `main` runs until `stop` is set, or the head will not have us (`NotWanted`)."""
 
-    def __init__(self, name: str, link: HeadConnection, pipeline: Pipeline, ledger: NodeLedger, router: FollowerRouter) -> None:
+    def __init__(
+        self, name: str, link: HeadConnection, pipeline: Pipeline, ledger: NodeLedger, router: FollowerRouter
+    ) -> None:
         self.name = name
         self._link = link
         self._pipeline = pipeline
@@ -279,7 +281,9 @@ class Node:
         attempt = self._pipeline.live.get(key.id)
         if attempt is not None and attempt.rollout.attempt == key.attempt:
             attempt.stop(Cancelled(detail))
-        elif self._pipeline.scheduler.remove(key.id):  # it has not begun: its end is the head's to write, ours to ask for
+        elif self._pipeline.scheduler.remove(
+            key.id
+        ):  # it has not begun: its end is the head's to write, ours to ask for
             self._ledger.cancelled(key, detail)
         else:
             asyncio.get_running_loop().call_later(0.05, self._cancel, key, detail)  # it is just beginning
@@ -300,7 +304,9 @@ class Node:
 
     def _standing(self) -> NodeStatus:
         pipeline = self._pipeline
-        pools = {name: PoolUse(pool["size"], pool["active"], pool["waiting"]) for name, pool in pipeline.pools().items()}
+        pools = {
+            name: PoolUse(pool["size"], pool["active"], pool["waiting"]) for name, pool in pipeline.pools().items()
+        }
         uses = [
             EngineUse(
                 status.spec.id,

@@ -105,7 +105,7 @@ def claim_folder(base: Path) -> tuple[Path, IO[bytes]]:
     for number in range(1000):
         lock = (base / f"{host}-{number}.lock").open("ab")
         try:
-            fcntl.active_groups(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             continue

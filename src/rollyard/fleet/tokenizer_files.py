@@ -113,7 +113,9 @@ class TokenizerFetcher:
         try:
             for file in listed.files:
                 if file.name not in TOKENIZER_FILES or file.size_bytes > MOST_FILE_BYTES:
-                    raise HeadUnreachable(f"the head offers {file.name!r} of {file.size_bytes} bytes as part of a tokenizer")
+                    raise HeadUnreachable(
+                        f"the head offers {file.name!r} of {file.size_bytes} bytes as part of a tokenizer"
+                    )
                 data = await self._link.get_bytes(f"tokenizers/{engine_id}/{file.sha256}", file.size_bytes)
                 if hashlib.sha256(data).hexdigest() != file.sha256:
                     raise HeadUnreachable(f"{file.name} did not arrive as the head has it")

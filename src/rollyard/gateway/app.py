@@ -99,7 +99,13 @@ class GatewayApp:
             listener.leave()
 
     async def _told(
-        self, dialect: Dialect, ask: ChatRequest, listener: Listener, receive: Receive, send: Send, send_now: SendNow | None
+        self,
+        dialect: Dialect,
+        ask: ChatRequest,
+        listener: Listener,
+        receive: Receive,
+        send: Send,
+        send_now: SendNow | None,
     ) -> None:
         tell = partial(_stream, send_now=send_now) if ask.is_stream else _whole
         if not self._watches:
@@ -135,7 +141,9 @@ async def _whole(dialect: Dialect, ask: ChatRequest, listener: Listener, send: S
     listener.delivered()
 
 
-async def _stream(dialect: Dialect, ask: ChatRequest, listener: Listener, send: Send, send_now: SendNow | None = None) -> None:
+async def _stream(
+    dialect: Dialect, ask: ChatRequest, listener: Listener, send: Send, send_now: SendNow | None = None
+) -> None:
     exchange = listener.exchange
     batch = await listener.next(FIRST_S)
     if batch is None and exchange.problem is not None:

@@ -143,7 +143,9 @@ class ParameterRules:
         """Temperature and the like: the client may say what is so anyway."""
         return wish.kind == "same" and wish.value == getattr(self._sampling, wish.name, None)
 
-    def _constrained(self, granted: GrantedParameters, wish: RequestParameter, extra: Mapping[str, Json]) -> GrantedParameters:
+    def _constrained(
+        self, granted: GrantedParameters, wish: RequestParameter, extra: Mapping[str, Json]
+    ) -> GrantedParameters:
         return replace(
             granted,
             sampling=replace(self._sampling, extra={**self._sampling.extra, **extra}),

@@ -22,7 +22,14 @@ class ConnectionGroup:
     """See the module; `HttpServer` says what the options are."""
 
     def __init__(
-        self, app: AsgiApp, bounds: ListenerBounds, refusals: Refusals, *, owner: str, is_cancelling: bool, is_eager: bool
+        self,
+        app: AsgiApp,
+        bounds: ListenerBounds,
+        refusals: Refusals,
+        *,
+        owner: str,
+        is_cancelling: bool,
+        is_eager: bool,
     ) -> None:
         self.app = app
         self.bounds = bounds

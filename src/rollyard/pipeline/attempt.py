@@ -353,7 +353,9 @@ class Attempt:
                     watch=self._hold,
                     metrics=pipeline.metrics,
                     layers=self._workspace.eval_layers if self._workspace is not None else (),
-                    ran_on=self._workspace.sandbox.spec if self._workspace is not None and self._workspace.sandbox is not None else None,
+                    ran_on=self._workspace.sandbox.spec
+                    if self._workspace is not None and self._workspace.sandbox is not None
+                    else None,
                     is_last=is_last,
                     ledger=progress.ledger,
                 )

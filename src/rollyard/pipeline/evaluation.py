@@ -121,7 +121,9 @@ def _check_score(score: object, trajectory: Trajectory, what: str) -> None:
             raise VerifierCrashed(f"{what} rewarded span {turn.span} of trace {turn.trace}, which is not there")
 
 
-async def _unpack(resources: StageResources, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str) -> tuple[Artifact, ...]:
+async def _unpack(
+    resources: StageResources, sandbox: Sandbox, trajectory: Trajectory, rollout_id: str
+) -> tuple[Artifact, ...]:
     """Those that are in place now. A file where the image has a folder, or the other way round, is the policy's doing
     and as good as missing: `eval` says what that means."""
     there: list[Artifact] = []

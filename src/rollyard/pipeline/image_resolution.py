@@ -28,7 +28,9 @@ class ResolvedImage:
     image: Image | None = None
 
 
-def resolve_image(name: str, runtime: Runtime, folders: Sequence[Path] | None, store: ImageStore | None) -> ResolvedImage:
+def resolve_image(
+    name: str, runtime: Runtime, folders: Sequence[Path] | None, store: ImageStore | None
+) -> ResolvedImage:
     """What `runtime` starts from. `ImageMissing` says what is not here; `folders` None: any path will do."""
     if not runtime.image_kinds:
         raise ImageMissing(f"image {name!r}: the runtime {runtime.name} has no images")

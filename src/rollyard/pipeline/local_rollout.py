@@ -45,7 +45,9 @@ class PlayResult:
     eval_s: float = 0.0
 
 
-async def play(resources: StageResources, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None) -> PlayResult:
+async def play(
+    resources: StageResources, task: Task, *, agent: str = "", rollout_id: str = "", run: Run | None = None
+) -> PlayResult:
     """The task by `agent` (else its own). What a service refuses at submit raises here, too; all else is told."""
     if agent:
         task = replace(task, agent=task.agent if agent == task.agent.name else AgentSpec(agent))
@@ -60,7 +62,9 @@ async def play(resources: StageResources, task: Task, *, agent: str = "", rollou
             marks.append(time.monotonic())
             try:
                 clock = Deadline(task.limits.run_s)
-                ran = await stages.run(resources, rollout, owner, workspace, stages.RunState(), clock, stages.RunObserver())
+                ran = await stages.run(
+                    resources, rollout, owner, workspace, stages.RunState(), clock, stages.RunObserver()
+                )
                 trajectory = ran.trajectory
                 if ran.failure is not None and ran.failure.blame is not Blame.POLICY:
                     return _told(marks, None, ran.failure, trajectory)
@@ -112,7 +116,9 @@ async def _scored(
         return workspace.plan.failing_score, error.failure("eval")
 
 
-def _told(marks: list[float], score: Score | None, failure: Failure | None, trajectory: Trajectory | None) -> PlayResult:
+def _told(
+    marks: list[float], score: Score | None, failure: Failure | None, trajectory: Trajectory | None
+) -> PlayResult:
     times = [*marks, time.monotonic()]
     spent = [end - begin for begin, end in pairwise(times)]
     return PlayResult(score, failure, trajectory, *[round(seconds, 3) for seconds in spent[:3]])

@@ -51,7 +51,9 @@ class StageResources:
     artifacts: ArtifactFolder
     image_folders: tuple[Path, ...] | None = None
     images: ImageStore | None = None  # by name; without: only paths
-    layers: Mapping[str, LayerCache] = field(default_factory=dict[str, LayerCache])  # by runtime; without: nothing is shared
+    layers: Mapping[str, LayerCache] = field(
+        default_factory=dict[str, LayerCache]
+    )  # by runtime; without: nothing is shared
     breakers: Breakers = field(default_factory=Breakers)
     pythons: PythonBuilds | None = None  # our own Python; without: tools have only the image's
     mcp_servers: Mapping[str, OutsideServer] = field(default_factory=dict[str, OutsideServer])  # the operator's

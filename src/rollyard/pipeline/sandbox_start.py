@@ -37,7 +37,13 @@ milliseconds, or the last of one that its set-up has used up, would else close a
 
 
 async def start(
-    resources: StageResources, task: Task, spec: SandboxSpec, clock: Deadline, *, lease_s: float, metrics: Metrics | None
+    resources: StageResources,
+    task: Task,
+    spec: SandboxSpec,
+    clock: Deadline,
+    *,
+    lease_s: float,
+    metrics: Metrics | None,
 ) -> Sandbox:
     """A running sandbox, or SandboxStartFailed. The clock is held while the machine has no room for one."""
     runtime = resources.runtime_of(task)

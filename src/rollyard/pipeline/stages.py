@@ -279,7 +279,13 @@ class RunObserver:
 
 
 async def run(
-    resources: StageResources, rollout: Rollout, run: Run, workspace: Workspace, running: RunState, clock: Deadline, watch: RunObserver
+    resources: StageResources,
+    rollout: Rollout,
+    run: Run,
+    workspace: Workspace,
+    running: RunState,
+    clock: Deadline,
+    watch: RunObserver,
 ) -> RunResult:
     """The agent's work. Policy and infra failures are returned, with what was sampled; only cancels raise."""
     task = rollout.task

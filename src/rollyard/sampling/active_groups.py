@@ -137,7 +137,9 @@ class ActiveGroups:
         self.draw_state.delivered(group)
         changes.groups[group.id] = group
 
-    def end(self, one: ActiveGroup, state: GroupState, reason: str, changes: GroupChanges, *, returns: bool = False) -> None:
+    def end(
+        self, one: ActiveGroup, state: GroupState, reason: str, changes: GroupChanges, *, returns: bool = False
+    ) -> None:
         """Ends one that is open or complete."""
         opened = self.open.get(one.id)
         if opened is not None:

@@ -100,7 +100,9 @@ class DrawRunner:
             await catch_up(self._store, opened)
         grown = await self._store.count_items(draw.id) if draw.config.source.size is None else 0
         batch = await self._store.get_batch(draw.id, draw.progress.batch) if draw.progress.batch else None
-        active_groups.draw_state = DrawState(draw, TaskOrder(draw.config, draw.config.source.size, grown), batch, flying)
+        active_groups.draw_state = DrawState(
+            draw, TaskOrder(draw.config, draw.config.source.size, grown), batch, flying
+        )
         self.wake()
 
     def wake(self) -> None:

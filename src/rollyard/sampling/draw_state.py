@@ -76,7 +76,9 @@ class DeliveredGroup:
 class DrawState:
     """See the module. `draw.progress` is its own, and moves on with every decision."""
 
-    def __init__(self, draw: Draw, order: TaskOrder, batch: Batch | None = None, flying: Iterable[ActiveGroup] = ()) -> None:
+    def __init__(
+        self, draw: Draw, order: TaskOrder, batch: Batch | None = None, flying: Iterable[ActiveGroup] = ()
+    ) -> None:
         self.draw = draw
         self.config = draw.config
         self.progress = draw.progress
@@ -311,7 +313,9 @@ class DrawState:
                 progress.figures.tokens_delivered -= group.stats.sampled_tokens if group.stats else 0
                 progress.figures.stale -= (group.staleness or 0) > self.config.max_staleness
                 item = DrawItem(group.epoch, group.item, group.tries, group.turn)
-                self.flying[group.id] = ActiveGroup(group.id, group.order, item, group.admitted_version, is_complete=True)
+                self.flying[group.id] = ActiveGroup(
+                    group.id, group.order, item, group.admitted_version, is_complete=True
+                )
             if group.newest_version > version or (group.place is not None and group.place <= gone):
                 self.ended(group.id, GroupState.VOID, group.stats or GroupStats(), returns=True)
                 changed.append(replace(group, state=GroupState.VOID, reason="rewound", batch=None, place=None))

@@ -105,7 +105,9 @@ class Evals:
 
     async def _make(self, plan: EvalPlan, tasks: Sequence[RawTask], body: Mapping[str, Json]) -> EvalRecord:
         if plan.samples > self._pipeline.settings.max_queued:
-            raise InvalidRequest(f"samples: the queue holds {self._pipeline.settings.max_queued} rollouts, not that many")
+            raise InvalidRequest(
+                f"samples: the queue holds {self._pipeline.settings.max_queued} rollouts, not that many"
+            )
         if self._pipeline.run_of(plan.run) is not None:
             await self._store.put_run(Run(plan.run), {**body, "eval": plan.id})  # IdConflict, unless it was for this
         now = time.time()
@@ -192,7 +194,9 @@ class Evals:
                 runner.wake()
 
     def _keep(self, record: EvalRecord, run: Run) -> EvalRunner:
-        runner = EvalRunner(self._pipeline, self._groups, self.notifier, record, run, lambda raw: self._make_task(raw, run))
+        runner = EvalRunner(
+            self._pipeline, self._groups, self.notifier, record, run, lambda raw: self._make_task(raw, run)
+        )
         self._runners[record.id] = runner
         self._own(self._kept(runner), f"evaluation {record.id}")
         return runner

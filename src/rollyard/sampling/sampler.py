@@ -35,7 +35,9 @@ log = logging.getLogger("rollyard.sampling")
 class Sampler:
     """See the module. `make_task` turns what a client or a file says into a checked task of a run."""
 
-    def __init__(self, pipeline: Pipeline, *, make_task: Callable[[RawTask, Run], Task], folders: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, pipeline: Pipeline, *, make_task: Callable[[RawTask, Run], Task], folders: Sequence[Path] = ()
+    ) -> None:
         self.groups = Groups(pipeline)
         self.evals = Evals(pipeline, self.groups, make_task=make_task, folders=folders, own=self._own)
         self._pipeline = pipeline

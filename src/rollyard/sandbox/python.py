@@ -89,7 +89,7 @@ def portable_python(cache: Path) -> PortablePython:
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.active_groups(lock, fcntl.LOCK_EX)  # another process may be building the same
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building the same
             if not folder.is_dir():
                 _build(parts, folder)
         finally:

@@ -102,13 +102,19 @@ async def open_app(
         router.policies.save = store.put_policy
         specs = all_engines(settings, await store.engines())
         refused = await stack.enter_async_context(_engines(router, specs, settings))
-        resources, probes = await stack.enter_async_context(open_stage_resources(settings, router, environments, agents, renderers))
+        resources, probes = await stack.enter_async_context(
+            open_stage_resources(settings, router, environments, agents, renderers)
+        )
         pipeline = make_pipeline(store, resources, settings, metrics=metrics, tracer=tracer)
         pipeline.quota_of = tokens.quota_of
         await stack.enter_async_context(pipeline)
         await stack.enter_async_context(_stored_quotas(store, pipeline, tokens))
         sampler = await stack.enter_async_context(
-            Sampler(pipeline, make_task=lambda raw, run: checked_task(resources, raw, run), folders=settings.task_folder_paths)
+            Sampler(
+                pipeline,
+                make_task=lambda raw, run: checked_task(resources, raw, run),
+                folders=settings.task_folder_paths,
+            )
         )
         app_state = AppState(
             settings=settings,
@@ -196,7 +202,9 @@ async def open_stage_resources(
         yield resources, probes
 
 
-def make_pipeline(store: Store, resources: StageResources, settings: Settings, *, metrics: Metrics, tracer: Tracer) -> Pipeline:
+def make_pipeline(
+    store: Store, resources: StageResources, settings: Settings, *, metrics: Metrics, tracer: Tracer
+) -> Pipeline:
     """One that runs rollouts here, or leases them to nodes."""
     sizes = pipeline_settings(settings)
     if settings.fleet is None:

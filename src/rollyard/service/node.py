@@ -100,12 +100,16 @@ async def run_node(
                 vet=lambda engine: vet(engine, renderers),
             )
         )
-        resources, _ = await stack.enter_async_context(open_stage_resources(settings, router, environments, agents, renderers))
+        resources, _ = await stack.enter_async_context(
+            open_stage_resources(settings, router, environments, agents, renderers)
+        )
         artifacts = ArtifactFolder(settings.data_dir / "artifacts")
         await artifacts.clear()  # of a life that was killed: what it had, the head has given to others
         ledger = NodeLedger(artifacts, on_news=lambda: node.news())
         sizes = replace(pipeline_settings(settings), node=options.name)
-        pipeline = NodePipeline(as_store(ledger), resources, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room())
+        pipeline = NodePipeline(
+            as_store(ledger), resources, sizes, metrics=Metrics(), tracer=tracer, on_room=lambda: node.room()
+        )
         node = Node(options.name, link, pipeline, ledger, router)
         node.on_joined = on_joined
         await stack.enter_async_context(pipeline)

@@ -10,7 +10,9 @@ from rollyard.service.models import to_task
 from rollyard.service.problems import field_path
 
 
-def checked_task(resources: StageResources, raw: Mapping[str, Json], run: Run, path: Sequence[str | int] = ("task",)) -> Task:
+def checked_task(
+    resources: StageResources, raw: Mapping[str, Json], run: Run, path: Sequence[str | int] = ("task",)
+) -> Task:
     """The error of one that can never run here carries its path."""
     task = to_task(raw, run.defaults, path)
     try:

@@ -80,7 +80,7 @@ class Lock:
         self.path = store.with_name(store.name + ".lock")
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.active_groups(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._fd, 300, 0).decode(errors="replace").strip() or "an unknown process"
             os.close(self._fd)

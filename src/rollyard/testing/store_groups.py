@@ -249,7 +249,9 @@ async def a_deleted_run_takes_its_draws_along(open_store: Open) -> None:
         await store.put_draw(draw(), {})
         await store.put_items("d", 0, [{"n": 0}])
         await store.put_eval(EvalRecord("e", "run", "default", 0), {})
-        await store.step(Decision(groups=(group("g", "d", state=GroupState.FILTERED),), batches=(Batch("d", 1, 1, 0, 0),)))
+        await store.step(
+            Decision(groups=(group("g", "d", state=GroupState.FILTERED),), batches=(Batch("d", 1, 1, 0, 0),))
+        )
         await store.put_draw(replace(draw("theirs"), run="other"), {})
         await store.delete_run("run")
         await raises(NotFound, store.get_draw("d"))

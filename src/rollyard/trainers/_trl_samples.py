@@ -130,4 +130,6 @@ def row_of(rollout: GroupRollout) -> TrlRow:
     logprobs, mask, reward = [0.0] * size, [0] * size, None
     if traces and trace.logprobs is not None:
         logprobs, mask, reward = trace.logprobs[start:].tolist(), trace.mask[start:].tolist(), rollout.reward
-    return TrlRow(trace.token_ids[:start].tolist(), trace.token_ids[start:].tolist(), logprobs, mask, reward, rollout.id)
+    return TrlRow(
+        trace.token_ids[:start].tolist(), trace.token_ids[start:].tolist(), logprobs, mask, reward, rollout.id
+    )

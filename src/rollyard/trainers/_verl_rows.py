@@ -106,7 +106,9 @@ def harvest(group: Group, size: int, *, is_training: bool, temperature: float | 
         if rows:
             members.append(rows)
     missing = max(0, size - len(group.rollouts))
-    return GroupRows(tuple(members), size, missing, len(group.rollouts) - len(members), group.reason if missing else None)
+    return GroupRows(
+        tuple(members), size, missing, len(group.rollouts) - len(members), group.reason if missing else None
+    )
 
 
 def _rows(rollout: GroupRollout, *, is_training: bool, temperature: float | None) -> tuple[VerlRow, ...]:

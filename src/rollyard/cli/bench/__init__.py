@@ -120,7 +120,9 @@ def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
         if subprocess.run(argv, check=False).returncode != 0:
             failed.append(name)
     if failed:
-        raise CommandError(f"{len(failed)} of {len(BENCHES)} benches failed: {', '.join(failed)}", "the reasons are above")
+        raise CommandError(
+            f"{len(failed)} of {len(BENCHES)} benches failed: {', '.join(failed)}", "the reasons are above"
+        )
 
 
 def machine() -> dict[str, object]:

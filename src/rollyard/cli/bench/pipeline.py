@@ -148,7 +148,9 @@ async def fill(bench: Rig, wanted: int) -> int:
     while (reached := await _in_flight(bench)) < wanted:
         if time.monotonic() > deadline:
             if not reached:
-                raise CommandError(f"filling RUN: waited {FILL_S:g} s for {wanted} rollouts, and none is in flight", REMEDY)
+                raise CommandError(
+                    f"filling RUN: waited {FILL_S:g} s for {wanted} rollouts, and none is in flight", REMEDY
+                )
             note(f"{reached} of {wanted} rollouts are in flight after {FILL_S:g} s; the figures are for {reached}")
             break
         await asyncio.sleep(0.2)

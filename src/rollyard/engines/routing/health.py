@@ -27,7 +27,9 @@ Vet = Callable[[Engine], Awaitable[bool]]
 class HealthWatch:
     """See the module."""
 
-    def __init__(self, settings: RouterSettings, vet: Vet | None, welcome: Callable[[PoolMember], Awaitable[None]]) -> None:
+    def __init__(
+        self, settings: RouterSettings, vet: Vet | None, welcome: Callable[[PoolMember], Awaitable[None]]
+    ) -> None:
         """`welcome` is told of an engine that answers, at first or again."""
         self._settings = settings
         self._vet = vet

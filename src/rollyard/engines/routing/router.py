@@ -109,7 +109,9 @@ class Router:
         if spec.id in self._members or spec.id in self._reserved:
             raise EngineExists(f"there is an engine {spec.id!r} already")
         pool = self._judges if spec.role is Role.JUDGE else self.pool(spec.policy)
-        member = PoolMember(make_engine(spec, self._http), pool, session_cap=SessionCap.of(spec, self.settings.cap_rules))
+        member = PoolMember(
+            make_engine(spec, self._http), pool, session_cap=SessionCap.of(spec, self.settings.cap_rules)
+        )
         is_waiting = self.policies.is_waiting(member)
         self._reserved.add(spec.id)
         try:

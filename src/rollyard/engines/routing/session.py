@@ -37,7 +37,13 @@ class RoutedSession:
     """See the module. Made by `Router.open_session`."""
 
     def __init__(
-        self, pool: EnginePool, member: PoolMember, session_id: str, priority: int, settings: SessionSettings, stats: RouterStats
+        self,
+        pool: EnginePool,
+        member: PoolMember,
+        session_id: str,
+        priority: int,
+        settings: SessionSettings,
+        stats: RouterStats,
     ) -> None:
         self._pool = pool
         self._member = member

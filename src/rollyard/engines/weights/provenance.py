@@ -38,7 +38,9 @@ class UnknownWeights(Exception):
     """The engine reports nothing that shows which version it has."""
 
 
-async def with_versions(member: PoolMember, call: EngineCall, part: Generation, first_contact: Contact | None) -> Generation:
+async def with_versions(
+    member: PoolMember, call: EngineCall, part: Generation, first_contact: Contact | None
+) -> Generation:
     """The part with a version for each token, or −1 and a reason why it is untrainable.
 
     `first_contact` is the contact when the first tokens of a stream arrived; None: the call was not streamed."""

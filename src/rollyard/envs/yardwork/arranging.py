@@ -28,7 +28,11 @@ def rename(draw: SeededDraw, level: int, rule: str) -> Scene:
     command = "; ".join(f"mv {name} {renamed[name]}" for name in names)
     if len(names) > BY_HAND:
         command = f"for f in *.{old}; do mv $f {each}; done"
-    steps = [SolutionStep("ls", "Look around."), SolutionStep(f"cat {note}", "Read the note."), SolutionStep(command, f"The note says {word}.")]
+    steps = [
+        SolutionStep("ls", "Look around."),
+        SolutionStep(f"cat {note}", "Read the note."),
+        SolutionStep(command, f"The note says {word}."),
+    ]
     return Scene(files, {"old": old, "note": note}, steps, after=after)
 
 
@@ -44,7 +48,10 @@ def move(draw: SeededDraw, level: int, rule: str) -> Scene:
     after |= {f"{folder}/{name}": files[name] for name in chosen}
     if level < 3:
         files[folder] = after[folder] = None
-    steps = [SolutionStep("ls", "Look around."), SolutionStep(f"grep -l {word} *.{ending}", f"Which files have {word}?")]
+    steps = [
+        SolutionStep("ls", "Look around."),
+        SolutionStep(f"grep -l {word} *.{ending}", f"Which files have {word}?"),
+    ]
     verb = "mv" if rule == "move" else "cp"
     make = "" if level < 3 else f"mkdir {folder}; "
     steps.append(SolutionStep(f"{make}{verb} {' '.join(chosen)} {folder}", "Those go."))

@@ -19,7 +19,9 @@ def count_lines(draw: SeededDraw, level: int, rule: str) -> Scene:
     if len(names) == 1:
         return Scene(files, {"ending": ending}, [look, SolutionStep(f"wc -l {names[0]}", "Count.")], answer=str(total))
     where = f"{'*/' if folders else ''}*.{ending}"
-    return Scene(files, {"ending": ending}, [look, SolutionStep(f"cat {where} | wc -l", "Count them all.")], answer=str(total))
+    return Scene(
+        files, {"ending": ending}, [look, SolutionStep(f"cat {where} | wc -l", "Count them all.")], answer=str(total)
+    )
 
 
 def count_matches(draw: SeededDraw, level: int, rule: str) -> Scene:

@@ -69,7 +69,10 @@ def chain(draw: SeededDraw, level: int, rule: str) -> Scene:
         files[path(stop)] = text_file([f"see {path(following)}" if following else f"word {secret}"])
     for stop in others:
         files[path(stop)] = text_file([f"see {path(draw.pick(stops))}"])
-    steps = [SolutionStep(f"cat {path(stop)}", "Follow the trail." if index else "Begin.") for index, stop in enumerate(stops)]
+    steps = [
+        SolutionStep(f"cat {path(stop)}", "Follow the trail." if index else "Begin.")
+        for index, stop in enumerate(stops)
+    ]
     return Scene(files, {"first": path(stops[0])}, steps, answer=secret)
 
 

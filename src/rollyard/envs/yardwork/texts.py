@@ -19,7 +19,10 @@ def sort_unique(draw: SeededDraw, level: int, rule: str) -> Scene:
     files[note] = text_file(chosen)
     found = sorted({line for name in chosen for line in lines_of(files, name)}, reverse=rule == "down")
     flag = "-u" if rule == "up" else "-ru"
-    steps = [SolutionStep(f"cat {note}", "Read the note."), SolutionStep(f"sort {flag} {' '.join(chosen)} > {out}.{ending}", "Sort.")]
+    steps = [
+        SolutionStep(f"cat {note}", "Read the note."),
+        SolutionStep(f"sort {flag} {' '.join(chosen)} > {out}.{ending}", "Sort."),
+    ]
     slots = {"note": note, "out": f"{out}.{ending}"}
     return Scene(files, slots, steps, after=changed(files, f"{out}.{ending}", found))
 
@@ -34,7 +37,10 @@ def merge(draw: SeededDraw, level: int, rule: str) -> Scene:
     files[note] = text_file(order)
     asked = order if rule == "forth" else order[::-1]
     joined = [line for name in asked for line in lines_of(files, name)]
-    steps = [SolutionStep(f"cat {note}", "Read the order."), SolutionStep(f"cat {' '.join(asked)} > {out}.{ending}", "Join them.")]
+    steps = [
+        SolutionStep(f"cat {note}", "Read the order."),
+        SolutionStep(f"cat {' '.join(asked)} > {out}.{ending}", "Join them."),
+    ]
     slots = {"note": note, "out": f"{out}.{ending}"}
     return Scene(files, slots, steps, after=changed(files, f"{out}.{ending}", joined))
 
@@ -54,7 +60,11 @@ def compare(draw: SeededDraw, level: int, rule: str) -> Scene:
         }
         slim, full = (second, first) if is_first_long else (first, second)
         look = SolutionStep(f"wc -l {first} {second}", "Which is longer?")
-        steps = [SolutionStep("ls", "Look around."), look, SolutionStep(f"grep -v -f {slim} {full}", f"{full} has one more.")]
+        steps = [
+            SolutionStep("ls", "Look around."),
+            look,
+            SolutionStep(f"grep -v -f {slim} {full}", f"{full} has one more."),
+        ]
     else:
         half = len(words) // 2
         files = {

@@ -145,7 +145,9 @@ def _sse(kind: str, **fields: Json) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
 
 
-def _message(ask: ChatRequest, reply_id: str, content: Sequence[Json], stop_reason: str | None, usage: Json) -> dict[str, Json]:
+def _message(
+    ask: ChatRequest, reply_id: str, content: Sequence[Json], stop_reason: str | None, usage: Json
+) -> dict[str, Json]:
     return {
         "id": f"msg_{reply_id}",
         "type": "message",

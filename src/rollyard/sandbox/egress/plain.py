@@ -54,7 +54,9 @@ def check_request(request: h11.Request, gate: EgressGate, host: str, port: int) 
         raise Refused("request", "a request with both a length and a transfer coding is not passed on", 400)
 
 
-async def exchange(link: ProxyConnection, client: h11.Connection, request: h11.Request, host: str, port: int, path: bytes) -> None:
+async def exchange(
+    link: ProxyConnection, client: h11.Connection, request: h11.Request, host: str, port: int, path: bytes
+) -> None:
     """Passes on one request and its answer. The link is connected."""
     assert link.outside is not None
     shown = f"[{host}]" if ":" in host else host

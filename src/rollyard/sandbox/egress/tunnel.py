@@ -65,7 +65,9 @@ async def _hello(link: ProxyConnection, host: str, data: bytes) -> bytes:
     return data
 
 
-async def _copy(link: ProxyConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_outward: bool) -> None:
+async def _copy(
+    link: ProxyConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_outward: bool
+) -> None:
     """One way, to its end; then the other side learns that nothing more comes."""
     try:
         while data := await reader.read(CHUNK):

@@ -46,7 +46,9 @@ class Layout:
         except OSError as error:
             raise ImageError(f"{self._folder} is not an OCI image layout: {error.strerror}") from error
         found = await read_image(raw, self._read, tag=self._tag)
-        return FoundImage(found.digest, found.config, found.layers, found.also[1:])  # index.json itself is nobody's name
+        return FoundImage(
+            found.digest, found.config, found.layers, found.also[1:]
+        )  # index.json itself is nobody's name
 
     async def fetch(self, blob: Blob, folder: Path, told: Told) -> Path:
         path = self._path(blob)

@@ -60,7 +60,7 @@ class ImageIndex:
         self.root.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.root / "index.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.active_groups(fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX)
             self._write(self.root / "index.json", change(self.names()))
         finally:
             os.close(fd)
@@ -161,7 +161,7 @@ class ImageIndex:
 
 def _try_lock(fd: int, kind: int) -> bool:
     try:
-        fcntl.active_groups(fd, kind | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -174,7 +174,7 @@ def building_folder(root: Path) -> Generator[tuple[Path, int], None, None]:
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=root) as folder:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.active_groups(fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX)
             yield Path(folder), fd
         finally:
             os.close(fd)

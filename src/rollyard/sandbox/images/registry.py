@@ -65,7 +65,9 @@ class _Passing(Exception):
 class Registry:
     """One image's registry; `async with`. See the module."""
 
-    def __init__(self, reference: Reference, *, is_insecure: bool = False, patience: RetrySettings | None = None) -> None:
+    def __init__(
+        self, reference: Reference, *, is_insecure: bool = False, patience: RetrySettings | None = None
+    ) -> None:
         self._reference = reference
         self._patience = patience or RetrySettings()
         host = HUB_API if reference.host == HUB else reference.host

@@ -37,7 +37,9 @@ _FILES: dict[str, str] = {"folder": "folder", "sif": "image.sif"}
 class ImageStore:
     """See the package. Nothing is opened or made before it is needed."""
 
-    def __init__(self, root: Path, *, bounds: UnpackBounds | None = None, patience: RetrySettings | None = None) -> None:
+    def __init__(
+        self, root: Path, *, bounds: UnpackBounds | None = None, patience: RetrySettings | None = None
+    ) -> None:
         self.root = root
         self._index = ImageIndex(root)
         self._bounds, self._patience = bounds, patience
@@ -167,7 +169,9 @@ class ImageStore:
         await asyncio.to_thread(remove_tree, work)
         log.info("an image was made", extra={"digest": found.digest, "kinds": wanted, "skipped": record["skipped"]})
 
-    async def _unpack(self, found: FoundImage, source: Source, site: BuildSite, record: dict[str, Any]) -> tuple[Path, int]:
+    async def _unpack(
+        self, found: FoundImage, source: Source, site: BuildSite, record: dict[str, Any]
+    ) -> tuple[Path, int]:
         folder = site.work / "folder"
         folder.mkdir(mode=0o755)
         with Unpacker(folder, self._bounds) as unpacker:

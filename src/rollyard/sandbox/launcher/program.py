@@ -468,7 +468,9 @@ def mount_sif(sif: Message, image: str, target: str) -> int:
     return next(child for child, (parent, _) in kernel.living().items() if parent == 1)
 
 
-def run_inner(config: Message, kind: str, lifeline: int, vital: tuple[int, ...]) -> tuple[NamespacedSpace, dict[str, str]]:
+def run_inner(
+    config: Message, kind: str, lifeline: int, vital: tuple[int, ...]
+) -> tuple[NamespacedSpace, dict[str, str]]:
     """Starts bwrap or Apptainer with an idle `cat` inside, which proves by an echo that the sandbox stands."""
     (echo_in, echo), (echoed, echoed_in), (info, info_in), (stderr, stderr_in) = (
         os.pipe2(os.O_CLOEXEC) for _ in "1234"

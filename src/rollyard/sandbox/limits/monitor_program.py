@@ -245,7 +245,11 @@ class ResourceMonitor:
         seen = self.seen or {}
         init_clients = {watched.pid: watched for watched in some if watched.pid in seen}
         trees = usage.trees(init_clients, seen)
-        return [(init_clients[pid], trees[pid]) for pid in init_clients if seen[pid].start_time == init_clients[pid].start_time]
+        return [
+            (init_clients[pid], trees[pid])
+            for pid in init_clients
+            if seen[pid].start_time == init_clients[pid].start_time
+        ]
 
     def tmpfs_bytes(self, watched: WatchedSandbox, tree: list[int], now: float) -> int:
         for _ in range(2 if watched.tmpfs_paths else 0):

@@ -129,7 +129,7 @@ class LaunchedRuntime(ABC):
         self.layer_root.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.active_groups(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
             self._lock = -1
@@ -178,7 +178,7 @@ class LaunchedRuntime(ABC):
         control = folder / blake2b(os.fsencode(self._root), digest_size=8).hexdigest()
         control.mkdir(mode=0o700, exist_ok=True)
         self._control_lock = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.active_groups(self._control_lock, fcntl.LOCK_SH)
+        fcntl.flock(self._control_lock, fcntl.LOCK_SH)
         return control
 
     # --- starting ---
@@ -212,7 +212,12 @@ class LaunchedRuntime(ABC):
             init_client.sent()
             raise
         sandbox = LaunchedSandbox(
-            sandbox_id, spec, init_client, place, on_kill=self._kill, on_renew=lambda sandbox: self._arm(sandbox.expires_at)
+            sandbox_id,
+            spec,
+            init_client,
+            place,
+            on_kill=self._kill,
+            on_renew=lambda sandbox: self._arm(sandbox.expires_at),
         )
         self._live[sandbox_id], self._keepers[sandbox_id], self._places[sandbox_id] = sandbox, init_client, place
         init_client.ended.add_done_callback(lambda _: sandbox.close_doorway())
@@ -248,7 +253,9 @@ class LaunchedRuntime(ABC):
             raise SandboxLost("it ended before it could be frozen")
         await asyncio.shield(self._end(sandbox, SandboxEnd("killed"), frozen))
 
-    def _end(self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None = None) -> asyncio.Task[None]:
+    def _end(
+        self, sandbox: LaunchedSandbox, end: SandboxEnd, frozen: FreezeRequest | None = None
+    ) -> asyncio.Task[None]:
         """The one task that ends this sandbox; the first reason stands."""
         task = sandbox.ending
         if task is None:
@@ -415,7 +422,7 @@ def _is_abandoned(control: Path) -> bool:
             return False
         fd = os.open(control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.active_groups(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         finally:
             os.close(fd)

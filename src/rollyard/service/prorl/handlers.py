@@ -79,7 +79,11 @@ def task_body(instance: Row, environments: Environments, choices: Choices) -> di
 
 
 def handler_of(name: str) -> InstanceHandler:
-    return HANDLERS["deepcoder"] if name.startswith("deepcoder") else HANDLERS.get(name) or InstanceHandler(name, _as_it_is)
+    return (
+        HANDLERS["deepcoder"]
+        if name.startswith("deepcoder")
+        else HANDLERS.get(name) or InstanceHandler(name, _as_it_is)
+    )
 
 
 def _options(handler: InstanceHandler, choices: Choices) -> dict[str, str]:

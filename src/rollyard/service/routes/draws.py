@@ -127,7 +127,11 @@ async def get_groups(request: Request, draw_id: str, query: Annotated[GroupsQuer
         return sse.EventStream(_frames(app_state, runner, parse_place(after), query), app_state.closing)
     after = parse_place(query.after)
     wait_s = app_state.wait_s(query.wait_s)
-    found = await while_wanted(request, _page(app_state, runner, after, query, wait_s), app_state.closing) if wait_s else None
+    found = (
+        await while_wanted(request, _page(app_state, runner, after, query, wait_s), app_state.closing)
+        if wait_s
+        else None
+    )
     groups, batch = found or await _look(app_state, runner, after, query)
     with_traces = query.include == "traces"
     loaded = [await load_group(app_state.store, group, with_traces=with_traces) for group in groups]
@@ -178,7 +182,9 @@ async def _mine(request: Request, draw_id: str, run: str | None) -> DrawRunner:
     return runner
 
 
-async def _look(app_state: AppState, runner: DrawRunner, after: int, query: GroupsQuery) -> tuple[list[Group], Batch | None]:
+async def _look(
+    app_state: AppState, runner: DrawRunner, after: int, query: GroupsQuery
+) -> tuple[list[Group], Batch | None]:
     """What there is now. The batch is read first: a group that came later is simply not told yet."""
     batch = None if query.batch is None else await app_state.store.get_batch(runner.draw.id, query.batch)
     start = after if batch is None else max(after, batch.after)
@@ -202,7 +208,9 @@ async def _page(
     return await _look(app_state, runner, after, query)
 
 
-async def _frames(app_state: AppState, runner: DrawRunner, after: int, query: GroupsQuery) -> AsyncGenerator[bytes, None]:
+async def _frames(
+    app_state: AppState, runner: DrawRunner, after: int, query: GroupsQuery
+) -> AsyncGenerator[bytes, None]:
     """Groups as they are delivered, batches as they close, and the draw's end."""
     told = 0  # batches
     while True:

@@ -45,7 +45,9 @@ async def list_evals(request: Request) -> Response:
     """All evaluations, in the order in which they were made."""
     app_state = app_state_of(request)
     runs = {run.id for run in app_state.readable(caller_of(request))}
-    return reply({"evals": [_told(app_state, record) for record in await app_state.store.list_evals() if record.run in runs]})
+    return reply(
+        {"evals": [_told(app_state, record) for record in await app_state.store.list_evals() if record.run in runs]}
+    )
 
 
 @router.get("/{eval_id}")

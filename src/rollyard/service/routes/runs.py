@@ -50,7 +50,9 @@ async def create_run(request: Request) -> Response:
 async def list_runs(request: Request) -> Response:
     """All runs that the token may read, in the order in which they were made."""
     caller = caller_of(request)
-    return reply({"runs": [run_object(run) for run in await app_state_of(request).store.list_runs() if caller.reads(run)]})
+    return reply(
+        {"runs": [run_object(run) for run in await app_state_of(request).store.list_runs() if caller.reads(run)]}
+    )
 
 
 @router.get("/runs/{run_id}")

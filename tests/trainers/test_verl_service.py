@@ -15,7 +15,7 @@ from rollyard.testing.tokenizer_files import tokenizer_dir
 from rollyard.trainers._verl_prompts import PromptGroup, asks_of_prompts
 from rollyard.trainers._verl_service import VerlService
 from rollyard.trainers._verl_settings import Settings
-from tests.client.served import Yard, served, task
+from tests.client.served import RunningService, served, task
 
 ROLLOUT = SimpleNamespace(
     name="vllm",
@@ -31,8 +31,8 @@ MODEL = SimpleNamespace(path=str(tokenizer_dir()))
 
 
 @asynccontextmanager
-async def held(pipeline: Yard, engine: str | None = None) -> AsyncGenerator[VerlService, None]:
-    settings = Settings(url=pipeline.url, token=pipeline.token, engines=(engine or pipeline.engine.url,))
+async def held(service: RunningService, engine: str | None = None) -> AsyncGenerator[VerlService, None]:
+    settings = Settings(url=service.url, token=service.token, engines=(engine or service.engine.url,))
     verl = VerlService(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=ROLLOUT, model=MODEL)), settings, None)
     await asyncio.to_thread(verl.start)
     try:
@@ -62,7 +62,11 @@ async def group_of(verl: VerlService, ask: PromptGroup) -> Group:
 
 
 async def test_the_weights_are_verls_whenever_it_waits_for_no_group(tmp_path: Path):
-    async with served(tmp_path, engines=[]) as pipeline, AsyncClient(pipeline.url, pipeline.token) as client, held(pipeline) as verl:
+    async with (
+        served(tmp_path, engines=[]) as service,
+        AsyncClient(service.url, service.token) as client,
+        held(service) as verl,
+    ):
         policy = client.policy("default")
         one, other = asks(1, task(), task())
         await run(verl, verl.begin([one, other]))
@@ -90,7 +94,11 @@ async def test_the_weights_are_verls_whenever_it_waits_for_no_group(tmp_path: Pa
 
 
 async def test_prompts_of_which_one_is_refused_leave_nothing_running(tmp_path: Path):
-    async with served(tmp_path, engines=[]) as pipeline, AsyncClient(pipeline.url, pipeline.token) as client, held(pipeline) as verl:
+    async with (
+        served(tmp_path, engines=[]) as service,
+        AsyncClient(service.url, service.token) as client,
+        held(service) as verl,
+    ):
         wanted = asks(1, task("NEVER"), {"environment": "nowhere"})
         with pytest.raises(RollyardError, match="nowhere"):
             await run(verl, verl.begin(wanted))
@@ -99,7 +107,11 @@ async def test_prompts_of_which_one_is_refused_leave_nothing_running(tmp_path: P
 
 
 async def test_a_prompt_that_is_handed_over_again_is_the_group_that_is_there(tmp_path: Path):
-    async with served(tmp_path, engines=[]) as pipeline, AsyncClient(pipeline.url, pipeline.token) as client, held(pipeline) as verl:
+    async with (
+        served(tmp_path, engines=[]) as service,
+        AsyncClient(service.url, service.token) as client,
+        held(service) as verl,
+    ):
         (one,) = asks(1, task())
         for _ in range(2):
             await run(verl, verl.begin([one]))
@@ -108,16 +120,16 @@ async def test_a_prompt_that_is_handed_over_again_is_the_group_that_is_there(tmp
 
 
 async def test_the_engines_of_a_trainer_before_are_replaced(tmp_path: Path):
-    async with served(tmp_path, engines=[]) as pipeline, AsyncClient(pipeline.url, pipeline.token) as client:
-        await client.add_engine(pipeline.engine.url, id="default.verl0", policy="default", tokenizer=MODEL.path)
-        await client.add_engine(pipeline.engine.url, id="default.verl1", policy="default", tokenizer=MODEL.path)
-        await client.add_engine(pipeline.engine.url, id="mine", policy="other", tokenizer=MODEL.path)
-        url = pipeline.engine.url.replace("127.0.0.1", "localhost")
-        async with held(pipeline, url) as verl:
+    async with served(tmp_path, engines=[]) as service, AsyncClient(service.url, service.token) as client:
+        await client.add_engine(service.engine.url, id="default.verl0", policy="default", tokenizer=MODEL.path)
+        await client.add_engine(service.engine.url, id="default.verl1", policy="default", tokenizer=MODEL.path)
+        await client.add_engine(service.engine.url, id="mine", policy="other", tokenizer=MODEL.path)
+        url = service.engine.url.replace("127.0.0.1", "localhost")
+        async with held(service, url) as verl:
             (one,) = asks(1, task())
             await run(verl, verl.begin([one]))
             await group_of(verl, one)
-        assert {e["id"]: e["url"] for e in await client.engines()} == {"default.verl0": url, "mine": pipeline.engine.url}
+        assert {e["id"]: e["url"] for e in await client.engines()} == {"default.verl0": url, "mine": service.engine.url}
 
 
 async def test_a_service_that_is_not_there_is_said_at_once():

@@ -378,7 +378,9 @@ async def test_a_client_learns_that_no_call_came_of_it():
 
 
 def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
-    def grant(*wishes: RequestParameter, tools: Any = (LS,), grammar: Any = hermes_calls, kind: Kind = Kind.SGLANG) -> GrantedParameters:
+    def grant(
+        *wishes: RequestParameter, tools: Any = (LS,), grammar: Any = hermes_calls, kind: Kind = Kind.SGLANG
+    ) -> GrantedParameters:
         ours = ParameterRules(
             Sampling(),
             is_strict=False,
@@ -387,7 +389,10 @@ def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
         )
         return ours.grant(ChatRequest((), tools=tools, wishes=wishes), kind)
 
-    any_call, json_object = RequestParameter("calls", "tool_choice", ""), RequestParameter("format", "f", {"type": "json_object"})
+    any_call, json_object = (
+        RequestParameter("calls", "tool_choice", ""),
+        RequestParameter("format", "f", {"type": "json_object"}),
+    )
     assert grant(any_call).sampling.extra == {"ebnf": hermes_calls(["ls"], is_one=False)}
     assert grant(any_call, tools=()).warnings == ("tool_choice: no tools are offered",)
     assert "not known" in grant(any_call, grammar=lambda *_, is_one: None).warnings[0]

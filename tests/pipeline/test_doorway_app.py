@@ -115,7 +115,9 @@ async def test_a_tool_whose_world_is_gone_ends_the_programs_rollout_without_a_sc
     environments = Environments({"talk": Talk(brings_tools=True, kind=broken)})
     ask = BY_MCP.replace('"weigh", "lift"', '"broken",') + PROGRAM
     settings = replace(SETTINGS, max_attempts=1)
-    async with site(tmp_path, plays(["it"]), environments=environments, pythons=pythons(), settings=settings) as pipeline:
+    async with site(
+        tmp_path, plays(["it"]), environments=environments, pythons=pythons(), settings=settings
+    ) as pipeline:
         rollout = await pipeline.rolled(Task("talk", agent=AgentSpec("command", runs(ask))))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.score) == ("environment_broken", None)
@@ -154,7 +156,9 @@ async def test_the_name_of_the_environments_tools_is_taken(tmp_path: Path):
     environments = Environments({"talk": Talk(brings_tools=True)})
     options = {**runs(PROGRAM), "mcp": {"environment": {"server": "known", "inside": True}}}
     servers = {"known": OutsideServer("http://127.0.0.1:9/mcp")}
-    async with site(tmp_path, plays(["it"]), environments=environments, pythons=pythons(), mcp_servers=servers) as pipeline:
+    async with site(
+        tmp_path, plays(["it"]), environments=environments, pythons=pythons(), mcp_servers=servers
+    ) as pipeline:
         rollout = await pipeline.rolled(Task("talk", agent=AgentSpec("command", options)))
     assert rollout.ending is not None and rollout.ending.failure is not None
     assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("task_invalid", Blame.TASK)

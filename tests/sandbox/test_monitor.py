@@ -102,7 +102,9 @@ async def is_silent(told: Told, monitor: MonitorClient, init_client: Callable[..
 # --- memory -------------------------------------------------------------------------------------------
 
 
-async def test_a_heap_beyond_the_limit_is_told_once(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_a_heap_beyond_the_limit_is_told_once(
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=64 * MIB)
     assert await told.limit() == ("a", "memory")
     await is_silent(told, monitor, init_client)
@@ -131,7 +133,9 @@ SHARED = "import mmap\nm = mmap.mmap(-1, 100 << 20)\nfor i in range(0, len(m), 4
 READ_IT = "for _ in range(3):\n  if os.fork() == 0: sum(m[i] for i in range(0, len(m), 4096)); stay(); os._exit(0)\n"
 
 
-async def test_shared_anonymous_memory_counts_and_counts_once(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_shared_anonymous_memory_counts_and_counts_once(
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+):
     pid = init_client(SHARED + READ_IT)
     monitor.watch("within", pid=pid, memory_bytes=200 * MIB)
     monitor.watch("beyond", pid=init_client(SHARED), memory_bytes=64 * MIB)
@@ -146,7 +150,9 @@ TMPFS = (
 OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 
 
-async def test_a_tmpfs_of_its_own_is_memory(told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path):
+async def test_a_tmpfs_of_its_own_is_memory(
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+):
     pid = init_client(TMPFS, argv=OWN_MOUNTS, at=tmp_path)
     monitor.watch("within", pid=pid, memory_bytes=200 * MIB, tmpfs_paths=[str(tmp_path)])
     monitor.watch("beyond", pid=pid, memory_bytes=64 * MIB, tmpfs_paths=["/missing", str(tmp_path)])
@@ -163,7 +169,9 @@ async def test_a_file_mapped_from_its_tmpfs_counts_once(
     await is_silent(told, monitor, init_client)
 
 
-async def test_a_tmpfs_of_the_host_is_nobodys_memory(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_a_tmpfs_of_the_host_is_nobodys_memory(
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+):
     file = Path("/dev/shm") / f"rollyard-test-{uuid.uuid4().hex}"
     try:
         file.write_bytes(b"x" * (100 * MIB))
@@ -218,7 +226,9 @@ async def test_a_fork_bomb_is_told_when_it_lasts(told: Told, monitor: MonitorCli
     assert told.limits.empty()
 
 
-async def test_threads_count_as_the_kernel_counts_them(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_threads_count_as_the_kernel_counts_them(
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+):
     code = "import threading\nfor _ in range(9): threading.Thread(target=sys.stdin.read, daemon=True).start()"
     monitor.watch("a", pid=init_client(code), processes=10)
     assert await told.limit() == ("a", "processes")
@@ -309,7 +319,9 @@ async def test_a_deleted_file_that_is_held_is_disk(
     assert told.limits.empty()
 
 
-async def test_a_disk_that_fills_later_is_seen(told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path):
+async def test_a_disk_that_fills_later_is_seen(
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int], tmp_path: Path
+):
     monitor.watch("a", pid=init_client(""), disk_bytes=8 * MIB, disk_folders=[tmp_path])
     await is_silent(told, monitor, init_client)  # by now its first walk is done, and found nothing
     for number in range(32):
@@ -322,7 +334,9 @@ def test_a_disk_is_walked_again_when_it_filled_or_after_a_while(tmp_path: Path):
     with ours, theirs:
         monitor = monitor_program.ResourceMonitor(theirs)
         request = {"id": "a", "pid": 1, "memory_bytes": None, "processes": None, "disk_bytes": 16 * MIB}
-        watched = monitor_program.WatchedSandbox({**request, "disk_folders": ["x"], "tmpfs_paths": [], "event_files": []})
+        watched = monitor_program.WatchedSandbox(
+            {**request, "disk_folders": ["x"], "tmpfs_paths": [], "event_files": []}
+        )
         assert monitor.is_walk_due(watched, 100.0, {"x": (5 * MIB, 7)}) == (True, (5 * MIB, 7))
         watched.walked_at, watched.filled_at_walk = 100.0, (5 * MIB, 7)
         assert monitor.is_walk_due(watched, 129.0, {"x": (6 * MIB, 10**6)})[0] is False
@@ -479,7 +493,9 @@ async def test_an_oom_kill_in_its_cgroup_is_told(
 ):
     group = cgroups.make("sbx_1", 32 * MIB, None, None)
     monitor.watch("a", pid=init_client(""), event_files=group.event_files)
-    init_client("pid = os.fork()\nif pid == 0:\n  " + ENTER + "  " + HEAP + "\nos.waitpid(pid, 0)", at=group.procs_files[0])
+    init_client(
+        "pid = os.fork()\nif pid == 0:\n  " + ENTER + "  " + HEAP + "\nos.waitpid(pid, 0)", at=group.procs_files[0]
+    )
     async with asyncio.timeout(90):
         assert await told.ooms.get() == ("a", 1)
     os.kill(monitor.pid or 0, signal.SIGKILL)
@@ -584,7 +600,9 @@ async def test_a_forgotten_sandbox_is_not_told(told: Told, monitor: MonitorClien
     await is_silent(told, monitor, init_client)
 
 
-async def test_a_watch_of_the_same_name_begins_anew(told: Told, monitor: MonitorClient, init_client: Callable[..., int]):
+async def test_a_watch_of_the_same_name_begins_anew(
+    told: Told, monitor: MonitorClient, init_client: Callable[..., int]
+):
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
     assert await told.limit() == ("a", "memory")
     monitor.watch("a", pid=init_client(HEAP), memory_bytes=16 * MIB)
