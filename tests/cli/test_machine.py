@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.bench import BENCHES, machine, picture, show_result
+from bench.report import machine, picture, show_result
+from rollyard.cli.bench import BENCHES
 from tests.cli.conftest import Cli
 
 pytestmark = pytest.mark.slow
@@ -125,7 +126,7 @@ async def test_a_bench_of_a_runtime_that_does_not_exist_is_wrong_usage(cli: Cli,
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_is_there(name: str):
-    assert asyncio.iscoroutinefunction(getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}"))
+    assert asyncio.iscoroutinefunction(getattr(import_module(f"bench.{name}"), f"bench_{name}"))
 
 
 def test_the_machine_is_described():

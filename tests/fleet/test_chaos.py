@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from rollyard.cli.bench._census import adopting
+from bench._census import adopting
 from rollyard.cli.rig import engine_process
 from rollyard.core import Json
 from rollyard.testing.store_postgres import PgServer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollyard.cli.bench._census import adopting
+from bench._census import adopting
 from rollyard.cli.rig import engine_process, service, stop
 from rollyard.client import AsyncClient
 from rollyard.testing.tokenizer_files import tokenizer_dir

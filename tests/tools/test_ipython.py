@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from rollyard.cli.bench.peers import CACHE
+from bench.peer_drivers import CACHE
 from rollyard.core.failure import SandboxEndedByPolicy, SandboxLost
 from rollyard.sandbox import Bind, BubblewrapRuntime, LocalRuntime, Sandbox, SandboxSpec
 from rollyard.sandbox.python import INSIDE, PortablePython, portable_python

@@ -8,10 +8,10 @@ from rollyard.sandbox.egress.resolver import SystemResolver
 
 __all__ = [
     "EGRESS_PORT",
-    "ProxyBounds",
     "Egress",
-    "EgressProxy",
     "EgressLedger",
+    "EgressProxy",
+    "ProxyBounds",
     "Resolve",
     "SystemResolver",
     "egress_env",

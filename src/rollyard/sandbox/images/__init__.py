@@ -18,17 +18,17 @@ from rollyard.sandbox.images.store import ImageStore
 from rollyard.sandbox.images.unpack import UnpackBounds, Unpacker
 
 __all__ = [
-    "UnpackBounds",
     "HostileImage",
     "Image",
     "ImageError",
     "ImageInUse",
     "ImageStore",
-    "RetrySettings",
     "Pruned",
-    "Reference",
     "PullStep",
+    "Reference",
+    "RetrySettings",
     "Tell",
+    "UnpackBounds",
     "Unpacker",
     "build_image",
     "parse_reference",

@@ -14,7 +14,7 @@ of the disk begins when its file system has filled by a share of the limit, or a
 its own end. With nothing to watch it sleeps.
 """
 
-# ruff: noqa: PTH100, PTH120
+# ruff: noqa: PTH100, PTH118, PTH120
 
 from __future__ import annotations
 

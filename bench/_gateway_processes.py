@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.processes import module_argv
 from rollyard.cli._deadline import within
 from rollyard.cli.rig import START_S, Meter, engine_process, stop
 from rollyard.core import Json
@@ -66,7 +66,7 @@ async def proxy(engine_url: str) -> AsyncGenerator[tuple[Meter, str], None]:
 
 @asynccontextmanager
 async def _process(module: str, *arguments: str) -> AsyncGenerator[asyncio.subprocess.Process, None]:
-    argv = [sys.executable, "-m", f"rollyard.cli.bench.{module}", *arguments]
+    argv = module_argv(module, *arguments)
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
     try:
         yield process

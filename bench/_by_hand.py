@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollyard.cli.bench._parts import Images, Missing, engine, quantiles_ms
+from bench._parts import Images, Missing, engine, quantiles_ms
 from rollyard.core import Json
 
 RUN_S = 60.0

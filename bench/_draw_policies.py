@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from rollyard.cli.bench._draw_world import Ended, StartedGroup, VirtualPipeline, World
+from bench._draw_world import Ended, StartedGroup, VirtualPipeline, World
 from rollyard.core import Draw, Group, GroupState, Rollout, Task
 from rollyard.core.draw import DrawConfig, DrawProgress, SourceKind, SourceSpec
 from rollyard.core.failure import Outcome

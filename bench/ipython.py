@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollyard.cli.bench.peers import CACHE, measure
+from bench.peer_drivers import CACHE, measure
 from rollyard.core import Json
 from rollyard.sandbox import Bind, BubblewrapRuntime, Sandbox, SandboxSpec
 from rollyard.sandbox.python import INSIDE, portable_python

@@ -24,11 +24,12 @@ from pathlib import Path
 
 import msgspec
 
+from bench._fleet_head import Load, Window, at_rate, at_saturation, idle
+from bench._fleet_place import inside
+from bench._fleet_ray import RayPlan, Throughput
+from bench.processes import module_argv
 from rollyard.cli._console import CommandError, note
 from rollyard.cli._deadline import within
-from rollyard.cli.bench._fleet_head import Load, Window, at_rate, at_saturation, idle
-from rollyard.cli.bench._fleet_place import inside
-from rollyard.cli.bench._fleet_ray import RayPlan, Throughput
 from rollyard.core import Json
 from rollyard.store import open_store
 from rollyard.testing.store_bench import measure_leases
@@ -91,13 +92,7 @@ async def _on_ray(plan: RayPlan) -> list[Throughput]:
         raise CommandError("Ray is not installed", "pip install 'rollyard[ray]'")
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
         result = Path(name) / "result.json"
-        program = (
-            sys.executable,
-            "-m",
-            "rollyard.cli.bench._fleet_ray",
-            msgspec.json.encode(plan).decode(),
-            str(result),
-        )
+        program = module_argv("_fleet_ray", msgspec.json.encode(plan).decode(), str(result))
         note(f"Ray nodes: {', '.join(map(str, plan.nodes))}")
         process = await asyncio.create_subprocess_exec(
             *inside(program), stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr.fileno()

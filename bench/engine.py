@@ -30,6 +30,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from bench.processes import module_argv
 from rollyard.cli._console import CommandError, note
 from rollyard.cli._deadline import within
 from rollyard.cli.rig import stop
@@ -182,8 +183,8 @@ class _Ours:
 @asynccontextmanager
 async def _served(options: Sequence[str], place: Path) -> AsyncGenerator[tuple[Engine, int], None]:
     """`rollyard engine` as a process of its own, and the longest sequence that it takes."""
-    argv = ["-m", "rollyard", "engine", "--port", "0", "--json", *options]
-    async with _child(argv, place / "engine.log") as (_, said), open_http() as http:
+    argv = [sys.executable, "-m", "rollyard", "engine", "--port", "0", "--json", *options]
+    async with _child("rollyard engine", argv, place / "engine.log") as (_, said), open_http() as http:
         engine = make_engine(EngineSpec("bench", said["url"], Kind.VLLM), http)
         info = await engine.probe()
         try:
@@ -226,7 +227,7 @@ class _Generate:
 
 @asynccontextmanager
 async def _generate(options: Sequence[str], place: Path) -> AsyncGenerator[_Generate, None]:
-    async with _child(["-m", "rollyard.cli.bench._generate", *options], place / "generate.log") as (process, said):
+    async with _child("_generate.py", module_argv("_generate", *options), place / "generate.log") as (process, said):
         yield _Generate(process, said)
 
 
@@ -234,11 +235,12 @@ async def _generate(options: Sequence[str], place: Path) -> AsyncGenerator[_Gene
 
 
 @asynccontextmanager
-async def _child(argv: Sequence[str], log: Path) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Any], None]:
+async def _child(
+    name: str, argv: Sequence[str], log: Path
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Any], None]:
     """A process of this Python, and the object that it prints when it is ready."""
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
             *argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -247,11 +249,11 @@ async def _child(argv: Sequence[str], log: Path) -> AsyncGenerator[tuple[asyncio
         )
         try:
             assert process.stdout is not None
-            async with within(START_S, f"starting {argv[1]}", "its first line on standard output"):
+            async with within(START_S, f"starting {name}", "its first line on standard output"):
                 line = await process.stdout.readline()
             if not line:
                 said = (await asyncio.to_thread(log.read_text, errors="replace")).strip().splitlines()
-                raise CommandError(said[-1].removeprefix("rollyard: ") if said else f"{argv[1]} ended and said nothing")
+                raise CommandError(said[-1].removeprefix("rollyard: ") if said else f"{name} ended and said nothing")
             yield process, json.loads(line)
         finally:
             await stop(process)

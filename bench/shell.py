@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench._parts import AnyRuntime, Missing, forget_image, make_images, make_runtime
+from bench.peer_drivers import measure
 from rollyard.cli._console import CommandError
-from rollyard.cli.bench._parts import AnyRuntime, Missing, forget_image, make_images, make_runtime
-from rollyard.cli.bench.peers import measure
 from rollyard.core import Json
 from rollyard.sandbox import Sandbox, SandboxSpec
 from rollyard.tools.shell import Shell, ShellOutcome

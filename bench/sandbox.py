@@ -25,9 +25,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from rollyard.cli.bench._by_hand import by_hand
-from rollyard.cli.bench._doorway import measure_doorway
-from rollyard.cli.bench._parts import (
+from bench._by_hand import by_hand
+from bench._doorway import measure_doorway
+from bench._parts import (
     Images,
     Missing,
     forget_image,

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
-from rollyard.cli.bench._draw_policies import Enough, Ours, Tally, plain, reference
-from rollyard.cli.bench._draw_world import World
+from bench._draw_policies import Enough, Ours, Tally, plain, reference
+from bench._draw_world import World
 from rollyard.core import Json
 from rollyard.core.draw import Surplus
 

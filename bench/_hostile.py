@@ -13,9 +13,9 @@ from http.client import HTTPConnection
 
 import orjson
 
+from bench._gateway_processes import GatewayProcess
+from bench._load import Line
 from rollyard.cli._console import note
-from rollyard.cli.bench._gateway_processes import GatewayProcess
-from rollyard.cli.bench._load import Line
 from rollyard.core import Json
 
 CONTEXT = 1 << 18

@@ -15,14 +15,14 @@ from __future__ import annotations
 import asyncio
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from bench._census import Census, Count, adopting, control_of
+from bench._parts import Images, Missing, forget_image, make_images, make_runtime
+from bench.processes import module_argv
 from rollyard.cli._console import CommandError, note
-from rollyard.cli.bench._census import Census, Count, adopting, control_of
-from rollyard.cli.bench._parts import Images, Missing, forget_image, make_images, make_runtime
 from rollyard.core import Json
 
 KILLS, QUICK_KILLS = 60, 5
@@ -87,8 +87,7 @@ async def bench_survive(
 def _kill_one(runtime: str, root: Path, images: Images, tally: Path, after_s: float) -> int:
     """Starts a service, kills it, and says how many starts were in progress."""
     tally.write_bytes(b"\0")
-    argv = [sys.executable, "-m", "rollyard.cli.bench._victim", runtime, str(root)]
-    argv += [str(images.folder), str(images.sif or ""), str(tally)]
+    argv = module_argv("_victim", runtime, str(root), str(images.folder), str(images.sif or ""), str(tally))
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stderr is not None
         if process.stdout.readline() != b"open\n":

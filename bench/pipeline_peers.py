@@ -19,8 +19,8 @@ from pathlib import Path
 
 import aiohttp
 
-from rollyard.cli.bench.peers import TAIL, PeerError, driver_argv
-from rollyard.cli.bench.pipeline import TURNS
+from bench.peer_drivers import TAIL, PeerError, driver_argv
+from bench.pipeline import TURNS
 from rollyard.cli.rig import Meter, engine_process, machine_busy_s, stop
 from rollyard.core import Json
 

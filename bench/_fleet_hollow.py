@@ -1,6 +1,6 @@
 """Hollow nodes: many nodes of a fleet in one process, which take leases and hand over results, and run nothing.
 
-    python -m rollyard.cli.bench._fleet_hollow        (`HollowPlan` in JSON on its standard input, with which it ends)
+    python -m bench._fleet_hollow        (`HollowPlan` in JSON on its standard input, with which it ends)
 
 What the head sees of one is what it sees of a real node: the same structs (`fleet.wire`) over two connections, a poll
 that is held and a report whenever there is something to say; each rollout moves through READY and RUN, leaves a trace
@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 
+from bench._fleet_parts import Result
+from bench._load import Line
 from rollyard import __version__
-from rollyard.cli.bench._fleet_parts import Result
-from rollyard.cli.bench._load import Line
 from rollyard.core import Position, State
 from rollyard.fleet.messages import (
     MEDIA_TYPE,

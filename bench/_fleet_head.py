@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -18,10 +17,11 @@ from pathlib import Path
 
 import msgspec
 
+from bench._fleet_hollow import HollowPlan, Tally
+from bench._fleet_parts import math_task
+from bench.processes import module_argv
 from rollyard.cli._console import CommandError
 from rollyard.cli._deadline import within
-from rollyard.cli.bench._fleet_hollow import HollowPlan, Tally
-from rollyard.cli.bench._fleet_parts import math_task
 from rollyard.cli.rig import Meter, Served, machine_busy_s, service, stop
 from rollyard.client import AsyncClient
 from rollyard.core import Json
@@ -172,7 +172,7 @@ async def hollow_nodes(head: Head, load: Load) -> AsyncGenerator[Nodes, None]:
             sizes = (load.slots, load.ahead, load.hold_s, load.eval_s, load.poll_s)
             plan = HollowPlan(head.served.url, head.token, first, beyond - first, *sizes)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "rollyard.cli.bench._fleet_hollow"),
+                *module_argv("_fleet_hollow"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )

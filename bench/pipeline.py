@@ -60,7 +60,7 @@ async def bench_pipeline(*, quick: bool = False, peers: bool = True) -> dict[str
     metrics |= {f"{name}_at_{TURNS}_turns": short[name] for name in ("peak_turns_per_s", "cpu_ms_per_turn")}
     versus: dict[str, Json] = {}
     if peers:
-        from rollyard.cli.bench.pipeline_peers import run_peers
+        from bench.pipeline_peers import run_peers
 
         versus = await run_peers(quick=quick, turns=SERVICE_TURNS)
     return {"metrics": metrics, "versus": versus}

@@ -7,8 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from rollyard.cli.bench._parts import AnyRuntime
-from rollyard.cli.bench.peers import CACHE
+from bench._parts import AnyRuntime
+from bench.peer_drivers import CACHE
 from rollyard.core import Json
 from rollyard.sandbox import Bind, SandboxSpec
 from rollyard.sandbox.python import INSIDE, portable_python

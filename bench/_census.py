@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollyard.cli.bench._parts import engine
+from bench._parts import engine
 from rollyard.sandbox.launcher import kernel
 from rollyard.sandbox.limits.limiter import mark_of
 

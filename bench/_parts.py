@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.peer_drivers import CACHE
 from rollyard.cli._console import CommandError
-from rollyard.cli.bench.peers import CACHE
 from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime
 from rollyard.sandbox.python import PythonBuilds
 

@@ -32,10 +32,10 @@ from statistics import median
 
 import orjson
 
+from bench._gateway_processes import engine, gateway, proxy
+from bench._hostile import CONTEXT, HOSTILE_SESSIONS, hostile
+from bench._load import Line
 from rollyard.cli._console import note
-from rollyard.cli.bench._gateway_processes import engine, gateway, proxy
-from rollyard.cli.bench._hostile import CONTEXT, HOSTILE_SESSIONS, hostile
-from rollyard.cli.bench._load import Line
 from rollyard.cli.rig import Meter
 from rollyard.core import Json
 from rollyard.testing.tokenizer_files import tokenizer_dir

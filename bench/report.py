@@ -1,9 +1,8 @@
-"""`rollyard bench NAME`: measures this machine, and the peers beside it, and prints one object.
+"""Runs benchmarks and prints their figures, ours and the peers' side by side.
 
     {"bench": NAME, "metrics": {…}, "versus": {PEER: {…}}, "machine": {…}}
 
-Metric names carry their unit, and a peer's metrics have the same names. A bench is one module here with an
-`async def bench_NAME(*, quick, peers, …)` that returns metrics and versus; it is imported when it is run.
+Metric names carry their unit, and a peer's metrics have the same names.
 """
 
 from __future__ import annotations
@@ -18,73 +17,21 @@ import sys
 from collections.abc import Coroutine, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from rollyard.cli._console import AsJson, CommandError, note, number, out, print_json, run, show, table
+from rollyard.cli._console import CommandError, note, number, out, print_json, run, show, table
 from rollyard.cli._deadline import REMEDY
-
-BENCHES = {
-    "shell": "commands in a sandbox's shell: latency and throughput",
-    "ipython": "cells in a sandbox's Python: latency and start",
-    "sandbox": "starts, forks and memory of sandboxes, each runtime; the doorway",
-    "survive": "what is left of 50 starting sandboxes when their service is killed",
-    "endurance": "what ten thousand sandboxes, started and ended, leave behind",
-    "gateway": "what the gateway adds to a completion, and how many it carries",
-    "pipeline": "turns per second, CPU and memory per rollout, end to end",
-    "stages": "does a slow EVAL slow RUN down?",
-    "restart": "how long until a killed service with 10,000 queued rollouts serves again",
-    "draw": "batches of useful groups: time, waste and bias of four ways to fill them (simulated)",
-    "arrow": "a batch of 256 traces of 8,000 tokens: bytes and time as Arrow and as JSON",
-    "engine": "tokens and turns per second of the embedded engine, and of transformers' generate",
-    "fleet": "what 1 to 8 Ray nodes carry, and what leases and results cost the head",
-}
+from rollyard.cli.bench import BENCHES
 
 
-def command(
-    name: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(BENCHES)}, or all; without it they are listed.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A shorter, rougher measurement.")] = False,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers, too.")] = True,
-    runtime: Annotated[str | None, typer.Option(help="The sandbox runtime, where a bench can choose.")] = None,
-    batches: Annotated[int | None, typer.Option(min=1, help="draw: batches that are counted.")] = None,
-    want: Annotated[int | None, typer.Option(min=1, help="draw: groups in a batch.")] = None,
-    slots: Annotated[int | None, typer.Option(min=8, help="draw: rollouts at once.")] = None,
-    train_s: Annotated[float | None, typer.Option(min=0, help="draw: what the trainer takes for a batch.")] = None,
-    stragglers: Annotated[float | None, typer.Option(min=0, max=1, help="draw: the share that is slow.")] = None,
-    seed: Annotated[int | None, typer.Option(help="draw: another world.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="engine: what `rollyard engine --model` takes. [default: smollm2]")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="engine: auto, cpu, cuda or cuda:N.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="engine: auto, float32, bfloat16 or float16.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="engine: sampled for each request. [default: 64]")] = None,
-    prompt: Annotated[int | None, typer.Option(min=1, help="engine: tokens of each prompt. [default: 128]")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure this machine, and print the figures beside those of the peers."""
-    if name is None:
-        for each, what in BENCHES.items():
-            if as_json:
-                print_json({"bench": each, "what": what})
-            else:
-                out().print(f"{each:<10} {what}", markup=False)
-        return
-    if name not in BENCHES and name != "all":
-        raise CommandError(f"there is no bench {name!r}", f"there are: {', '.join(BENCHES)}, and all", 2)
-    options = {
-        "runtime": runtime, "batches": batches, "want": want, "slots": slots, "train_s": train_s,
-        "stragglers": stragglers, "seed": seed, "model": model, "device": device, "dtype": dtype, "tokens": tokens,
-        "prompt": prompt,
-    }  # fmt: skip
+def report(name: str, options: Mapping[str, object], *, quick: bool, peers: bool, as_json: bool) -> None:
+    """Measures `name`, or `all`, and prints the result. Options that are None are left at the benchmark's default."""
     if name == "all":
         if chosen := [option for option, value in options.items() if value is not None]:
             raise CommandError(f"{chosen[0]} is for one bench", f"leave --{chosen[0].replace('_', '-')} away", 2)
         run_all(quick=quick, peers=peers, as_json=as_json)
         return
-    measure = getattr(import_module(f"rollyard.cli.bench.{name}"), f"bench_{name}")
+    measure = getattr(import_module(f"bench.{name}"), f"bench_{name}")
     wanted: dict[str, object] = {"quick": quick, "peers": peers, **options}
     known = inspect.signature(measure).parameters
     for option, value in options.items():

@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench._census import Census, Count, adopting, control_of
+from bench._parts import AnyRuntime, Images, Missing, forget_image, make_images, make_runtime
 from rollyard.cli._console import CommandError, note
-from rollyard.cli.bench._census import Census, Count, adopting, control_of
-from rollyard.cli.bench._parts import AnyRuntime, Images, Missing, forget_image, make_images, make_runtime
 from rollyard.core import Json
 from rollyard.sandbox import SandboxSpec
 

@@ -1,6 +1,6 @@
 """A fleet on 1, 2, 4 and 8 Ray nodes, in a place with only a loopback of its own: does each node carry as much?
 
-    python -m rollyard.cli.bench._fleet_ray PLAN RESULT      (JSON; inside `_fleet_place`)
+    python -m bench._fleet_ray PLAN RESULT      (JSON; inside `_fleet_place`)
 
 The cluster wants a token. The head is `rollyard serve --fleet ray` as a process; its nodes are the actors that it puts
 on the Ray nodes, with a fixed pool each. Rollouts wait, all about as long; the first ones evenly shorter, so that from
@@ -24,8 +24,9 @@ from typing import Any
 
 import msgspec
 
+from bench._fleet_parts import wait_task, write_entry_points
+from bench.processes import CHECKOUT
 from rollyard.cli._deadline import within
-from rollyard.cli.bench._fleet_parts import wait_task, write_entry_points
 from rollyard.cli.rig import machine_busy_s, service
 from rollyard.client import AsyncClient
 from rollyard.core import Json
@@ -60,7 +61,9 @@ async def measure(plan: RayPlan) -> list[Throughput]:
         folder = Path(name)
         write_entry_points(folder / "package")
         os.environ |= {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(folder / "package"), os.environ.get("PYTHONPATH", "")])),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(folder / "package"), str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
+            ),
             "RAY_TMPDIR": name,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),

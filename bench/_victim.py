@@ -13,8 +13,8 @@ import mmap
 import sys
 from pathlib import Path
 
-from rollyard.cli.bench._census import control_of
-from rollyard.cli.bench._parts import AT_ONCE, Images, make_runtime
+from bench._census import control_of
+from bench._parts import AT_ONCE, Images, make_runtime
 from rollyard.sandbox import Sandbox, SandboxSpec
 
 MOST_LIVE = 2 * AT_ONCE

@@ -4,7 +4,7 @@ Ray opens many ports, some of them on every interface. In such a place nobody el
 with the program, however that ends, because PID 1 of the place does. Root makes such namespaces itself; others need
 user namespaces that are not forbidden.
 
-    python -m rollyard.cli.bench._fleet_place PROGRAM [ARGUMENT …]      (PID 1 of the place)
+    python -m bench._fleet_place PROGRAM [ARGUMENT …]      (PID 1 of the place)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from bench.processes import module_argv
 from rollyard.cli._console import CommandError
 
 TRY_S = 30.0
@@ -40,7 +41,7 @@ def inside(argv: Sequence[str]) -> list[str]:
 def _command(argv: Sequence[str]) -> list[str]:
     as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
     namespaces = ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    return ["unshare", *as_root, *namespaces, sys.executable, "-m", __name__, *argv]
+    return ["unshare", *as_root, *namespaces, *module_argv("_fleet_place", *argv)]
 
 
 def _raise_loopback() -> None:
