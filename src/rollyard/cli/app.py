@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from bench import command as bench
 from rollyard import __version__
 from rollyard.cli.access import access
 from rollyard.cli.agents import agents
+from rollyard.cli.bench import command as bench
 from rollyard.cli.config import config
 from rollyard.cli.demo import demo
 from rollyard.cli.doctor import doctor
