@@ -27,13 +27,13 @@ import msgspec
 from bench._fleet_head import Load, Window, at_rate, at_saturation, idle
 from bench._fleet_place import inside
 from bench._fleet_ray import RayPlan, Throughput
+from bench.postgres import PgServer, find_postgres
 from bench.processes import module_argv
+from bench.store_leases import measure_leases
 from rollyard.cli._console import CommandError, note
 from rollyard.cli._deadline import within
 from rollyard.core import Json
 from rollyard.store import open_store
-from rollyard.testing.store_bench import measure_leases
-from rollyard.testing.store_postgres import PgServer, find_postgres
 
 FULL = RayPlan(nodes=(1, 2, 4, 8), slots=32, wait_s=4.0, warm_s=6.0, window_s=20.0)
 QUICK = RayPlan(nodes=(1, 2), slots=32, wait_s=4.0, warm_s=4.0, window_s=4.0)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from rollyard.testing.store_postgres import PgServer, find_postgres
+from bench.postgres import PgServer, find_postgres
 from tests import real_vllm, worker
 from tests.embedded.environment import make_tiny_model
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from bench.postgres import PgServer
 from rollyard.store import PostgresStore, SqliteStore
-from rollyard.testing.store_postgres import PgServer
 
 _numbers = itertools.count(1)
 

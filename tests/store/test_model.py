@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollyard.testing.store_model import ModelWalk
 from tests.store.conftest import AnyOpener
+from tests.store.model import ModelWalk
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,11 @@ from asyncio.subprocess import PIPE
 import asyncpg
 import pytest
 
+from bench.postgres import PgServer
 from rollyard.core import Position, Run, State
 from rollyard.core.failure import InvalidRequest, NotFound
 from rollyard.store import PostgresStore, Stale, StoreLocked, StoreUnusable
 from rollyard.testing.store_conformance import INIT, QUEUED, READY, advance, completed, submission, trajectory
-from rollyard.testing.store_postgres import PgServer
 from tests.store.conftest import PostgresOpener
 from tests.worker import free_port
 

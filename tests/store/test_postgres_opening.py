@@ -13,6 +13,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from bench.postgres import PASSWORD, PgServer
+from bench.store_leases import measure_leases
 from rollyard.core import Run
 from rollyard.store import SqliteStore, StoreUnusable, open_store
 from rollyard.store._pg_address import Address
@@ -21,9 +23,7 @@ from rollyard.store._pg_server import SETTINGS, check_server_version, connect, m
 from rollyard.store.opening import shown
 from rollyard.store.postgres import PostgresStore
 from rollyard.store.schema import MIGRATIONS
-from rollyard.testing.store_bench import measure_leases
 from rollyard.testing.store_conformance import submission
-from rollyard.testing.store_postgres import PASSWORD, PgServer
 from tests.store.conftest import AnyOpener, PostgresOpener
 
 pytestmark = pytest.mark.slow

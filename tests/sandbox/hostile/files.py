@@ -18,9 +18,9 @@ from collections.abc import Generator
 from pathlib import Path
 
 from rollyard.sandbox.base import Runtime
-from rollyard.testing._hostile import LONG_S, SECONDS, answers, hostile, python, started
 from rollyard.testing.sandbox_conformance import marked
 from rollyard.tools.shell import Shell
+from tests.sandbox.hostile.cases import LONG_S, SECONDS, answers, hostile, python, started
 
 MEGABYTE = 1 << 20
 

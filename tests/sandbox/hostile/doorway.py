@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollyard.sandbox.base import Runtime, Sandbox, SandboxSpec
 from rollyard.sandbox.doorway import AsgiApp
-from rollyard.testing._hostile import LONG_S, hostile, said, started
+from tests.sandbox.hostile.cases import LONG_S, hostile, said, started
 
 SPEC = SandboxSpec(has_doorway=True, owner="hostile")
 

@@ -13,7 +13,8 @@ import signal
 
 from rollyard.core.failure import PolicyFailure
 from rollyard.sandbox.base import ExecResult, Runtime, Sandbox
-from rollyard.testing._hostile import (
+from rollyard.testing.sandbox_conformance import alive, marked
+from tests.sandbox.hostile.cases import (
     LIMIT_BYTES,
     LIMIT_FILES,
     LIMIT_PROCESSES,
@@ -26,7 +27,6 @@ from rollyard.testing._hostile import (
     said,
     started,
 )
-from rollyard.testing.sandbox_conformance import alive, marked
 
 MOST_BYTES = 4 * LIMIT_BYTES
 

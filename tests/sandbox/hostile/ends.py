@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rollyard.core.failure import PolicyFailure
 from rollyard.sandbox.base import Bind, Runtime, SandboxSpec
-from rollyard.testing._hostile import LONG_S, SECONDS, answers, hostile, lives_or_was_ended_by_its_owner, started
 from rollyard.testing.sandbox_conformance import alive, eventually, marked
+from tests.sandbox.hostile.cases import LONG_S, SECONDS, answers, hostile, lives_or_was_ended_by_its_owner, started
 
 _DAEMON = "setsid sh -c 'trap \"\" TERM HUP INT; while :; do sleep {mark}; done' </dev/null >/dev/null 2>&1 & sleep 0"
 

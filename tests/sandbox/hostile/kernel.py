@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Generator
 
 from rollyard.sandbox.base import Runtime
-from rollyard.testing._hostile import SECONDS, answers, hostile, limited, said, started
 from rollyard.testing.sandbox_conformance import marked
 from rollyard.tools.shell import Shell
+from tests.sandbox.hostile.cases import SECONDS, answers, hostile, limited, said, started
 
 _NAMESPACES = """
 import ctypes, os, signal

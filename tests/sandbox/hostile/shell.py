@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from rollyard.sandbox.base import Runtime
-from rollyard.testing._hostile import LONG_S, SECONDS, hostile, python, started
 from rollyard.testing.sandbox_conformance import marked
 from rollyard.tools.shell import Shell, ShellOutcome
+from tests.sandbox.hostile.cases import LONG_S, SECONDS, hostile, python, started
 
 CAP = 10_000
 

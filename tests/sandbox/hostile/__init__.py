@@ -15,15 +15,15 @@ Attacks on the score (files left for the verifier) are no business of a sandbox;
 
 from __future__ import annotations
 
-from rollyard.testing import (  # noqa: F401  each adds its cases
-    _hostile_doorway,
-    _hostile_ends,
-    _hostile_files,
-    _hostile_host,
-    _hostile_kernel,
-    _hostile_limits,
-    _hostile_shell,
+from tests.sandbox.hostile import (  # noqa: F401  each adds its cases
+    doorway,
+    ends,
+    files,
+    host,
+    kernel,
+    limits,
+    shell,
 )
-from rollyard.testing._hostile import CASES, LIMITS, Case
+from tests.sandbox.hostile.cases import CASES, LIMITS, Case
 
 __all__ = ["CASES", "LIMITS", "Case"]

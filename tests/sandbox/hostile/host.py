@@ -9,9 +9,9 @@ import socket
 import tempfile
 
 from rollyard.sandbox.base import Runtime
-from rollyard.testing._hostile import LONG_S, SECONDS, answers, hostile, python, said, started
 from rollyard.testing.sandbox_conformance import marked
 from rollyard.tools.shell import Shell
+from tests.sandbox.hostile.cases import LONG_S, SECONDS, answers, hostile, python, said, started
 
 _ENVIRONMENT = {
     "ROLLYARD_HOSTILE": "secret-of-the-host",
