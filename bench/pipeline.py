@@ -14,13 +14,11 @@ import asyncio
 import json
 import time
 
+from bench.pipeline_peers import TURNS, run_peers
 from rollyard.cli._console import CommandError, note
 from rollyard.cli._deadline import REMEDY
 from rollyard.cli.rig import Rig, machine_busy_s, rig
 from rollyard.core import Json
-
-TURNS = 5
-"""Of a rollout in the latency-bound load, and of the peers' in figures that are about."""
 
 SERVICE_TURNS = 20
 """Of a rollout in the service-bound load. It is to measure turns, so a rollout is as long as real ones are; what a
@@ -60,8 +58,6 @@ async def bench_pipeline(*, quick: bool = False, peers: bool = True) -> dict[str
     metrics |= {f"{name}_at_{TURNS}_turns": short[name] for name in ("peak_turns_per_s", "cpu_ms_per_turn")}
     versus: dict[str, Json] = {}
     if peers:
-        from bench.pipeline_peers import run_peers
-
         versus = await run_peers(quick=quick, turns=SERVICE_TURNS)
     return {"metrics": metrics, "versus": versus}
 

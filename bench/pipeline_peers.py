@@ -20,9 +20,11 @@ from pathlib import Path
 import aiohttp
 
 from bench.peer_drivers import TAIL, PeerError, driver_argv
-from bench.pipeline import TURNS
 from rollyard.cli.rig import Meter, engine_process, machine_busy_s, stop
 from rollyard.core import Json
+
+TURNS = 5
+"""Turns of a rollout in the latency-bound load, and in the peers' figures."""
 
 CONCURRENCY = 64
 STEADY_S = 120.0  # to import a peer, and to end its first rollouts
