@@ -278,7 +278,7 @@ _GAUGES = {
     "engine_in_flight": ("rollyard_engine_in_flight", "engine", "Model calls in progress."),
     "engine_up": ("rollyard_engine_up", "engine", "1 if it accepts calls, 0 if it is unhealthy or quarantined."),
     "engine_session_cap": ("rollyard_engine_session_cap", "engine", "Limit of its sessions; absent if unlimited."),
-    "engine_kv_use": ("rollyard_engine_kv_use", "engine", "Used share of its KV cache, if reported."),
+    "engine_kv_use": ("rollyard_engine_kv_use", "engine", "Used share of its KV cache, 0 to 1, if reported."),
     "seats_waiting": ("rollyard_seats_waiting", "policy", "Rollouts in READY that wait for a seat at its engines."),
     "policy_version": ("rollyard_policy_version", "policy", "The weight version at the last resume."),
     "policy_paused": (
