@@ -255,7 +255,7 @@ async def test_a_drain_ends_what_does_not_end(caplog: pytest.LogCaptureFixture) 
         assert await whole(reader) == b""
         writer.close()
     (record,) = caplog.records
-    assert record.getMessage() == "requests were cut"
+    assert record.getMessage() == "requests were aborted"
 
 
 # --- the log --------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ async def test_what_is_wrong_is_said_with_what_to_do(postgres: PgServer) -> None
 )
 async def test_a_url_that_cannot_be_understood_is_not_repeated(url: str) -> None:
     said = await _refused(url)
-    assert "cannot be understood" in said and "ter2" not in said and "hun" not in said
+    assert "the store's URL is invalid" in said and "ter2" not in said and "hun" not in said
 
 
 async def test_a_password_is_never_shown(postgres: PgServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +107,7 @@ async def test_who_holds_the_tables_of_a_store_is_named(
         said = await _refused(open_postgres.url)
         pid = other.get_server_pid()
     await other.close()
-    assert f"held for 30 s, by a person's psql (from 127.0.0.1, server process {pid})" in said
+    assert f"locked for 30 s, by a person's psql (from 127.0.0.1, server process {pid})" in said
     assert "pg_terminate_backend" in said
     await (await open_postgres()).close()
 
