@@ -4,9 +4,9 @@ The probe finds out which one works: without `--enable-scale-out` the first answ
 second accepts token ids and returns them with `return_token_ids`, but reports no weight versions.
 
 Checked against vLLM 0.32.0: a generation aborted by id returns at once, with finish_reason "abort" and the tokens and
-logprobs sampled so far. Its id is `generate-tokens-ID` on the first API and `cmpl-ID-0` on the second. vLLM ignores an
-id that it does not know (yet), so an abort that overtakes its request is lost and the caller has to repeat it. Up to
-0.28 the logprobs name their tokens "token_id:N"; both formats are read.
+logprobs sampled so far. Its id is `generate-tokens-ID` on the first API and `cmpl-ID-0` on the second. vLLM ignores
+unknown ids, so an abort that overtakes its request is lost and the caller has to repeat it. Up to 0.28 the logprobs
+name their tokens "token_id:N"; both formats are read.
 
 In a stream, each event of either API contains only new tokens. The finish_reason comes with the last tokens (alone when
 aborted), the weight versions of all tokens come with it and not before, and usage comes in a separate event. So a
