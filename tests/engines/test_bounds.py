@@ -47,7 +47,7 @@ async def test_freeing_a_silent_engine_ends(http: HttpPool, monkeypatch: pytest.
 async def test_a_probe_that_takes_too_long_is_a_timeout() -> None:
     async with ScriptedEngine() as server, Router(replace(QUICK, probe_s=2.0)) as router:
         server.fail_next(1, "hang")
-        with pytest.raises(EngineTimeout, match="did not say within"):
+        with pytest.raises(EngineTimeout, match="did not answer its probe within"):
             await router.add(spec_of(server))
         await router.add(spec_of(server))  # the id is free again
 

@@ -482,7 +482,7 @@ async def test_what_a_node_has_on_an_engine_that_is_quarantined_goes_on_elsewher
             task = asyncio.create_task(complete(session))
             await one.busy()
             (policy,) = gates.policies
-            first = replace(policy.engines[0], is_quarantined=True, error="was it started again?")
+            first = replace(policy.engines[0], is_quarantined=True, error="was it restarted?")
             policy = replace(policy, engines=(first, policy.engines[1]))
             await router.follow(replace(gates, number=2, policies=(policy,)))
             assert one.running == 0 and text_of(await task) == "hello world" and session.engine.spec.id == "e2"

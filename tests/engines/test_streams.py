@@ -188,7 +188,7 @@ async def test_after_it_what_was_told_is_kept(
         count = len(part.token_ids)
         assert 0 < count < len(whole.token_ids) and part.token_ids == whole.token_ids[:count]
         assert part.logprobs is not None and whole.logprobs is not None and part.logprobs == whole.logprobs[:count]
-        assert "a stream broke off; what it had given is kept" in caplog.messages
+        assert "a stream broke off; its tokens so far are kept" in caplog.messages
         await engine.close()
         await server.idle()
 

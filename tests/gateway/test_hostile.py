@@ -364,7 +364,7 @@ def test_no_token_is_longer_than_the_longest():
 
 def test_a_tokenizer_that_panics_is_an_invalid_request():
     """Rust's panic is no Exception: it would pass every handler."""
-    with pytest.raises(InvalidRequest, match="cannot take this text"):
+    with pytest.raises(InvalidRequest, match="cannot encode this text"):
         RENDERER.encode(" " * 11_000_000)
 
 

@@ -142,9 +142,9 @@ def test_markers_in_a_text_stay_text(chatml: ChatML):
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (COUNTS, "does not begin with the prompt"),
-        (OPENS_THINKING, "does not begin with the prompt"),
-        (DROPS_CALLS, "reads back as something else"),
+        (COUNTS, "does not start with the prompt"),
+        (OPENS_THINKING, "does not start with the prompt"),
+        (DROPS_CALLS, "parses as a different one"),
     ],
     ids=["counts", "opens_thinking", "drops_calls"],
 )
@@ -157,7 +157,7 @@ def test_a_template_that_cannot_is_refused(by_template: Callable[[str], Template
 
 def test_a_prompt_that_is_another_conversation_s_is_refused(chatml: ChatML):
     prompt = chatml.render([*ASKED, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "Sure?"}])
-    with pytest.raises(TaskInvalid, match="does not begin with the prompt"):
+    with pytest.raises(TaskInvalid, match="does not start with the prompt"):
         given_turn(chatml, prompt, ASKED, {"role": "assistant", "content": "Yes."})
 
 

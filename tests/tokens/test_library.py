@@ -86,5 +86,5 @@ def test_a_qwen3_of_no_known_name_falls_to_chatml(qwen3):
 def test_a_conversation_that_a_format_cannot_write_is_named(qwen3):
     """qwen3.8 wants a user's message, and raises in its own way."""
     renderer = load_renderer(qwen3, "some/model", "qwen3.8")
-    with pytest.raises(TaskInvalid, match=r"renderer 'qwen3.8' cannot write these messages"):
+    with pytest.raises(TaskInvalid, match=r"renderer 'qwen3.8' cannot render these messages"):
         renderer.render([{"role": "assistant", "content": "hi"}])

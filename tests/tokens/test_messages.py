@@ -39,11 +39,11 @@ def test_system_turns_anywhere_are_rendered(renderer: Renderer):
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (IMAGE, "has no images"),
-        ({"type": "input_image", "image_url": "data:"}, "has no images"),
-        ({"type": "input_audio", "input_audio": {}}, "has no parts of type 'input_audio'"),
-        ({"type": "text", "text": None}, "has no parts of type 'text'"),
-        (7, "has no parts of type 'int'"),
+        (IMAGE, "does not support images"),
+        ({"type": "input_image", "image_url": "data:"}, "does not support images"),
+        ({"type": "input_audio", "input_audio": {}}, "does not support parts of type 'input_audio'"),
+        ({"type": "text", "text": None}, "does not support parts of type 'text'"),
+        (7, "does not support parts of type 'int'"),
     ],
 )
 def test_what_is_not_text_is_refused_never_dropped(renderer: Renderer, part: object, says: str):
@@ -57,7 +57,7 @@ def test_what_is_not_text_is_refused_never_dropped(renderer: Renderer, part: obj
 
 
 def test_content_that_is_neither_text_nor_parts_is_refused(renderer: Renderer):
-    with pytest.raises(InvalidRequest, match="takes text or parts"):
+    with pytest.raises(InvalidRequest, match="accepts text or parts"):
         renderer.render([{"role": "user", "content": {"type": "text", "text": "hi"}}])
 
 

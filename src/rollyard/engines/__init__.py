@@ -1,4 +1,4 @@
-"""Engines turn token ids into sampled token ids; the router finds one for each session."""
+"""Engines turn prompt token ids into sampled token ids; the router selects one for each session."""
 
 from rollyard.engines.base import (
     ChatReply,

@@ -1,21 +1,23 @@
-"""The engines of one policy (or the judges): how loaded each is, whether it is up, and who waits for one.
+"""The engines of one policy (or the judges): the load, health and gate of each, and the callers that wait for one.
 
-Invariants. `pick` gives the engine with the fewest live sessions per unit of capacity, calls in flight breaking
-ties; a session that sits in a tool still counts, since its prefix is still in the engine's cache. Every count goes
-up and down in this file alone. The heap deletes lazily: each change pushes a new entry with a new stamp, and
-entries with an old stamp are dropped when they surface; it is rebuilt before it outgrows its engines.
+Invariants. `pick` returns the engine with the fewest live sessions per unit of capacity; calls in flight break ties. A
+session that is in a tool call still counts, since its prefix is still in the engine's cache. Only this file changes
+the counts. The heap deletes lazily: each change pushes a new entry with a new stamp, and entries with an old stamp
+are dropped when they reach the top; it is rebuilt before it outgrows its engines.
 
-An engine below its session cap goes before one that is at it; a capped engine's load is counted per its cap. The
-seats of a policy (`policy_slots.py`) are bounded by the sum of the caps of its engines that are up, of all of them while none
-is; one engine without a cap, or no engine at all, and there is no bound. RUN admits by them; `pick` refuses nobody.
+Caps: an engine below its session cap is preferred to one at its cap, and a capped engine's load is relative to its
+cap. The number of seats of a policy (`seats.py`) is the sum of the caps of its engines that are up, or of all of them
+while no engine is up. It is unlimited if one of these has no cap, or if there is no engine. RUN admits rollouts by
+seats; `pick` does not limit them.
 
-The breaker: `trip_after` consecutive failures take an engine down; only the router's watch, which asks it for a
-token, brings it up again. A failure that is the request's own fault (EngineRefused) does not count.
+The breaker: `trip_after` consecutive failures take an engine down. Only the router's watch, which has it sample a
+token, brings it up again. A failure caused by the request (EngineRefused) does not count.
 
-The gate: no call begins on an engine that is paused, and none on one that is quarantined because it failed a change of
-weights. Who waits for either waits as long as it takes (`engines/weights/policies.py`); who waits for an engine that is down does not.
-Each gate says what becomes of the calls in flight (`mode`), harder with time but never softer while it is shut, since
-nodes that follow these gates do the same to theirs (`engines/weights/weight_gates.py`). What nodes have of an engine counts as its load.
+The gate: no call starts on an engine that is paused, or quarantined because it failed a weight update. Waiting for
+such an engine is bounded only by `pause_wait_s` (`engines/weights/policies.py`); waiting for an engine that is down is
+bounded by `engine_wait_s`. The `mode` of a closed gate decides what happens to calls in flight. It may become stricter
+while the gate is closed, but never less strict, since nodes that follow these gates do the same to their calls
+(`engines/weights/weight_gates.py`). The sessions and calls of nodes count as an engine's load.
 The file is long because an engine's counts, gate and breaker change together.
 """
 
@@ -46,11 +48,11 @@ class Health(StrEnum):
     UP = "up"  # takes sessions
     DOWN = "down"  # its breaker is open, or it has not answered its first probe
     GONE = "gone"  # removed: its sessions move at their next call
-    QUARANTINED = "quarantined"  # nobody knows its weights: only a resume that names a version brings it up
+    QUARANTINED = "quarantined"  # its weights are unknown: only a resume that names a version brings it up
 
     @property
     def is_reachable(self) -> bool:
-        """It answers, whatever its weights are."""
+        """Whether the engine answers, whatever its weights are."""
         return self in (Health.UP, Health.QUARANTINED)
 
 
@@ -73,38 +75,38 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """One line of the engine list."""
+    """One entry of the engine list."""
 
     spec: EngineSpec
     info: EngineInfo | None  # None: it has not answered its first probe
     health: Health
     stats: EngineStats
-    cap: int | None = None  # sessions it may have; None: no bound
-    load: EngineLoad | None = None  # as it told when it was last asked
+    cap: int | None = None  # sessions it may have; None: unlimited
+    load: EngineLoad | None = None  # as last reported
     version: int = 0  # of its weights
     is_paused: bool = False
-    is_tokenizer_verified: bool = True  # False: it cannot show which tokenizer it has
+    is_tokenizer_verified: bool = True  # False: the engine has no route to check its tokenizer with
 
 
 class EngineCall:
-    """A call in flight: what the router can do to it from outside."""
+    """A call in flight, as the router controls it."""
 
     def __init__(self, *clocks: Deadline, is_cuttable: bool = True, is_streamed: bool = False) -> None:
         self.is_cuttable = is_cuttable
-        self.is_streamed = is_streamed  # its tokens count as they come, their versions are told at its end, if then
-        self.was_paused = False  # its engine was, at some time since it began
-        self.version = 0  # of its engine's weights, when it began
-        self.versions: set[int] = set()  # that its engine had, or was about to get, since then
-        self.said_version = -1  # the highest that its engine had named by then
-        self.is_given = False  # its engine had taken its version from us by then
-        self.contact = Contact()  # with its engine, when it began
+        self.is_streamed = is_streamed  # its tokens count as they arrive; their versions arrive at its end, or never
+        self.was_paused = False  # whether its engine was paused at any time since the call started
+        self.version = 0  # of its engine's weights when the call started
+        self.versions: set[int] = set()  # those its engine had, or was about to get, since then
+        self.said_version = -1  # the highest that its engine had reported by then
+        self.is_given = False  # whether Rollyard had set its engine's version by then
+        self.contact = Contact()  # with its engine when the call started
         self.cut_asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._clocks = clocks
         self._holds: ExitStack | None = None
 
     def cut(self) -> None:
-        """Its session aborts it, keeps what was sampled, and goes on from there when it may."""
+        """Makes its session abort the call, keep the sampled tokens, and continue from them when allowed."""
         if self.is_cuttable and not self.cut_asked.done():
             self.cut_asked.set_result(None)
 
@@ -129,8 +131,8 @@ class PoolMember:
     health: Health = Health.DOWN
     is_probed: bool = False
     is_tokenizer_verified: bool = True
-    says_versions: bool = False  # its last generation named the versions of its tokens
-    said_version: int = -1  # the highest that it named since its version was set
+    says_versions: bool = False  # its last generation reported the versions of its tokens
+    said_version: int = -1  # the highest that it reported since its version was set
     failures_in_a_row: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     calls: set[EngineCall] = field(default_factory=set[EngineCall])
@@ -138,16 +140,16 @@ class PoolMember:
     stamp: int = 0
     session_cap: SessionCap | None = None
     told: EngineLoad | None = None
-    version: int = 0  # of its weights, as far as it was told to us
-    is_given: bool = False  # the engine itself has taken this version from us
+    version: int = 0  # of its weights, as last set here
+    is_given: bool = False  # the engine itself accepted this version
     started: str | None = None  # when the process started that has this version, as the engine reports it
     verified: Contact | None = None  # the contact in which the engine was last known to have this version
-    next_version: int | None = None  # that it is about to get
-    is_paused: bool = False  # no call begins
-    is_leaving: bool = False  # while it is paused, its sessions go elsewhere if they can
-    mode: PauseMode | None = None  # while it is paused: what becomes of its calls in flight
+    next_version: int | None = None  # the version it is about to get
+    is_paused: bool = False  # no call starts
+    is_leaving: bool = False  # while it is paused, its sessions move to other engines if they can
+    mode: PauseMode | None = None  # while it is paused: what happens to its calls in flight
     is_joined: bool = False  # it has the version of its policy, and may take calls
-    is_told: bool = False  # the engine itself was told to pause
+    is_told: bool = False  # the engine itself accepted a pause
     elsewhere: RemoteLoad = field(default_factory=RemoteLoad)
 
     def __post_init__(self) -> None:
@@ -170,11 +172,11 @@ class PoolMember:
 
     @property
     def sessions(self) -> int:
-        """Here and at nodes."""
+        """Live sessions of this router and of nodes."""
         return self.stats.sessions + self.elsewhere.sessions
 
     def heard(self, load: EngineLoad | None, now_s: float, *, is_anew: bool = False) -> None:
-        """It was asked how loaded it is: its cap follows. `is_anew`: it has just come up."""
+        """Records the reported load and adjusts the cap. `is_anew`: the engine has just come up."""
         self.told = load
         if self.session_cap is None:
             return
@@ -232,19 +234,19 @@ class PoolMember:
         self.pool.touch(self)
 
     def expect(self, version: int) -> None:
-        """It is about to get this version: calls in flight may name it from now on."""
+        """The engine is about to get this version: calls in flight may report it from now on."""
         self.next_version = version
         self.pool.moved()
         for call in self.calls:
             call.versions.add(version)
 
     def has(self, version: int) -> None:
-        """It has this version now. Versions that it named before are forgotten."""
+        """The engine now has this version. Versions that it reported before no longer count."""
         self.expect(version)
         self.version, self.next_version, self.said_version = version, None, -1
 
     def names_versions_of(self, call: EngineCall) -> bool:
-        """Whether each token of the call will have its true version, even if the weights change under it."""
+        """Whether each token of the call will have its true version, even if the weights change during the call."""
         return self.says_versions and not call.is_streamed
 
     def end(self, call: EngineCall) -> None:
@@ -255,11 +257,12 @@ class PoolMember:
         if not self.calls:
             self.idle.set()
             if self.is_paused:
-                self.pool.wake()  # it has drained
+                self.pool.wake()  # drained
         self.pool.touch(self)
 
     def cut(self, *, is_sparing: bool) -> list[asyncio.Future[None]]:
-        """Cuts its calls, or (sparing) only those that cannot name their versions; what is done when each has ended."""
+        """Cuts its calls, or (sparing) only those that cannot report their versions. Returns one future per cut call,
+        done when the call has ended."""
         if self.is_paused:
             self._harden(PauseMode.KEEP if is_sparing else PauseMode.ABORT)
         cut = [call for call in self.calls if call.is_cuttable and not (is_sparing and self.names_versions_of(call))]
@@ -273,12 +276,12 @@ class PoolMember:
             self.pool.moved()
 
     def cut_calls(self) -> list[asyncio.Future[None]]:
-        """Those that were cut and have not ended."""
+        """The futures of calls that were cut and have not ended."""
         return [call.ended for call in self.calls if call.cut_asked.done()]
 
     def pause(self, mode: PauseMode = PauseMode.KEEP, *, is_leaving: bool = False) -> None:
-        """No call begins from now on. The clocks of those in flight stand still, unless they end by themselves. Who
-        pauses it also has them cut, as the mode says."""
+        """No call starts from now on. The clocks of calls in flight are stopped, unless the mode lets them finish. The
+        caller cuts calls as the mode requires."""
         self.is_paused = True
         self.is_leaving = is_leaving
         self._harden(mode)
@@ -303,10 +306,10 @@ class PoolMember:
         log.warning("engine is quarantined", extra={"engine": self.id, "error": why})
 
     def sampled(self, generation: Generation) -> None:
-        if generation.finish_reason != "abort":  # one that broke off has not shown that it works
+        if generation.finish_reason != "abort":  # an abort does not show that the engine works
             self.failures_in_a_row = 0
         if generation.token_ids and (generation.versions or generation.finish_reason != "abort"):
-            # an abort without versions says nothing of the engine: it may be a stream that broke off before its end
+            # an abort without versions proves nothing: it may be a stream that broke off before its end
             has_named = bool(generation.versions) and generation.versions[-1].version >= 0
             self.says_versions = has_named and self.engine.info.reports_versions
         if generation.versions:
@@ -321,7 +324,7 @@ class PoolMember:
         self.stats.last_error = error.detail
 
     def failed(self, detail: str, trip_after: int) -> None:
-        """Counts a failure; so many in a row take the engine down."""
+        """Counts a failure; `trip_after` in a row take the engine down."""
         self.stats.failures += 1
         self.stats.last_error = detail
         self.failures_in_a_row += 1
@@ -345,15 +348,15 @@ _Entry = tuple[tuple[bool, float, int], int, PoolMember]
 
 
 class EnginePool:
-    """See the module. A policy has the version that was resumed last; each of its engines has its own, and its gate."""
+    """The engines of a policy. The policy's version is the last one resumed; each engine has its own, and a gate."""
 
     def __init__(self, name: str, moved: Callable[[], None] = lambda: None) -> None:
-        """`moved` is told after whatever nodes must know of its gates."""
+        """`moved` is called after each change that nodes must receive."""
         self.name = name
         self.moved = moved
         self.version = 0
-        self.is_named = False  # somebody has told a version
-        self.is_paused = False  # the policy as a whole: engines that come are paused, too
+        self.is_named = False  # a version has been set
+        self.is_paused = False  # the policy as a whole: engines that are added are paused too
         self.members: dict[str, PoolMember] = {}
         self.seats = Seats()
         self._heap: list[_Entry] = []
@@ -363,7 +366,7 @@ class EnginePool:
 
     @property
     def is_held(self) -> bool:
-        """Some engine waits for new weights: who finds no other waits as long as that takes."""
+        """Whether an engine waits for new weights: a session that finds no other engine waits for it."""
         return self.is_paused or any(m.is_paused or m.health is Health.QUARANTINED for m in self.members.values())
 
     def shut(self) -> None:
@@ -378,7 +381,7 @@ class EnginePool:
         self.wake()
 
     def wake(self) -> None:
-        """A gate or a health changed."""
+        """Notifies waiters and nodes that a gate or a health changed."""
         self.moved()
         for waiter in (*self._waiters, *self._gate_waiters):
             if not waiter.done():
@@ -399,18 +402,18 @@ class EnginePool:
 
     @property
     def seats_free(self) -> int | None:
-        """None: no bound."""
+        """None: unlimited."""
         return self.seats.free
 
     def rebound(self) -> None:
-        """A cap, or an engine's health, changed: so may the number of seats."""
+        """Updates the number of seats after a change of a cap or of an engine's health."""
         members = [member for member in self.members.values() if member.health is Health.UP] or self.members.values()
         caps = [member.cap for member in members]
         known = [cap for cap in caps if cap is not None]
         self.seats.set_bound(sum(known) if caps and len(known) == len(caps) else None)
 
     def touch(self, member: PoolMember) -> None:
-        """Its load or health changed."""
+        """Updates the heap after a change of an engine's load or health."""
         self._stamps += 1
         member.stamp = self._stamps
         if not member.is_usable:
@@ -424,7 +427,7 @@ class EnginePool:
                 waiter.set_result(None)
 
     def pick(self, avoid: Collection[PoolMember] = ()) -> PoolMember | None:
-        """The least loaded that is up, not paused, and not to be avoided."""
+        """The least loaded engine that is up, not paused, and not in `avoid`."""
         skipped: list[_Entry] = []
         found: PoolMember | None = None
         while self._heap and found is None:
@@ -441,13 +444,13 @@ class EnginePool:
         return found
 
     def pick_paused(self) -> PoolMember | None:
-        """The least loaded of those that are only paused: a seat there costs nothing, and its session waits."""
+        """The least loaded engine that is up and paused: a session there waits, and costs nothing meanwhile."""
         paused = [m for m in self.members.values() if m.is_paused and m.health is Health.UP]
         return min(paused, key=lambda m: m.load, default=None)
 
     async def wait_for_one(self, timeout_s: float, pause_wait_s: float | None = None) -> PoolMember:
-        """The least loaded, as soon as any is up; EngineUnavailable when none comes up in time. While the policy waits
-        for new weights, that time is `pause_wait_s` (None: without end)."""
+        """The least loaded engine, as soon as one is up. Raises EngineUnavailable if none comes up in time. While the
+        policy waits for new weights, that time is `pause_wait_s` (None: unlimited)."""
         while (member := self.pick()) is None:
             is_held = self.is_held
             try:

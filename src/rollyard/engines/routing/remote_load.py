@@ -1,7 +1,7 @@
-"""What others have of an engine: sessions and calls of nodes, as they told, added up.
+"""The sum of the sessions and calls that nodes have on an engine, as they report them.
 
-Gauges are those that a node told last, until it is gone. Tokens only rise: a node tells how many it has had in all, so
-that a report that comes twice counts once, and one that tells fewer than before has begun anew.
+Gauges are those of a node's last report, until the node is gone. Tokens only rise: a node reports its total, so that a
+report that arrives twice counts once. A total lower than before means that the node has restarted its count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _NodeUse:
 
 @dataclass(eq=False, slots=True)
 class RemoteLoad:
-    """See the module. The sums are kept, since the router asks for them at every pick."""
+    """The nodes' load of one engine. The sums are maintained, since the router reads them at every pick."""
 
     sessions: int = 0
     in_flight: int = 0
@@ -26,7 +26,7 @@ class RemoteLoad:
     _by_node: dict[str, _NodeUse] = field(default_factory=dict[str, "_NodeUse"])
 
     def tell(self, node: str, sessions: int, in_flight: int, tokens: int) -> bool:
-        """Whether the load is another one now."""
+        """Records a node's report; returns whether the load changed."""
         before = self._by_node.get(node, _NodeUse())
         self._by_node[node] = _NodeUse(sessions, in_flight, tokens)
         self.sessions += sessions - before.sessions
@@ -35,6 +35,6 @@ class RemoteLoad:
         return (sessions, in_flight) != (before.sessions, before.in_flight)
 
     def left(self, node: str) -> bool:
-        """The node is gone; its tokens stay counted, and are not counted again if it comes back."""
+        """Removes a node that is gone. Its tokens stay counted, and are not counted again if it comes back."""
         before = self._by_node.get(node)
         return before is not None and self.tell(node, 0, 0, before.tokens)

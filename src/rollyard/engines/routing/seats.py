@@ -1,11 +1,11 @@
-"""The seats of a policy: how many rollouts may have a session at its engines at once, and who waits for one.
+"""The seats of a policy: how many rollouts may have a session at its engines at once, and the queue for them.
 
 A rollout takes its seat before RUN and keeps it until it leaves RUN. The bound is the sum of the engines' session caps
-(`admission.py`); it moves while seats are taken. Which engine a session then gets is the pool's choice.
+(`admission.py`); it changes while seats are taken. The pool then chooses the engine of the session.
 
-Invariants. `taken` exceeds `bound` only after the bound fell, until enough holders leave; nobody is thrown out. A seat
-is given back once, however often it is closed. Waiters are served by rank, the lowest first; one that is cancelled
-leaves nothing, and a seat that had just been given to it goes to the next. Nobody waits while a seat is free.
+Invariants. `taken` exceeds `bound` only after the bound fell, until enough holders leave; no holder is evicted. A seat
+is released once, however often it is closed. Waiters are served by rank, the lowest first. A waiter that is cancelled
+leaves no entry, and a seat just granted to it goes to the next one. No rollout waits while a seat is free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Rank = tuple[int, int]
 
 
 class Seat:
-    """One rollout's place at a policy."""
+    """One rollout's seat at a policy."""
 
     __slots__ = ("_is_open", "_seats")
 
@@ -29,26 +29,26 @@ class Seat:
         self._is_open = True
 
     def close(self) -> None:
-        """Gives it back; again does nothing."""
+        """Releases the seat. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._seats.left()
 
 
 class Seats:
-    """See the module. `bound` None: as many as want one."""
+    """The seats of one policy. `bound` None: unlimited."""
 
     def __init__(self) -> None:
         self.bound: int | None = None
         self.taken = 0
-        self.held_back = 0  # who would wait here, but is kept where it is until there is a seat
-        self.on_free: Callable[[], None] = lambda: None  # for those
+        self.held_back = 0  # rollouts that stay queued until there is a seat, instead of waiting here
+        self.on_free: Callable[[], None] = lambda: None  # called when a seat is free for those
         self._waiters: list[tuple[Rank, int, asyncio.Future[Seat]]] = []
         self._tie = count()
 
     @property
     def free(self) -> int | None:
-        """None: no end of them."""
+        """None: unlimited."""
         return None if self.bound is None else max(0, self.bound - self.taken)
 
     @property
@@ -66,12 +66,12 @@ class Seats:
         return Seat(self)
 
     def take(self) -> Seat:
-        """One beyond the bound, if need be: for whoever sits already."""
+        """A seat, beyond the bound if necessary: for a rollout that already runs."""
         self.taken += 1
         return Seat(self)
 
     async def acquire(self, rank: Rank = (0, 0)) -> Seat:
-        """A seat, as soon as it is this one's turn. Whoever waits may be cancelled, and bounds it."""
+        """Waits for a seat. The caller bounds the wait by cancelling it."""
         if (seat := self.try_acquire()) is not None:
             return seat
         future: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
@@ -82,13 +82,13 @@ class Seats:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
                 future.result().close()
-            elif waiter in self._waiters:  # few: the pipeline bounds how many get as far as this
+            elif waiter in self._waiters:  # a short list: the pipeline bounds how many rollouts get this far
                 self._waiters.remove(waiter)
                 heapq.heapify(self._waiters)
             raise
 
     def left(self) -> None:
-        """For a seat that is closed."""
+        """Called by a seat that is closed."""
         self.taken -= 1
         self._grant()
 
