@@ -1,7 +1,7 @@
 """CONNECT: opens a tunnel to the requested host, once the client's TLS names the same host.
 
 The client receives a 200 and sends its ClientHello. The proxy connects only after the ClientHello has named the host.
-Everything after it is TLS between client and host: the proxy sees neither the certificate nor the requests inside.
+Everything after it is TLS between client and host: the proxy reads neither the certificate nor the requests inside.
 """
 
 from __future__ import annotations

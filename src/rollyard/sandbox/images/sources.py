@@ -176,7 +176,7 @@ def copy_tree(unpacker: Unpacker, source: Path) -> None:
             raise
         said = tar.stderr.read(4096).decode(errors="replace").strip()
     if tar.returncode:
-        raise ImageError(f"{source} cannot be read completely: {said}", "the user of this command must be able to")
+        raise ImageError(f"{source} cannot be read completely: {said}", "this user must be able to read all of it")
 
 
 def tree_digest(folder: Path) -> str:

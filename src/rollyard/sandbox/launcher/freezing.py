@@ -39,7 +39,7 @@ def covering(upper: Path, paths: Iterable[str]) -> list[Path]:
 
 
 def _looked_at(path: Path) -> os.stat_result:
-    """Like lstat. If the folder's mode denies access, changes it: the current user owns it, whoever did so inside."""
+    """Like lstat. If the folder's mode denies access, changes it: the current user owns all files of a sandbox."""
     try:
         return path.lstat()
     except PermissionError:

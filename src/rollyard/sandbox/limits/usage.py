@@ -125,7 +125,7 @@ def tmpfs_devices(pid: int) -> set[int]:
 
 
 def tmpfs_bytes(pid: int, paths: list[str]) -> int:
-    """Returns the use of these mounts, as that process sees them. Raises OSError if it has ended."""
+    """Returns the use of these mounts of that process. Raises OSError if it has ended."""
     total = 0
     for path in paths:
         found = os.statvfs(f"/proc/{pid}/root{path}")
