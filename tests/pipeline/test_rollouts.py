@@ -410,7 +410,7 @@ async def test_the_place_of_a_sandbox_that_cannot_be_proven_gone_stays_taken(tmp
         await pipeline.idle()
         assert pipeline.pipeline.quarantined == 1
         assert rollout.ending is not None
-        assert any("was not gone" in note for note in rollout.ending.summary.notes)
+        assert any("had not ended" in note for note in rollout.ending.summary.notes)
 
 
 class Flaky(Environment):

@@ -83,7 +83,7 @@ def test_settings_make_the_ceiling_and_nodes_have_the_same() -> None:
         ("EGRESS_PRIVATE", "mirror.internal", "HOST:PORT"),
         ("EGRESS_PRIVATE", "*.internal:80", "HOST:PORT"),
         ("EGRESS_MIRRORS", '{"gem": "http://a.example"}', "egress_mirrors"),
-        ("EGRESS_MIRRORS", '{"pip": "http://me:secret@a.example"}', "show it to every task"),
+        ("EGRESS_MIRRORS", '{"pip": "http://me:secret@a.example"}', "visible to every task"),
         ("EGRESS_METHODS", "CONNECT", "egress_methods"),
         ("EGRESS_CONNECTIONS", "0", "egress_connections"),
     ],

@@ -1,4 +1,4 @@
-"""The way out of a sandbox that is otherwise offline: a forward proxy that reaches the hosts on a task's list."""
+"""Egress of a sandbox that is otherwise offline: a forward proxy that reaches the hosts that its task lists."""
 
 from rollyard.sandbox.egress.base import EGRESS_PORT, Egress, ProxyBounds, Resolve
 from rollyard.sandbox.egress.ledger import EgressLedger
