@@ -274,7 +274,7 @@ async def test_an_engine_that_speaks_only_text_cannot_serve(tmp_path: Path):
         await pipeline.router.add(EngineSpec("e0", engine.url, Kind.OPENAI))
         ending = (await pipeline.rolled(yardwork(CHAIN))).ending
         assert ending is not None and ending.failure is not None
-        assert ending.failure.code == "engine_refused" and "speaks only text" in ending.failure.detail
+        assert ending.failure.code == "engine_refused" and "returns only text" in ending.failure.detail
 
 
 async def test_only_tool_calls_are_demonstrated(tmp_path: Path):

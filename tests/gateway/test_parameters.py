@@ -53,7 +53,7 @@ async def test_a_client_learns_what_was_overruled_and_what_is_unknown():
         chat = await ours.chat.completions.with_raw_response.create(
             model="m", messages=HELLO, temperature=0.2, tool_choice="required", extra_body={"frobnicate": 1}
         )
-        said = "temperature: the task's sampling counts"
+        said = "temperature: the task's sampling applies"
         for word in (said, "tool_choice: the task", "frobnicate: unknown here"):
             assert word in chat.headers[WARNINGS]
         assert said in chat.parse().warnings

@@ -40,7 +40,7 @@ class DemonstrateAgent(NativeAgent):
         conversation = context.conversation
         if not isinstance(conversation, TokenConversation):
             raise EngineRefused(
-                "a demonstration is written in the tokens of its engine's model, and this engine speaks only text; "
+                "a demonstration is written in the tokens of its engine's model, and this engine returns only text; "
                 "use a vllm or sglang engine"
             )
         if context.solve is None:
