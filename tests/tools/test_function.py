@@ -408,7 +408,7 @@ async def test_a_broken_package_is_named(install: Install) -> None:
     install(name, GREETER, f"a = {name}:nothing\nb = {name}:number\nc = no_such_module:x\nd = {name}:tool")
     for asked, word in (
         ("a", "AttributeError"),
-        ("b", "is no ToolKind"),
+        ("b", "is not a ToolKind"),
         ("c", "ModuleNotFound"),
         ("d", "no ToolKind"),
     ):

@@ -134,7 +134,7 @@ class _Loop:
             raise TokenLimit(f"all {task.limits.max_tokens} tokens are used up")
         return min(left, task.sampling.max_tokens)
 
-    # --- the two formats: both return the new messages, and whether the rollout ends
+    # --- the two formats: both return the new messages, and whether RUN ends
 
     async def _tool_calls(self, parsed: Parsed) -> tuple[list[Message], bool]:
         new: list[Message] = []
