@@ -5,7 +5,7 @@ It uses either the model's own tool calls (`format: tools`) or one fenced ```bas
 
 Invariants. A malformed call is an observation for the model and never ends the rollout. Limits (turns, sampled tokens,
 context, time) end it by raising, which truncates. A reply that was cut off by a token limit and contains nothing to run
-is a truncation, not an answer. Several calls in one turn run in order; a final one ends the rollout, and the calls
+is a truncation, not an answer. Several calls in one turn run in order; a final one ends RUN, and the calls
 after it do not run. Every model and tool call is reported to the stall watch.
 """
 
