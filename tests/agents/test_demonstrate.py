@@ -228,13 +228,13 @@ async def test_an_answer_alone_is_a_turn_where_there_is_nothing_to_do(tmp_path: 
 @pytest.mark.parametrize(
     ("messages", "fields", "reason"),
     [
-        ((), {}, "says nothing"),
+        ((), {}, "is empty"),
         ((text("The patch is applied."),), {}, "calls no tool, though the task has a sandbox"),
         ((told("2"), text("42")), {}, "does not begin with an assistant's turn"),
         ((text("I look."), calls("finish")), {}, "turn 0 of its solution has 0 calls"),
         ((calls("shell", command="ls"), calls("finish")), {}, "turn 0 of its solution has 1 calls"),
         ((calls("ipython", code="1"),), {}, "calls the tool ipython, which this task does not have"),
-        ((calls("shell", order="ls"),), {}, "calls shell wrongly"),
+        ((calls("shell", order="ls"),), {}, "calls shell with wrong arguments"),
         (
             (calls("shell", command="ls"), told("a"), calls("finish")),
             {"limits": replace(LIMITS, max_turns=1)},
@@ -274,7 +274,7 @@ async def test_an_engine_that_speaks_only_text_cannot_serve(tmp_path: Path):
         await pipeline.router.add(EngineSpec("e0", engine.url, Kind.OPENAI))
         ending = (await pipeline.rolled(yardwork(CHAIN))).ending
         assert ending is not None and ending.failure is not None
-        assert ending.failure.code == "engine_refused" and "speaks only text" in ending.failure.detail
+        assert ending.failure.code == "engine_refused" and "returns only text" in ending.failure.detail
 
 
 async def test_only_tool_calls_are_demonstrated(tmp_path: Path):

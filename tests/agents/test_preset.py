@@ -32,7 +32,7 @@ def test_every_preset_of_ours_loads_and_is_an_agent(name: str):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name = ", "the file: is no TOML"),
+        ("name = ", "the file: is not valid TOML"),
         ('command = ["x"]', "the preset: Object missing required field `name`"),
         ('name = "A b"', "name: "),
         ('name = "a"\ncommand = [1]', "command[0]: Expected `str`, got `int`"),
@@ -121,7 +121,7 @@ def test_a_broken_preset_says_why_and_harms_no_other(tmp_path: Path, caplog: pyt
     agents = Agents(shelf=AgentInstalls(tmp_path))
     with pytest.raises(UnknownAgent, match=r"the preset 'mine' cannot be used: command\[0\]"):
         agents.get("mine")
-    with pytest.raises(UnknownAgent, match="as the file is called"):
+    with pytest.raises(UnknownAgent, match="like the file's name"):
         agents.get("yours")
     assert [getattr(record, "agent", "") for record in caplog.records] == ["mine", "yours"]
     assert agents.get("native").name == "native"

@@ -53,7 +53,7 @@ async def test_a_client_learns_what_was_overruled_and_what_is_unknown():
         chat = await ours.chat.completions.with_raw_response.create(
             model="m", messages=HELLO, temperature=0.2, tool_choice="required", extra_body={"frobnicate": 1}
         )
-        said = "temperature: the task's sampling counts"
+        said = "temperature: the task's sampling applies"
         for word in (said, "tool_choice: the task", "frobnicate: unknown here"):
             assert word in chat.headers[WARNINGS]
         assert said in chat.parse().warnings
@@ -395,12 +395,12 @@ def test_a_call_is_not_forced_where_it_cannot_be_said_what_one_looks_like():
     )
     assert grant(any_call).sampling.extra == {"ebnf": hermes_calls(["ls"], is_one=False)}
     assert grant(any_call, tools=()).warnings == ("tool_choice: no tools are offered",)
-    assert "not known" in grant(any_call, grammar=lambda *_, is_one: None).warnings[0]
+    assert "no grammar" in grant(any_call, grammar=lambda *_, is_one: None).warnings[0]
     assert "no structured output" in grant(any_call, kind=Kind.PRORL).warnings[0]
     many = [{"type": "function", "function": {"name": f"{n:0100}"}} for n in range(300)]
     assert f"more than {MOST_SCHEMA_BYTES} bytes" in grant(any_call, tools=many).warnings[0]
     odd = {"type": "function", "function": {"name": 'x" | root'}}
-    assert "not known" in grant(any_call, tools=[LS, odd]).warnings[0]
+    assert "no grammar" in grant(any_call, tools=[LS, odd]).warnings[0]
     with pytest.raises(Problem, match="names a tool that is not in 'tools'"):
         grant(RequestParameter("calls", "tool_choice", "rm"))
     both = grant(json_object, any_call)

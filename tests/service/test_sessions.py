@@ -87,7 +87,7 @@ async def test_a_strict_session_refuses_what_would_be_overruled(tmp_path: Path) 
             if is_strict:
                 assert answer.body["error"]["param"] == "temperature"
             else:
-                assert answer.body["warnings"] == ["temperature: the task's sampling counts"]
+                assert answer.body["warnings"] == ["temperature: the task's sampling applies"]
             await site.delete(f"/v1/sessions/{session['id']}")
         refused = await site.post("/v1/sessions", {"strict": "perhaps"})
         assert refused.status == 422

@@ -128,7 +128,7 @@ def test_what_cannot_be_a_tool_is_refused_where_it_is_declared() -> None:
         (unknown, "Nowhere"),
         (no_json, "no JSON schema"),
         (maybe, "no JSON schema"),
-        (lambda: None, "no name"),
+        (lambda: None, "not a valid tool name"),
     ]
     for made, word in refused:
         with pytest.raises(TypeError, match=word):
@@ -408,9 +408,9 @@ async def test_a_broken_package_is_named(install: Install) -> None:
     install(name, GREETER, f"a = {name}:nothing\nb = {name}:number\nc = no_such_module:x\nd = {name}:tool")
     for asked, word in (
         ("a", "AttributeError"),
-        ("b", "is no ToolKind"),
+        ("b", "is not a ToolKind"),
         ("c", "ModuleNotFound"),
-        ("d", "no ToolKind"),
+        ("d", "is not a ToolKind"),
     ):
         with pytest.raises(UnknownTool, match=f"the package {name}.*{word}"):
             tool_kind(asked)
