@@ -364,8 +364,8 @@ def test_variables_of_a_dockerfile_are_the_tasks(tmp_path: Path):
         ("FROM x\nCOPY none /b", "there is no 'none' in environment/"),
         ("FROM x\nCOPY ../tests /b", "there is no '../tests' in environment/"),
         ("FROM x\nCOPY a.txt", "a source and a destination were expected"),
-        ("FROM x\nCOPY [a /b", "a list of texts was expected"),
-        ('FROM x\nCOPY ["a.txt", 3]', "a list of texts was expected"),
+        ("FROM x\nCOPY [a /b", "a list of strings was expected"),
+        ('FROM x\nCOPY ["a.txt", 3]', "a list of strings was expected"),
         ("FROM x\nCOPY **.txt /b", "is a pattern that only a build knows"),
         ("FROM x\nENV =b", "NAME=VALUE was expected"),
         ("FROM x\nCOPY <<E /b\nE", "a heredoc needs a build"),
@@ -416,5 +416,5 @@ def test_commands_of_a_dockerfile_run_at_set_up_if_that_is_wanted(tmp_path: Path
     for line in ("RUN --mount=type=cache x", "RUN cat <<E\nE"):
         with pytest.raises(TaskInvalid, match="options and heredocs of RUN need a build"):
             dockered(tmp_path, f"FROM x\n{line}\n", run="prepare")
-    with pytest.raises(TaskInvalid, match="a list of texts was expected"):
+    with pytest.raises(TaskInvalid, match="a list of strings was expected"):
         dockered(tmp_path, "FROM x\nRUN [ -e /x ]\n", run="prepare")

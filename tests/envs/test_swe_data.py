@@ -78,8 +78,8 @@ def read(data: Mapping[str, Any]) -> SweData:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"repo": None}, "swe: data.repo: a text was expected"),
-        ({"problem_statement": " "}, "data.problem_statement: a text"),
+        ({"repo": None}, "swe: data.repo: a string was expected"),
+        ({"problem_statement": " "}, "data.problem_statement: a string"),
         ({"FAIL_TO_PASS": None}, "data.FAIL_TO_PASS: a list of tests, or one in JSON,"),
         ({"FAIL_TO_PASS": "[x"}, "data.FAIL_TO_PASS: a list of tests"),
         ({"FAIL_TO_PASS": "[]"}, "data.FAIL_TO_PASS: at least one test"),
@@ -96,10 +96,10 @@ def read(data: Mapping[str, Any]) -> SweData:
         ({"eval_type": "other"}, 'data.eval_type: "pass_and_fail" or "fail_only"'),
         ({"workdir": "testbed"}, "data.workdir: the absolute path of a repository"),
         ({"workdir": "/"}, "data.workdir"),
-        ({"instruction": "do it"}, "data.instruction: a text with {problem_statement} in it"),
-        ({"env": {"A": 1}}, r"data.env\['A'\]: a text"),
-        ({"test_patch": 1}, "data.test_patch: a text"),
-        ({"expected_output_json": "[]"}, "data.repo_name: a text"),
+        ({"instruction": "do it"}, "data.instruction: a string with {problem_statement} in it"),
+        ({"env": {"A": 1}}, r"data.env\['A'\]: a string"),
+        ({"test_patch": 1}, "data.test_patch: a string"),
+        ({"expected_output_json": "[]"}, "data.repo_name: a string"),
         (
             {"expected_output_json": "[]", "repo_name": "x"},
             "data.expected_output_json: an object of tests and their out",
@@ -245,9 +245,9 @@ def test_options_of_the_importer():
             SweEnvironment().from_row(ROW, options)
     with pytest.raises(TaskInvalid, match=r"data\.FAIL_TO_PASS"):
         SweEnvironment().from_row({**ROW, "FAIL_TO_PASS": None}, {})
-    with pytest.raises(TaskInvalid, match=r"data\.repo: a text"):
+    with pytest.raises(TaskInvalid, match=r"data\.repo: a string"):
         SweEnvironment().from_row({**ROW, "repo": ["pallets/flask"]}, {})
-    with pytest.raises(TaskInvalid, match="swe: instance_id: a text was expected"):
+    with pytest.raises(TaskInvalid, match="swe: instance_id: a string was expected"):
         SweEnvironment().from_row({**ROW, "instance_id": None}, {})
 
 
