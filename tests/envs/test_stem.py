@@ -282,7 +282,7 @@ async def test_a_free_answer_is_read_from_the_last_box_or_the_last_line(stem, sa
         ({**GASES, "answer": -1}, "data.answer: an index from 0 to 2"),
         ({**GASES, "answer": None}, "data.answer"),
         ({**GASES, "choices": ["B", "A"], "answer": "A"}, "data.answer: an index, since this is the letter of one"),
-        ({**GASES, "choices": ["a", "b", "b"], "answer": 1}, "data.choices: a right choice that stands there once"),
+        ({**GASES, "choices": ["a", "b", "b"], "answer": 1}, "data.choices: a right choice that occurs only once"),
         ({**GASES, "seed": "x"}, "data.seed: a whole number"),
         ({**GASES, "seed": True}, "data.seed: a whole number"),
         ({**GASES, "judge": True}, "data.judge: nothing, since there are choices"),
