@@ -105,7 +105,7 @@ def test_a_row_becomes_a_task_with_its_sampling():
     [
         (row(), {}, "--set server=NAME"),
         (row(), {"server": "s", "url": "x"}, "unknown option 'url' of its importer; there are oracle, server"),
-        ({"question": "?"}, {"server": "s"}, "no row of a Gym dataset"),
+        ({"question": "?"}, {"server": "s"}, "not a row of a Gym dataset"),
         ({"responses_create_params": {"input": 3}}, {"server": "s"}, "input must be a text or a list"),
         (row(), {"server": "s", "oracle": "steps"}, "the row has no field 'steps'"),
         (

@@ -34,7 +34,7 @@ def check(change: dict[str, Any]) -> None:
         ({"tests": {"a//b": ""}}, "a relative path"),
         ({"tests": {"": ""}}, "a relative path"),
         ({"tests": {"a\0": ""}}, "a relative path"),
-        ({"tests": {"a": {"link": "/etc"}, "a/passwd": ""}}, "a path that does not lie below another file"),
+        ({"tests": {"a": {"link": "/etc"}, "a/passwd": ""}}, "a path that is not below another file"),
         ({"tests": {"a": 1}}, r"data.tests\['a'\]: a string, or an object with text, base64 or link"),
         ({"tests": {"a": {"base64": "?"}}}, "an object with text, base64 or link"),
         ({"tests": {"a": {"text": "x", "mode": 7}}}, "an object with text"),

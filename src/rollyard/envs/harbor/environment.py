@@ -152,7 +152,7 @@ async def _laid_out(sandbox: Sandbox, data: HarborData) -> bool:
     done = await sandbox.exec("\n".join(lines), timeout_s=OWN_S, cwd="/")
     if done.status != 0:
         return False
-    async with _on_host(data.tests, "test.sh") as folder:  # outside the try: a full disk of the host is not the policy's fault
+    async with _on_host(data.tests, "test.sh") as folder:  # a full disk is not the policy's fault
         try:
             await sandbox.upload(folder, "/tests")
         except (OSError, ValueError):

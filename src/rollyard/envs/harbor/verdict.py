@@ -1,7 +1,7 @@
 """Reads the verifier's files: the reward and the other numbers.
 
-The folder is empty when the verifier starts, so its files were written in EVAL. But tests may run the agent's program at
-the same time and as the same user. So these are not accepted:
+The folder is empty when the verifier starts, so its files were written in EVAL. But tests may run the agent's program,
+at the same time and as the same user. So these are not accepted:
 - a reward.json, if the tests mention only reward.txt;
 - a file or folder that is not writable: the verifier could not have written it;
 - a file that reappears after it was removed: a program keeps writing it.
