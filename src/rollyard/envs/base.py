@@ -55,7 +55,7 @@ class Plan:
     artifacts: tuple[ArtifactRule, ...] = ()
     is_reevaluable: bool = True  # EVAL needs only what was saved: after a restart EVAL is repeated, not RUN
     eval_mode: Literal["fresh", "same"] = "fresh"
-    protected: tuple[str, ...] = PROTECTED  # with `same`: EVAL does not see what RUN changed below these paths
+    protected: tuple[str, ...] = PROTECTED  # with `same`: EVAL does not have RUN's changes below these paths
     eval_binds: tuple[Bind, ...] = ()  # in EVAL only: the verifier's tests and programs, from the host
     failing_score: Score = field(default_factory=lambda: Score(0.0))
 
@@ -191,7 +191,7 @@ class Environment:
 
 
 def check_options(environment: str, options: Mapping[str, str], known: Iterable[str] = ()) -> None:
-    """Raises TaskInvalid for an option that the importer does not know."""
+    """Raises TaskInvalid for an unknown option of an importer."""
     names = sorted(known)
     unknown = sorted(set(options) - set(names))
     if unknown:

@@ -10,7 +10,7 @@ The reward is the weighted share of checks that exit with 0. They run in a fresh
 the workspace: no process, no PATH and no other file of RUN reaches them. If the workspace could not be saved (it is
 too large, for example), no check passes: in an empty workspace, checks that a file is absent would pass.
 
-With `"eval": "same"` the checks see the whole file system as RUN left it, for tasks that change files outside the
+With `"eval": "same"` the checks run in the whole file system as RUN left it, for tasks that change files outside the
 workspace; but programs, libraries and start-up files are the image's (`envs.protected`), and no process is left.
 Such a rollout cannot be scored again later.
 

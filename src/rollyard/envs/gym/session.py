@@ -72,7 +72,7 @@ class GymSession:
         self._turn = asyncio.Lock()
 
     async def post(self, path: str, body: bytes, *, most_bytes: int) -> Reply:
-        """Sends a call once; reads at most `most_bytes` of the reply. The caller limits the time. Raises Unreachable."""
+        """Sends a call once; reads `most_bytes` of the reply at most. The caller sets a timeout. Raises Unreachable."""
         async with self._turn:
             try:
                 async with self._http.post(

@@ -5,8 +5,8 @@ commands. Older rows, and those of SWE-Gym, contain only the repository and a ve
 harnesses of both used, up to swebench 4, with their differences by version. For a version or a repository that is not
 listed, the row must contain `test_command`.
 
-Packages are not installed again, except those that were copied into the image's Python: their tests would not see the
-solution otherwise. Compiled parts remain those of the image.
+Packages are not installed again, except those that were copied into the image's Python: otherwise the tests
+would run without the solution. Compiled parts remain those of the image.
 """
 
 from __future__ import annotations
