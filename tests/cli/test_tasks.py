@@ -42,7 +42,7 @@ class Echo(Environment):
 
     def check(self, task: Task) -> None:
         if not isinstance(task.data["word"], str):
-            raise TaskInvalid("echo: data.word: a text was expected")
+            raise TaskInvalid("echo: data.word: a string was expected")
 
     def plan(self, task: Task) -> Plan:
         return Plan(needs_sandbox=bool(task.data.get("setup")), eval_needs_sandbox=False)
@@ -105,7 +105,7 @@ async def test_everything_that_is_wrong_is_told_by_its_line(cli: Cli, tmp_path: 
     expected = (
         "t.jsonl:2: this is not JSON",
         "t.jsonl:3: there is no environment 'nowhere'",
-        "t.jsonl:4: shell: data.instruction: a text was expected",
+        "t.jsonl:4: shell: data.instruction: a string was expected",
         "t.jsonl:4: there is no agent 'no'",
         "t.jsonl:4: image 'nix' is not on this machine",
         "t.jsonl:5: there is no field limit in a task",
@@ -151,7 +151,7 @@ async def test_a_check_that_falls_over_is_of_its_line(cli: Cli, echo: None, tmp_
     assert said.status == 1
     assert [line.rpartition("/")[2] for line in said.out.splitlines()] == [
         "t.jsonl:1: checking it raised KeyError: 'word'",
-        "t.jsonl:2: echo: data.word: a text was expected",
+        "t.jsonl:2: echo: data.word: a string was expected",
     ]
 
 
@@ -408,7 +408,7 @@ async def test_the_same_mistake_in_all_rows_is_told_three_times(cli: Cli, echo: 
     [
         (("nowhere", "a.jsonl"), 1, "there is no environment 'nowhere'"),
         (("echo", "none.jsonl"), 1, "none.jsonl is not there"),
-        (("echo", "a.csv"), 1, "a.csv is no file of rows"),
+        (("echo", "a.csv"), 1, "a.csv is not a file of rows"),
         (("echo", "a.jsonl", "--set", "x"), 2, "--set x: NAME=VALUE was expected"),
         (("echo", "a.jsonl", "--set", "x=1", "--set", "x=2"), 2, "--set x was given twice"),
         (("echo", "a.jsonl", "--json"), 2, "give --out"),
@@ -417,10 +417,10 @@ async def test_the_same_mistake_in_all_rows_is_told_three_times(cli: Cli, echo: 
         (("echo", "a.jsonl", "--out", "folder"), 1, "folder cannot be written: Is a directory"),
         (("echo", "odd", "--out", "o.jsonl"), 1, "odd cannot be read: "),
         (("echo", "--split", "train"), 2, "--split is of a dataset"),
-        (("echo", "a.jsonl", "--split", "train"), 1, "is a file: splits are of folders"),
+        (("echo", "a.jsonl", "--split", "train"), 1, "is a file: only folders have splits"),
         (("echo", "folder", "--split", "train"), 2, "folder is no dataset of rows"),
         (("echo", "--set", "size=3"), 1, "unknown option 'size' of its importer; there are count\n"),
-        (("math",), 1, "math makes no tasks of its own"),
+        (("math",), 1, "math generates no tasks"),
         (("shell", "a.jsonl"), 1, "shell: there is no importer for rows — write its tasks yourself"),
         (("harbor", "a.jsonl"), 1, "harbor: there is no importer for rows — name a folder"),
     ],

@@ -412,4 +412,4 @@ async def test_a_task_without_a_solution_has_no_oracle(resources: StageResources
     result = await played(resources, {"environment": "code", "data": data}, "oracle")
     assert result.failure is not None
     assert result.failure.code == TaskInvalid.code
-    assert "this task holds no solution" in result.failure.detail
+    assert "this task has no solution" in result.failure.detail

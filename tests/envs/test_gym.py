@@ -46,7 +46,7 @@ async def test_a_task_without_an_oracle_says_so(server, monkeypatch):
         result = await played(resources, bare, "oracle")
     assert result.failure is not None
     assert (result.failure.code, result.score) == ("task_invalid", None)
-    assert "data.oracle: this task holds no solution" in result.failure.detail
+    assert "data.oracle: this task has no solution" in result.failure.detail
 
 
 async def test_a_model_that_calls_both_tools_is_rewarded(tmp_path, server):
@@ -129,7 +129,7 @@ async def test_a_cookie_that_the_server_takes_back_is_not_sent_again():
 
 async def test_without_the_sessions_cookies_nothing_is_verified(server):
     async with gym_of(server) as gym:
-        with pytest.raises(VerifierCrashed, match="holds no session"):
+        with pytest.raises(VerifierCrashed, match="has no session"):
             await gym.eval(context(gym_task()), evidence("6"))
     assert not server.verified
 
@@ -142,7 +142,7 @@ async def test_a_server_that_the_operator_has_not_named_is_refused_at_submit(tmp
         other: dict[str, Any] = body()
         for wanted in ("http://169.254.169.254", "http://127.0.0.1:1", server.url + "/verify", "nobody"):
             other["data"]["server"] = wanted
-            with pytest.raises(TaskInvalid, match=r"no resources server .* here; the operator has named: counter$"):
+            with pytest.raises(TaskInvalid, match=r"no resources server .*; the operator has named: counter$"):
                 pipeline.pipeline.resources.check(to_task(other, {}), pipeline.run)
         other["data"]["server"] = server.url + "/"
         rollout = await pipeline.rolled(replace(to_task(other, {}), limits=QUICK))

@@ -53,7 +53,7 @@ def function(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrong", "field", "match"),
     [
-        ({"server": ""}, "data.server", "a text was expected"),
+        ({"server": ""}, "data.server", "a string was expected"),
         ({"server": "s", "row": []}, "data.row", "an object"),
         ({"server": "s", "row": {}}, "data.row.responses_create_params", "an object with the input was expected"),
         (data({"tools": []}), "data.row.responses_create_params.input", "input is missing"),
@@ -70,7 +70,7 @@ def function(name: str) -> dict[str, Any]:
         (data(orakel=[]), "data.orakel", "unknown field"),
         (data(oracle=[1]), "data.oracle[0]", "an object with a tool"),
         (data(oracle=[{"tool": "nope"}]), "data.oracle[0].tool", "one of the row's tools"),
-        (data(oracle=[{"answer": "x"}, {"answer": "y"}]), "data.oracle[0].tool", "a text was expected"),
+        (data(oracle=[{"answer": "x"}, {"answer": "y"}]), "data.oracle[0].tool", "a string was expected"),
         (data(oracle=[{"answer": "x", "tool": "y"}]), "data.oracle[0].tool", "unknown field"),
         (
             data({"input": "x", "tools": TOOLS}, oracle=[{"tool": "get_counter_value", "arguments": "{}"}]),
@@ -105,7 +105,7 @@ def test_a_row_becomes_a_task_with_its_sampling():
     [
         (row(), {}, "--set server=NAME"),
         (row(), {"server": "s", "url": "x"}, "unknown option 'url' of its importer; there are oracle, server"),
-        ({"question": "?"}, {"server": "s"}, "no row of a Gym dataset"),
+        ({"question": "?"}, {"server": "s"}, "not a row of a Gym dataset"),
         ({"responses_create_params": {"input": 3}}, {"server": "s"}, "input must be a string or a list"),
         (row(), {"server": "s", "oracle": "steps"}, "the row has no field 'steps'"),
         (

@@ -149,7 +149,7 @@ async def test_a_row_that_the_server_refuses_is_the_tasks_fault(tmp_path):
         rollout = await pipeline.rolled(to_task(wrong, {}))
         assert rollout.ending is not None and rollout.ending.failure is not None
         assert (rollout.ending.failure.code, rollout.ending.failure.blame) == ("setup_failed", Blame.TASK)
-        assert "the resources server counter refused this row, status 422" in rollout.ending.failure.detail
+        assert "the resources server counter refused this row: status 422" in rollout.ending.failure.detail
 
 
 async def test_a_seed_that_breaks_is_infrastructures_trouble():
@@ -158,7 +158,7 @@ async def test_a_seed_that_breaks_is_infrastructures_trouble():
             return web.Response(status=500, text="KeyError('x')")
 
     async with Broken() as server, gym_of(server) as gym:
-        with pytest.raises(ToolUnreachable, match="made no session, status 500: KeyError"):
+        with pytest.raises(ToolUnreachable, match="created no session: status 500: KeyError"):
             await gym.init(context(gym_task()))
 
 
@@ -200,14 +200,14 @@ class Judging(GymServer):
 @pytest.mark.parametrize(
     ("verdict", "status", "match"),
     [
-        ("<html>", 200, "no object of JSON, status 200: <html>"),
-        ([1.0], 200, "no object of JSON"),
+        ("<html>", 200, "not a JSON object: status 200: <html>"),
+        ([1.0], 200, "not a JSON object"),
         ({}, 200, "without a reward"),
         ({"reward": "1.0"}, 200, "without a reward"),
         ({"reward": True}, 200, "without a reward"),
-        ('{"reward": NaN}', 200, "no object of JSON"),
-        ({"reward": 1.0}, 500, "did not verify, status 500"),
-        ({"reward": 1.0}, 422, "did not verify, status 422"),
+        ('{"reward": NaN}', 200, "not a JSON object"),
+        ({"reward": 1.0}, 500, "did not verify: status 500"),
+        ({"reward": 1.0}, 422, "did not verify: status 422"),
         ({"reward": 0.0, "_ng_failure_class": "judge_failed"}, 200, "could not verify: judge_failed"),
     ],
 )
@@ -245,7 +245,7 @@ async def test_a_server_that_is_gone_or_was_started_again_before_eval_gives_no_r
         with pytest.raises(VerifierCrashed, match="the resources server counter, verify: Client"):
             await gym.eval(context(gym_task()), evidence("6", **info))
     async with server, gym_of(server) as gym:
-        with pytest.raises(VerifierCrashed, match=r"did not verify, status 400: .*Session not initialized"):
+        with pytest.raises(VerifierCrashed, match=r"did not verify: status 400: .*Session not initialized"):
             await gym.eval(context(gym_task()), evidence("6", **info))
 
 

@@ -29,7 +29,7 @@ def test_a_body_holds_the_whole_task(tmp_path: Path):
             "tests": {"test.sh": TEST},
             "solution": {"solve.sh": SOLVE},
             "metadata": {"author_name": "Somebody", "difficulty": "easy", "tags": ["trivial"]},
-            "notes": ["the image's own working folder is not known here: the task begins in /app (--set workdir=PATH)"],
+            "notes": ["the image's own working folder is not known: the task starts in /app (--set workdir=PATH)"],
         },
         "limits": {"eval_s": 150.0, "run_s": 90.0},
         "sandbox": {
@@ -51,7 +51,7 @@ def test_what_task_toml_does_not_say_is_as_harbor_has_it(tmp_path: Path):
         "memory_bytes": 2048 << 20,
         "disk_bytes": 10240 << 20,
     }
-    note = "task.toml says nothing of a network; Harbor would give one, here the sandbox is offline"
+    note = "task.toml does not mention a network; Harbor would allow one, here the sandbox is offline"
     assert note in body["data"]["notes"]
 
 
@@ -89,7 +89,7 @@ def test_files_keep_their_content_their_links_and_whether_they_are_executable(tm
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../outside"])
 def test_a_link_that_leads_out_of_its_folder_is_refused(tmp_path: Path, target: str):
     (write(tmp_path / "task") / "tests/out").symlink_to(target)
-    with pytest.raises(TaskInvalid, match="task: the link out leads out of its folder"):
+    with pytest.raises(TaskInvalid, match="task: the link out points outside its folder"):
         imported(tmp_path / "task")
 
 
@@ -131,14 +131,14 @@ def test_of_many_tasks_all_that_are_refused_are_named_and_may_be_skipped(
     with caplog.at_level(logging.WARNING):
         assert imported(tmp_path, refused="skip")["data"]["name"] == "good"
     assert [record.getMessage() for record in caplog.records] == [
-        f"a task is not imported: {tmp_path}/{name}: instruction.md is empty" for name in ("bad", "worse")
+        f"task not imported: {tmp_path}/{name}: instruction.md is empty" for name in ("bad", "worse")
     ]
     with pytest.raises(TaskInvalid, match=r"instruction\.md is empty$"):
         imported(tmp_path / "bad", refused="skip")
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path):
-    with pytest.raises(TaskInvalid, match=r"there is no task.toml in it, nor in a folder below it"):
+    with pytest.raises(TaskInvalid, match=r"there is no task.toml in it or below it"):
         imported(tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_tests_that_fetch_something_ask_for_a_network_where_nobody_says(tmp_path
     write(tmp_path, {"task.toml": NETWORK, "tests/test.sh": FETCH})
     body = imported(tmp_path)
     assert body["sandbox"]["egress"] == {"hosts": [], "eval_hosts": ["*"]}
-    assert any("here its tests ask for one" in note for note in body["data"]["notes"])
+    assert any("here its tests need one" in note for note in body["data"]["notes"])
     assert any("'apt-get update' needs root" in note for note in body["data"]["notes"])
     assert imported(tmp_path, network="a.b")["sandbox"]["egress"] == {"hosts": ["a.b"], "eval_hosts": ["a.b"]}
     assert "egress" not in imported(write(tmp_path / "quiet", {"task.toml": NETWORK}))["sandbox"]
@@ -256,7 +256,7 @@ def test_the_program_that_runs_a_script_is_known(first: str, program: str):
         ("=", r"task\.toml cannot be read: Invalid"),
         (f'{TOML}os = "windows"', "environment.os: only linux is supported, not 'windows'"),
         (f"{TOML}gpus = 1", "environment.gpus: sandboxes have no GPU"),
-        (f'{TOML}[[environment.mcp_servers]]\nname = "x"', "environment.mcp_servers: a task cannot bring servers"),
+        (f'{TOML}[[environment.mcp_servers]]\nname = "x"', "environment.mcp_servers: a task cannot define servers"),
         (f'{TOML}[verifier.environment]\ndocker_image = "x"', "a verifier in a container of its own"),
         (TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"'), "a container of its own"),
         (f'{TOML}[[steps]]\nname = "x"', "steps: tasks of several steps are not supported"),
@@ -352,10 +352,10 @@ def test_variables_of_a_dockerfile_are_the_tasks(tmp_path: Path):
          r" build \S*/Task/environment --name task, then import with --set images=\{name\}; or --set run=prepare"),
         ("FROM x\nFROM y", "Dockerfile:2: 'FROM y': more than one stage needs a build"),
         ("FROM scratch", "the name of an image was expected"),
-        ("WORKDIR /x", "a Dockerfile begins with FROM"),
-        ("# nothing", "it has no FROM"),
-        ("FROM x\nENV PATH=/x:$PATH", r"the value of \$PATH is known only to a build"),
-        ("FROM x\nENV A=${B:-c}", "this form of a variable is known only to a build"),
+        ("WORKDIR /x", "a Dockerfile must start with FROM"),
+        ("# nothing", "there is no FROM"),
+        ("FROM x\nENV PATH=/x:$PATH", r"the value of \$PATH is known only in a build"),
+        ("FROM x\nENV A=${B:-c}", "this form of a variable needs a build"),
         ("FROM x\nENV A='", "cannot be read: No closing quotation"),
         ("FROM x\nENV A=b c", "NAME=VALUE was expected"),
         ("FROM x\nWORKDIR y", "relative to the working folder of the base image"),
@@ -364,9 +364,9 @@ def test_variables_of_a_dockerfile_are_the_tasks(tmp_path: Path):
         ("FROM x\nCOPY none /b", "there is no 'none' in environment/"),
         ("FROM x\nCOPY ../tests /b", "there is no '../tests' in environment/"),
         ("FROM x\nCOPY a.txt", "a source and a destination were expected"),
-        ("FROM x\nCOPY [a /b", "a list of texts was expected"),
-        ('FROM x\nCOPY ["a.txt", 3]', "a list of texts was expected"),
-        ("FROM x\nCOPY **.txt /b", "is a pattern that only a build knows"),
+        ("FROM x\nCOPY [a /b", "a list of strings was expected"),
+        ('FROM x\nCOPY ["a.txt", 3]', "a list of strings was expected"),
+        ("FROM x\nCOPY **.txt /b", "is a pattern that needs a build"),
         ("FROM x\nENV =b", "NAME=VALUE was expected"),
         ("FROM x\nCOPY <<E /b\nE", "a heredoc needs a build"),
         ("FROM x\nADD https://a.b/c /d", "ADD of a URL or an archive needs a build"),
@@ -393,7 +393,7 @@ def test_a_link_in_the_build_folder_that_leads_out_is_not_copied(tmp_path: Path)
 def test_what_a_build_would_leave_out_is_not_copied(tmp_path: Path, name: str):
     dockerfile = "FROM x\nCOPY . /app\n"
     files = {"environment/Dockerfile": dockerfile, f"environment/{name}": "answers", "environment/answers": "42"}
-    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: .* a \.dockerignore says what .* needs a build"):
+    with pytest.raises(TaskInvalid, match=r"Dockerfile:2: .* a \.dockerignore excludes .* needs a build"):
         imported(write(tmp_path, {"task.toml": NO_IMAGE, **files}))
 
 
@@ -416,5 +416,5 @@ def test_commands_of_a_dockerfile_run_at_set_up_if_that_is_wanted(tmp_path: Path
     for line in ("RUN --mount=type=cache x", "RUN cat <<E\nE"):
         with pytest.raises(TaskInvalid, match="options and heredocs of RUN need a build"):
             dockered(tmp_path, f"FROM x\n{line}\n", run="prepare")
-    with pytest.raises(TaskInvalid, match="a list of texts was expected"):
+    with pytest.raises(TaskInvalid, match="a list of strings was expected"):
         dockered(tmp_path, "FROM x\nRUN [ -e /x ]\n", run="prepare")

@@ -168,7 +168,7 @@ def children() -> str:
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        ({"question": "?"}, "math: data.answer: a text was expected"),
+        ({"question": "?"}, "math: data.answer: a string was expected"),
         ({"answer": "1"}, "data.question"),
         ({**DATA, "answer": 42}, "data.answer"),
         ({**DATA, "hint": "x"}, "data.hint: unknown field; there are answer, question, system_prompt"),

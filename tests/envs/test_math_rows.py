@@ -95,11 +95,11 @@ def test_options_name_columns_and_give_a_system_prompt():
         ),
         (verl(("user", "a"), ("assistant", "b"), ("user", "c")), {}, "there are user, assistant, user"),
         (verl(), {}, "the row has no question|there are none"),
-        ({"prompt": ["x"], "answer": "1"}, {}, "prompt: messages with a role and a text"),
+        ({"prompt": ["x"], "answer": "1"}, {}, "prompt: messages with a role and a string"),
         (
             {"prompt": [{"role": "user", "content": ["x"]}], "answer": "1"},
             {},
-            "prompt: messages with a role and a text",
+            "prompt: messages with a role and a string",
         ),
     ],
 )

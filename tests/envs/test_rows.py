@@ -154,7 +154,7 @@ def test_a_folder_of_something_else_is_no_dataset(tmp_path: Path):
     lines(tmp_path / "environment/input.jsonl", ROWS[0])
     parquet(tmp_path / "environment/input.parquet", {"n": [1]})
     assert not is_dataset(tmp_path) and not is_dataset(tmp_path / "nowhere")
-    with pytest.raises(RowsUnreadable, match="is no dataset"):
+    with pytest.raises(RowsUnreadable, match="is not a dataset"):
         read(tmp_path)
 
 
@@ -225,10 +225,10 @@ def test_a_value_without_a_json_form_is_an_error():
         ("a.jsonl", "[1]\n", "a.jsonl:1: a row is an object, not a list"),
         ("a.jsonl", '{"x": ' * 800 + "1" + "}" * 800, "a.jsonl:1: its values are nested too deeply"),
         ("a.json", '[{"x": 1}, 3]', "a.json:2: a row is an object, not a number"),
-        ("a.json", '{"x": 1}', "a.json holds no list of rows, but an object"),
+        ("a.json", '{"x": 1}', "a.json contains an object, not a list of rows"),
         ("a.json", '[{"x": 1}', "a.json is not JSON"),
         ("a.parquet", "PAR1", "a.parquet cannot be read"),
-        ("a.csv", "x\n1\n", "a.csv is no file of rows"),
+        ("a.csv", "x\n1\n", "a.csv is not a file of rows"),
     ],
 )
 def test_what_cannot_be_read_is_told_with_its_place(tmp_path: Path, name: str, text: str, says: str):
@@ -240,7 +240,7 @@ def test_what_cannot_be_read_is_told_with_its_place(tmp_path: Path, name: str, t
 def test_a_file_that_is_not_there_and_a_split_of_a_file_are_told(tmp_path: Path):
     with pytest.raises(RowsUnreadable, match=r"none\.jsonl cannot be read: No such file"):
         read(tmp_path / "none.jsonl")
-    with pytest.raises(RowsUnreadable, match="is a file: splits are of folders"):
+    with pytest.raises(RowsUnreadable, match="is a file: only folders have splits"):
         read(lines(tmp_path / "a.jsonl", ROWS[0]), split="train")
 
 

@@ -129,7 +129,7 @@ async def test_a_judge_that_is_missing_cut_or_unreadable_is_no_score(tmp_path: P
 
 
 async def test_where_there_can_be_no_judge_the_error_says_so():
-    with pytest.raises(JudgeUnreachable, match="this task wants a judge"):
+    with pytest.raises(JudgeUnreachable, match="this task needs a judge"):
         await is_same_to_judge(None, "?", "a", "b")
 
 

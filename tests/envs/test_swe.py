@@ -340,7 +340,7 @@ async def test_what_is_wrong_with_the_task_is_not_the_policys(calc: Repository, 
         return result.failure.code, result.failure.detail
 
     found = {
-        "data.patch: this row brings no solution": await code_of("oracle", patch=""),
+        "data.patch: this row has no solution": await code_of("oracle", patch=""),
         "data.patch does not apply to the image": await code_of("oracle", patch=calc.patch.replace("a - b", "a / b")),
         "data.test_patch does not apply to the image": await code_of(
             "hands", [FIX], test_patch=calc.test_patch.replace("-from calc import mul", "-from calc import div")

@@ -78,28 +78,28 @@ def read(data: Mapping[str, Any]) -> SweData:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"repo": None}, "swe: data.repo: a text was expected"),
-        ({"problem_statement": " "}, "data.problem_statement: a text"),
+        ({"repo": None}, "swe: data.repo: a string was expected"),
+        ({"problem_statement": " "}, "data.problem_statement: a string"),
         ({"FAIL_TO_PASS": None}, "data.FAIL_TO_PASS: a list of tests, or one in JSON,"),
         ({"FAIL_TO_PASS": "[x"}, "data.FAIL_TO_PASS: a list of tests"),
         ({"FAIL_TO_PASS": "[]"}, "data.FAIL_TO_PASS: at least one test"),
         ({"PASS_TO_PASS": [1]}, "data.PASS_TO_PASS: a list of tests"),
-        ({"repo": "me/mine"}, "data.test_command: how to run the tests of me/mine at version '2.0', which nobody k"),
-        ({"repo": "python/mypy", "version": None}, "data.test_command: how to run the tests of python/mypy, which nob"),
+        ({"repo": "me/mine"}, "data.test_command: how to run the tests of me/mine at version '2.0', which is not a k"),
+        ({"repo": "python/mypy", "version": None}, "data.test_command: how to run the tests of python/mypy, which"),
         ({"repo": "django/django", "version": "1.4"}, "how to run the tests of django/django at version '1.4'"),
-        ({"repo": "django/django", "version": None}, "how to run the tests of django/django, which nobody knows"),
-        ({"repo": "me/mine", "test_command": "make"}, "data.log_parser: the name of a parser of swebench's"),
+        ({"repo": "django/django", "version": None}, "how to run the tests of django/django, which is not a known"),
+        ({"repo": "me/mine", "test_command": "make"}, "data.log_parser: the name of one of swebench's parsers"),
         (
             {"eval_script": "pytest", "log_parser": "parse_log_pytest"},
-            "data.eval_script: a script of swebench's, with '>>",
+            "data.eval_script: a swebench script that contains '>>",
         ),
         ({"eval_type": "other"}, 'data.eval_type: "pass_and_fail" or "fail_only"'),
         ({"workdir": "testbed"}, "data.workdir: the absolute path of a repository"),
         ({"workdir": "/"}, "data.workdir"),
-        ({"instruction": "do it"}, "data.instruction: a text with {problem_statement} in it"),
-        ({"env": {"A": 1}}, r"data.env\['A'\]: a text"),
-        ({"test_patch": 1}, "data.test_patch: a text"),
-        ({"expected_output_json": "[]"}, "data.repo_name: a text"),
+        ({"instruction": "do it"}, "data.instruction: a string that contains {problem_statement}"),
+        ({"env": {"A": 1}}, r"data.env\['A'\]: a string"),
+        ({"test_patch": 1}, "data.test_patch: a string"),
+        ({"expected_output_json": "[]"}, "data.repo_name: a string"),
         (
             {"expected_output_json": "[]", "repo_name": "x"},
             "data.expected_output_json: an object of tests and their out",
@@ -245,9 +245,9 @@ def test_options_of_the_importer():
             SweEnvironment().from_row(ROW, options)
     with pytest.raises(TaskInvalid, match=r"data\.FAIL_TO_PASS"):
         SweEnvironment().from_row({**ROW, "FAIL_TO_PASS": None}, {})
-    with pytest.raises(TaskInvalid, match=r"data\.repo: a text"):
+    with pytest.raises(TaskInvalid, match=r"data\.repo: a string"):
         SweEnvironment().from_row({**ROW, "repo": ["pallets/flask"]}, {})
-    with pytest.raises(TaskInvalid, match="swe: instance_id: a text was expected"):
+    with pytest.raises(TaskInvalid, match="swe: instance_id: a string was expected"):
         SweEnvironment().from_row({**ROW, "instance_id": None}, {})
 
 

@@ -260,7 +260,7 @@ def test_data_that_can_never_work_is_refused_with_the_field(change: dict[str, An
         ({"levels": "3-1"}, "levels are 1 to 5"),
         ({"levels": "easy"}, "levels=easy"),
         ({"family": "chain"}, "unknown option 'family'"),
-        ({"rules": "old"}, "rules=old: all, trained, new were expected"),
+        ({"rules": "old"}, "rules=old: one of all, trained, new was expected"),
         ({"rules": "new"}, "rules=new: only the split held_out has rules that are not trained"),
         ({"rules": "new", "split": "train"}, "rules=new: only the split held_out"),
     ],
