@@ -309,14 +309,14 @@ class Settings(BaseModel):
         if separator and scheme not in ("sqlite", "postgresql", "postgres"):
             raise ValueError(f"store: a SQLite file or postgresql://… was expected, not {scheme}://")
         if (self.tls_cert is None) is not (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key must be set together")
+            raise ValueError("tls_cert and tls_key go together")
         if self.is_in_clear and not self.plain_http_nodes:
             raise ValueError(
                 "a fleet beyond loopback needs TLS, because keys and prompts are sent to nodes: set tls = own, or"
                 " tls_cert and tls_key; or set plain_http_nodes if you trust the network"
             )
         if self.is_in_clear and any(server.headers for server in self.mcp_servers.values()):
-            raise ValueError("mcp_servers: their headers would be sent to the nodes unencrypted: set tls = own")
+            raise ValueError("mcp_servers: their headers would be sent to the nodes in the clear: set tls = own")
         return self
 
     @property
