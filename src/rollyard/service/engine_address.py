@@ -15,7 +15,9 @@ def check_reachable(spec: EngineSpec, settings: Settings) -> None:
     """Raises `InvalidRequest` for an engine that the nodes of a fleet would look for on their own machines, or whose
     key would be sent to them unencrypted."""
     if settings.is_in_clear and spec.api_key:
-        raise InvalidRequest(f"engine {spec.id}: its key would be sent to the nodes in the clear; serve TLS (tls = own)")
+        raise InvalidRequest(
+            f"engine {spec.id}: its key would be sent to the nodes in the clear; serve TLS (tls = own)"
+        )
     if settings.fleet is None or not spec.is_loopback:
         return
     is_allowed = settings.is_loopback if settings.loopback_engines is None else settings.loopback_engines
