@@ -135,7 +135,7 @@ def require_new_run(caller: Caller, run_id: str, policy: str, bound: Sequence[Ca
 def require_priority(caller: Caller, priority: int) -> None:
     most = caller.quota.priority
     if most is not None and priority > most:
-        raise Forbidden(f"priority: this token may ask for {most} at most, not {priority}")
+        raise Forbidden(f"priority: this token allows {most} at most, not {priority}")
 
 
 def require_policy_use(caller: Caller, policy: str) -> None:
