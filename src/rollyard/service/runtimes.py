@@ -29,7 +29,7 @@ def make_runtime(name: str, settings: Settings, root: Path | None = None) -> Any
             return OciRuntime(root=root, command=settings.oci_command, image=image, defaults=limits, pythons=pythons)
         case "local":
             return LocalRuntime(root=root)
-    raise SettingsError(f"runtimes: there is no runtime {name!r}; known runtimes: {', '.join(NAMES)}")
+    raise SettingsError(f"runtimes: there is no runtime {name!r}; there are: {', '.join(NAMES)}")
 
 
 def uids_of(name: str, settings: Settings) -> range | None:
