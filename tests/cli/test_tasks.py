@@ -113,7 +113,7 @@ async def test_everything_that_is_wrong_is_told_by_its_line(cli: Cli, tmp_path: 
         "t.jsonl:6: limits.run_s: input should be greater than 0",
         "t.jsonl:7: there is no tool 'no'",
         "t.jsonl:8: sandbox.runtime: there is no runtime 'docker'",
-        "t.jsonl:9: environment: this field is needed",
+        "t.jsonl:9: environment: this field is required",
         "none.jsonl: cannot be read: No such file",
     )
     assert len(told) == len(expected), told

@@ -251,7 +251,7 @@ async def test_pushed_tasks_are_sent_again_only_if_they_have_ids(draw: AsyncDraw
     assert await draw.push([task, task], ids=["a", "b"], close=True) == 9
     assert service.bodies[-1][1] == {"tasks": [task, task], "ids": ["a", "b"], "close": True}
     service.cut_replies = 1
-    with pytest.raises(ServiceUnreachable, match="broke off"):
+    with pytest.raises(ServiceUnreachable, match="was interrupted"):
         await draw.push([task])
     assert len(service.bodies) == 3
     with pytest.raises(ValueError, match="one id for each"):
@@ -369,10 +369,10 @@ def lose_the_groups(page: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lose_a_member, "without its member"),
+        (lose_a_member, "lacks its member"),
         (lose_a_trace, "1 of 2 traces"),
         (another_batch, "a page of batch 1"),
-        (stand_still, "does not go on"),
+        (stand_still, "does not continue"),
         (lose_the_groups, "page of groups"),
     ],
 )

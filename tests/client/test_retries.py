@@ -26,14 +26,14 @@ async def test_a_call_without_an_id_is_not_sent_twice(service: RunningService):
         await client.wait(record.id, timeout_s=30)
     async with Proxy(service.url) as proxy, AsyncClient(proxy.url, service.token) as client:
         proxy.cut_replies = 1
-        with pytest.raises(ServiceUnreachable, match="broke off"):
+        with pytest.raises(ServiceUnreachable, match="was interrupted"):
             await client.rescore(record.id)
         assert proxy.connections == 1
 
 
 async def test_nobody_there_is_said_at_once_without_retries(unused_tcp_port: int):
     async with AsyncClient(f"http://127.0.0.1:{unused_tcp_port}", "t", retry_s=0) as client:
-        with pytest.raises(ServiceUnreachable, match="nobody answers") as caught:
+        with pytest.raises(ServiceUnreachable, match="cannot connect to") as caught:
             await client.status()
     assert "rollyard serve" in caught.value.remedy
     async with AsyncClient("not a url", "t", retry_s=0) as client:
@@ -53,7 +53,7 @@ async def test_a_service_that_accepts_and_says_nothing_times_out():
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with AsyncClient(url, "t", timeout_s=0.1, retry_s=0) as client:
-            with pytest.raises(ServiceUnreachable, match="did not answer in time"):
+            with pytest.raises(ServiceUnreachable, match="timed out"):
                 await client.status()
         await asyncio.wait_for(ended.wait(), 20)
 

@@ -46,7 +46,7 @@ async def test_leaving_without_a_reward_cancels(client: AsyncClient):
             raise ValueError("mine")
     record = await client.wait("s", timeout_s=20)
     assert (record.outcome, record.reward) == ("cancelled", None)
-    with pytest.raises(SessionConflict, match=r"has ended already \(cancelled"):
+    with pytest.raises(SessionConflict, match=r"has already ended \(cancelled"):
         async with client.session("s"):
             raise AssertionError("it cannot be opened again")
 

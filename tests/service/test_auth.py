@@ -50,19 +50,19 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
     own_token(path)
     path.chmod(0o640)
-    with pytest.raises(SettingsError, match="can be read by others: chmod 600"):
+    with pytest.raises(SettingsError, match="can be read by other users: chmod 600"):
         own_token(path)
 
 
 def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
     os.close(os.open(path, os.O_CREAT, 0o600))
-    with pytest.raises(SettingsError, match="holds no token"):
+    with pytest.raises(SettingsError, match="contains no valid token"):
         own_token(path)
 
 
 def test_beyond_loopback_tokens_must_be_configured(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"can be reached by others: set admin_tokens"):
+    with pytest.raises(SettingsError, match=r"is reachable from other machines: set admin_tokens"):
         load_tokens(settings(tmp_path, host="0.0.0.0"))
     assert not (tmp_path / "token").exists()
     load_tokens(settings(tmp_path, host="0.0.0.0", trainer_tokens=[TRAINER]))

@@ -353,7 +353,7 @@ async def test_its_run_can_be_deleted_and_takes_it_along(tmp_path: Path) -> None
 async def test_what_is_wrong_with_an_evaluation_is_said(tmp_path: Path) -> None:
     async with open_site(tmp_path) as site:
         for body, says in (
-            ({"source": tasks(1), "k": 4, "samples": 2}, "pass@4 cannot be told from 2 samples"),
+            ({"source": tasks(1), "k": 4, "samples": 2}, "pass@4 cannot be computed from 2 samples"),
             ({"source": {"push": True}}, "cannot be pushed"),
             ({"source": {"tasks": []}}, "it has no tasks"),
             ({"source": {"tasks": [task(), {"environment": "shell"}]}}, "source, task 1: "),

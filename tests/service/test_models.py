@@ -50,9 +50,9 @@ def test_merging_changes_neither_side() -> None:
 @pytest.mark.parametrize(
     ("task", "path", "problem"),
     [
-        ({}, "environment", "needed"),
-        ({"environment": "e", "limit": {}}, "limit", "no such field"),
-        ({"environment": "e", "limits": {"run": 3}}, "limits.run", "no such field"),
+        ({}, "environment", "required"),
+        ({"environment": "e", "limit": {}}, "limit", "unknown field"),
+        ({"environment": "e", "limits": {"run": 3}}, "limits.run", "unknown field"),
         ({"environment": "e", "limits": {"run_s": 0}}, "limits.run_s", "greater than 0"),
         ({"environment": "e", "limits": {"run_s": float("inf")}}, "limits.run_s", "finite"),
         ({"environment": "e", "limits": {"run_s": "5"}}, "limits.run_s", "number"),
@@ -95,7 +95,7 @@ def test_a_body_is_the_same_by_what_was_sent() -> None:
 def test_a_runs_defaults_are_checked_as_far_as_they_go() -> None:
     run = check_body({"defaults": {"limits": {"run_s": 3}}, "mode": "eval"}, RunBody).to_run("me", 1.0)
     assert (run.mode, run.owner, run.created_at) == ("eval", "me", 1.0)
-    with pytest.raises(InvalidRequest, match=r"^defaults.limits.run: there is no such field"):
+    with pytest.raises(InvalidRequest, match=r"^defaults.limits.run: unknown field"):
         check_body({"defaults": {"limits": {"run": 3}}}, RunBody).to_run("me", 1.0)
 
 

@@ -273,7 +273,7 @@ async def test_traces_of_what_has_not_ended_are_404(tmp_path: Path) -> None:
         await site.submit("r1")
         answer = await site.get("/v1/rollouts/r1/traces")
         assert (answer.status, answer.code) == (404, "not_found")
-        assert "its traces come with its end" in answer.body["detail"]
+        assert "its traces are available when it has ended" in answer.body["detail"]
         early = await site.post("/v1/rollouts/r1/rescore")
         assert (early.status, early.code) == (422, "invalid_request")
         await site.delete("/v1/rollouts/r1")

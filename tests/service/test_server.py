@@ -238,7 +238,7 @@ async def test_a_kill_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"ROLLYARD_HOST": "0.0.0.0"}, "can be reached by others: set admin_tokens"),
+        ({"ROLLYARD_HOST": "0.0.0.0"}, "is reachable from other machines: set admin_tokens"),
         ({"ROLLYARD_STORE": "/proc/nothing/here.db"}, "cannot be opened"),
         ({"ROLLYARD_DATA_DIR": "/proc/nothing"}, "data_dir /proc/nothing cannot be used"),
     ],

@@ -1,4 +1,4 @@
-"""The half of the client that samples, without `await`. See `AsyncSampling`, which says what each method does."""
+"""Methods of the client for groups, draws and evaluations, without `await`. `AsyncSampling` documents each method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Sampling:
-    """See the module."""
+    """Mixin of `Client` for groups, draws and evaluations."""
 
     if TYPE_CHECKING:
         _pipeline: AsyncClient

@@ -1,7 +1,7 @@
-"""The same client without `await`, for scripts and trainers that have no event loop.
+"""The client without `await`, for scripts and trainers that have no event loop.
 
-It drives an `AsyncClient` on a private loop in a thread of its own, so it works inside a notebook's or a trainer's
-running loop as well. Callbacks (`on_end`, `on_event`) are called in that thread, one at a time.
+It runs an `AsyncClient` on a private event loop in its own thread, so it also works inside the running loop of a
+notebook or a trainer. Callbacks (`on_end`, `on_event`) are called in that thread, one at a time.
 
     with rollyard.Client() as yard:
         record = yard.wait(yard.submit([task])[0].id)
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Client(Sampling):
-    """See the module and `AsyncClient`, which says what each method does."""
+    """The synchronous client. `AsyncClient` documents each method."""
 
     def __init__(
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retry_s: float = 60.0
@@ -34,7 +34,7 @@ class Client(Sampling):
         self._pipeline = AsyncClient(url, token, timeout_s=timeout_s, retry_s=retry_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._closing: asyncio.Task[None] | None = None  # of an iterator that nobody held any more
+        self._closing: asyncio.Task[None] | None = None  # of an iterator that was garbage-collected
 
     @property
     def url(self) -> str:
@@ -71,7 +71,7 @@ class Client(Sampling):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C here must not leave the call running there
+        except BaseException:  # Ctrl-C here must not leave the call running in the thread
             future.cancel()
             raise
 
@@ -89,7 +89,7 @@ class Client(Sampling):
             while (item := self._run(following())) is not None:
                 yield item[0]
         finally:
-            if threading.current_thread() is self._thread:  # the garbage collector's doing: to wait here is for ever
+            if threading.current_thread() is self._thread:  # called by the garbage collector: waiting would deadlock
                 self._closing = asyncio.get_running_loop().create_task(close())
             elif self._loop is not None:
                 self._run(close())
@@ -192,7 +192,7 @@ class Client(Sampling):
     def rescore(self, id: str, *, run: str | None = None) -> Record:
         return self._run(self._pipeline.rescore(id, run=run))
 
-    # --- agents of your own ---------------------------------------------------------------------------
+    # --- agents that run elsewhere --------------------------------------------------------------------
 
     def session(
         self,
@@ -226,7 +226,7 @@ class Client(Sampling):
         )
         return Session(self._run, session)
 
-    # --- what came out --------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------
 
     def traces(self, id: str, *, run: str | None = None) -> Traces:
         return self._run(self._pipeline.traces(id, run=run))
@@ -289,7 +289,7 @@ class Client(Sampling):
     def policies(self) -> Objects:
         return self._run(self._pipeline.policies())
 
-    # --- the machines of a fleet ----------------------------------------------------------------------
+    # --- tokens and nodes -----------------------------------------------------------------------------
 
     def create_token(
         self,

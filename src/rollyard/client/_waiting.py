@@ -1,7 +1,7 @@
-"""Waiting for many rollouts at once, promptly and without missing one.
+"""Waits for many rollouts at once, promptly and without missing one.
 
-A few long-polls at a time go through all the ids: that alone is right, and late only when the first ids are slow.
-The stream of events tells of the others the moment they end; should it break, nothing is lost but promptness.
+A few concurrent long polls go through all ids; this alone is correct, but late if the first ids are slow. The stream of
+events reports the others as soon as they end. If the stream breaks, only promptness is lost.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rollyard.client")
 
-POLL_S = 30.0  # one long-poll; the service caps it, too
-POLLS = 16  # at once
+POLL_S = 30.0  # one long poll; the service has its own maximum
+POLLS = 16  # concurrent long polls
 
 
 async def wait_all(
@@ -31,7 +31,7 @@ async def wait_all(
     timeout_s: float | None,
     run: str | None = None,
 ) -> list[Record]:
-    """See `AsyncClient.wait_all`."""
+    """Implements `AsyncClient.wait_all`."""
     waiting = dict.fromkeys(ids)
     found: dict[str, Record] = {}
 
@@ -52,7 +52,7 @@ async def wait_all(
                     if event.state == "ended":
                         await take(event.rollout, 0.0)
         except RollyardError as error:
-            log.info("the events ended; long-polls go on", extra={"code": error.code})
+            log.info("the stream of events ended; long polls continue", extra={"code": error.code})
 
     async def poll(turn: Iterator[str]) -> None:
         for id in turn:
@@ -75,7 +75,7 @@ async def wait_all(
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error itself, out of the task groups around it: callers catch NotFound, not a group of one."""
+    """The error inside nested task groups: callers catch NotFound, not a group of one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
