@@ -153,7 +153,7 @@ async def test_what_is_missing_is_in_no_number_and_is_told(cli: Cli, knowing: Ru
     assert body["all"]["pass_at"]["1"] == {**body["all"]["pass_at"]["1"], "tasks": 3, "missing": 1}
     assert body["all"]["missing"] == 2 and body["missing"] == {"setup_failed": 2}
     assert body["environments"]["shell"]["reward"] is None
-    assert "2 samples have no score and are in no number: 2 setup_failed" in said.err
+    assert "2 samples have no score and are not counted: 2 setup_failed" in said.err
     assert "t.jsonl:4: no scored sample" in said.err and "25.0% of the samples have no score" in said.err
     assert (await cli("eval", tasks, "--k", 2, "--max-missing", 0.25)).status == 0
 

@@ -32,7 +32,7 @@ from rollyard.client import AsyncClient, Record
 from rollyard.envs.yardwork import YardworkEnvironment
 
 SEED = 3
-"""Of the held-out tasks. The reference trainer selects by those of seed 1 and reports those of seed 2."""
+"""Seed of the held-out tasks. The reference trainer selects by seed 1 and reports seed 2."""
 
 LEVELS = (1, 2)
 

@@ -57,7 +57,7 @@ def room(data_dir: Path) -> DoctorCheck:
 
 
 def file_system(data_dir: Path, mountinfo: str) -> DoctorCheck:
-    """Some file systems do not support SQLite, some no overlays."""
+    """Checks whether the file system supports SQLite and overlays."""
     from rollyard.store._place import NETWORK, mount_of
 
     name = "file system"

@@ -162,9 +162,9 @@ def tell_missing(evaluation: EvalReport) -> None:
     if not missing:
         return
     causes = ", ".join(f"{count} {code}" for code, count in missing.most_common())
-    note(f"{missing.total()} samples have no score and are in no number: {causes}")
+    note(f"{missing.total()} samples have no score and are not counted: {causes}")
     for place, count in evaluation.too_few[:TOLD]:
-        note(f"{place}: {count} scored samples; it counts in no pass@k beyond {count}" if count else
-             f"{place}: no scored sample; it counts in no number")  # fmt: skip
+        note(f"{place}: {count} scored samples; it is not counted in pass@k beyond {count}" if count else
+             f"{place}: no scored sample; it is not counted")  # fmt: skip
     if len(evaluation.too_few) > TOLD:
         note(f"… and {len(evaluation.too_few) - TOLD} more tasks have fewer than {evaluation.k} scored samples")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 REACH_S = 30.0
-"""For a service that has written its URL to the folder to answer this machine."""
+"""How long a service that has written its URL to the folder may take to answer this machine."""
 
 
 def folder_of(given: Path | None) -> Path:

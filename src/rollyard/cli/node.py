@@ -27,7 +27,7 @@ def node(
     init_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in INIT at once.")] = None,
     run_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in RUN at once.")] = None,
     eval_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in EVAL at once.")] = None,
-    ready_slots: Annotated[int | None, typer.Option(min=0, help="Rollouts in READY at once.")] = None,
+    ready_slots: Annotated[int | None, typer.Option(min=0, help="Rollouts that may wait in READY for RUN.")] = None,
     plain_http: Annotated[
         bool, typer.Option("--plain-http", help="Connect to a head beyond loopback without TLS, on a trusted network.")
     ] = False,

@@ -22,7 +22,7 @@ from rollyard.cli._console import (
 )
 from rollyard.cli._tasks import read_defaults
 
-runs = typer.Typer(help="Trainers' jobs: list, create, delete.", no_args_is_help=True)
+runs = typer.Typer(help="Runs: list, create, delete.", no_args_is_help=True)
 
 
 @runs.command("list", epilog="Example: rollyard runs list")
@@ -53,12 +53,10 @@ def create(
     id: Annotated[str | None, typer.Argument(metavar="ID", help="Its id; else generated.")] = None,
     mode: Annotated[str | None, typer.Option(help="train or eval. [default: train]")] = None,
     policy: Annotated[str | None, typer.Option(help="Policy whose engines it uses. [default: default]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of which sampling seeds are derived. [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed from which sampling seeds are derived. [default: 0]")] = None,
     priority: Annotated[int | None, typer.Option(help="Higher goes first. [default: 0]")] = None,
-    max_live: Annotated[
-        int | None, typer.Option(min=1, help="Maximum of its rollouts beyond the queue at once.")
-    ] = None,
-    max_queued: Annotated[int | None, typer.Option(min=1, help="Maximum of its rollouts in the queue at once.")] = None,
+    max_live: Annotated[int | None, typer.Option(min=1, help="Maximum rollouts beyond the queue at once.")] = None,
+    max_queued: Annotated[int | None, typer.Option(min=1, help="Maximum rollouts in the queue at once.")] = None,
     defaults: Annotated[str | None, typer.Option(help="Defaults of the run's tasks, a partial task as JSON.")] = None,
     trainable_on_deadline: Annotated[
         bool | None, typer.Option("--trainable-on-deadline", help="Also train on rollouts that ran out of time.")

@@ -46,7 +46,7 @@ def serve(
     init_slots: Annotated[int | None, typer.Option(help="Rollouts in INIT at once.")] = None,
     run_slots: Annotated[int | None, typer.Option(help="Rollouts in RUN at once.")] = None,
     eval_slots: Annotated[int | None, typer.Option(help="Rollouts in EVAL at once.")] = None,
-    ready_slots: Annotated[int | None, typer.Option(help="Rollouts in READY at once.")] = None,
+    ready_slots: Annotated[int | None, typer.Option(help="Rollouts that may wait in READY for RUN.")] = None,
     max_live: Annotated[int | None, typer.Option(help="Maximum live sandboxes.")] = None,
     max_queued: Annotated[int | None, typer.Option(help="Maximum queued rollouts; further submits get 429.")] = None,
     drain_s: Annotated[float | None, typer.Option(help="Seconds for RUN and EVAL to end at SIGTERM.")] = None,
