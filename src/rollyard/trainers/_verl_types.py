@@ -1,4 +1,6 @@
-"""Reads and writes verl's types: its prompts, rows of its TransferQueue, its DataProto. Only this module imports verl.
+"""Reads and writes verl's types: its prompts, rows of its TransferQueue, its DataProto.
+
+Besides `verl_sampler.py`, only this module imports verl.
 
 The TransferQueue holds a tag with a prompt's status under its uid, and each row under `{uid}_{session}_{index}`:
 session counts the rollouts of the prompt, index the traces of a rollout. verl computes a rollout's advantage from its

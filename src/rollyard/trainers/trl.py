@@ -259,8 +259,8 @@ class RollyardRolloutWorker:
         self._taken = self._trained = state["batch"]
 
     def _go_back(self, policy_version: int | None = None) -> None:
-        """Rewinds the draw to the checkpoint, once, when its weights are in the engines (as `policy_version`, if that is
-        new). Groups started before are discarded, so that no token of the lost weights remains."""
+        """Rewinds the draw to the checkpoint, once, when its weights are in the engines. `policy_version` is their
+        number, if it is new. Groups started before are discarded, so that no token of the lost weights remains."""
         if self._resume is None:
             return
         assert self._draw is not None
