@@ -5,10 +5,10 @@ from tests.client.served import RunningService
 
 
 async def test_tokens_are_created_listed_rotated_and_revoked(cli: Cli, service: RunningService):
-    assert "no token was created here" in (await cli("access", "list")).err
+    assert "no token has been created" in (await cli("access", "list")).err
     made = await cli("access", "create", "trainer", "--name", "alice", "--run", "a-*", "--policy", "actor")
     token = made.out.strip()
-    assert made.status == 0 and token.startswith("ryt_") and "shown only now" in made.err and token not in made.err
+    assert made.status == 0 and token.startswith("ryt_") and "shown only once" in made.err and token not in made.err
     assert (await cli("runs", "create", "a-run", "--policy", "actor", "--token", token)).status == 0
     refused = await cli("runs", "create", "other", "--token", token)
     assert refused.status == 1 and "bound to the runs a-*" in refused.err

@@ -81,7 +81,7 @@ async def test_list_show_and_install(cli: Cli, tmp_path: Path, data_dir: Path):
 async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, data_dir: Path):
     (data_dir / "agents/broken.toml").write_text('name = "broken"\ncommand = [1]')
     for words, status, text in (
-        (("show", "none"), 1, "none is not among the presets"),
+        (("show", "none"), 1, "none is not a preset"),
         (("show", "native"), 1, "native is part of Rollyard, not a preset"),
         (("install", "command"), 1, "nothing to install"),
         (("install", "broken"), 1, "command[0]: Expected `str`, got `int`"),
@@ -100,7 +100,7 @@ async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, d
 async def test_try_installs_it_runs_one_rollout_and_shows_what_came_of_it(cli: Cli, tmp_path: Path):
     said = await cli("agents", "try", "tiny", "--from", tmp_path / "wheels")
     assert said.status == 0, said.err
-    assert "a scripted engine plays the model" in said.err
+    assert "a scripted engine replaces the model" in said.err
     for line in ("assistant: I correct it.", "→ sh({", "completed", "reward     1.0", "turns      2", "verified   yes"):
         assert line in said.out, said.out
     (body,) = (await cli("agents", "try", "tiny", "--json")).json

@@ -77,8 +77,8 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.C
     ("options", "says"),
     [
         (["--base", "--adapter", "somewhere"], "--base is the model without an adapter"),
-        (["--scripted", "--base"], "--scripted has tasks and answers of its own"),
-        (["--scripted", "--tasks", "3"], "--scripted has tasks and answers of its own"),
+        (["--scripted", "--base"], "--scripted has its own tasks and answers"),
+        (["--scripted", "--tasks", "3"], "--scripted has its own tasks and answers"),
         (["--tasks", "0"], "--tasks"),
         (["--adapter", "/nowhere", "--model", "/", *ANY_PYTHON], "there is no adapter in /nowhere"),
     ],

@@ -40,14 +40,14 @@ def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_it_shows_rewards_and_one_trajectory_with_its_logprobs(base: str):
     said = base
-    assert "tiny, as it comes, sampled greedily, on 1 held-out task of yardwork" in said
+    assert "tiny, untrained, sampled greedily, on 1 held-out task of yardwork" in said
     assert "1 of 1 " in said  # a line for each as it ends
     assert re.search(r"[01] of 1 solved \(\d+%\): \d+ turns?, \d+ tokens sampled in .* tokens/s", said)
     assert "One trajectory: " in said and " user │ " in said and "turn 1 tokens" in said
-    tokens = said.partition("turn 1 tokens")[2].partition("What to type next")[0]
+    tokens = said.partition("turn 1 tokens")[2].partition("Next steps:")[0]
     assert len(re.findall(r"\S\(-?\d+\.\d\d\)", tokens)) >= 5  # each sampled token, with its logprob
     for command in ("rollyard serve --engine URL", "rollyard eval", "make train-demo"):
-        assert command in said.partition("What to type next")[2]
+        assert command in said.partition("Next steps:")[2]
 
 
 def test_an_adapter_changes_what_is_sampled_on_the_same_tasks(
@@ -58,7 +58,7 @@ def test_an_adapter_changes_what_is_sampled_on_the_same_tasks(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sampled greedily" in done.stdout and "tiny with the adapter adapter" in done.stdout
     plain, trained = (
-        said.partition("One trajectory")[2].partition("What to type next")[0].partition("turn 1 tokens")
+        said.partition("One trajectory")[2].partition("Next steps:")[0].partition("turn 1 tokens")
         for said in (base, done.stdout)
     )
     assert re.findall(r"user │ .*", plain[0]) == re.findall(r"user │ .*", trained[0]) != []

@@ -68,7 +68,7 @@ async def test_limits_that_the_kernel_does_not_keep_are_warned_of_with_the_comma
         found = await looked_at(runtime)
     assert found.bad() == {"cpu limit": "warn", "memory limit": "warn"}
     memory = found.checks["bubblewrap: memory limit"]
-    assert "is ended by our watchdog" in memory.detail
+    assert "is ended by Rollyard's watchdog" in memory.detail
     assert "systemd-run --user --scope -p Delegate=yes" in memory.remedy
     assert "rlimit" in found.checks["bubblewrap: processes limit"].detail
     assert found.checks["bubblewrap: layers"].state == "ok"

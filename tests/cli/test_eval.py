@@ -82,8 +82,8 @@ async def test_pass_at_k_agrees_with_the_policys_skill(cli: Cli, knowing: Runnin
     changed = lines(tmp_path / "c.jsonl", *reversed(TASKS))
     for words in ((tmp_path / "t.jsonl", "--seed", 4), (changed, "--seed", 3)):
         other = await cli("eval", *words, "--run", "known")
-        assert other.status == 1 and "there is an evaluation or a run known already, with other tasks" in other.err
-        assert "give the command as it was, or another --run" in other.err
+        assert other.status == 1 and "an evaluation or a run known already exists, with other tasks" in other.err
+        assert "repeat the original command, or give another --run" in other.err
 
 
 async def test_families_of_reasoning_gym_agree_with_the_policys_skill(cli: Cli, tmp_path: Path):
@@ -153,7 +153,7 @@ async def test_what_is_missing_is_in_no_number_and_is_told(cli: Cli, knowing: Ru
     assert body["all"]["pass_at"]["1"] == {**body["all"]["pass_at"]["1"], "tasks": 3, "missing": 1}
     assert body["all"]["missing"] == 2 and body["missing"] == {"setup_failed": 2}
     assert body["environments"]["shell"]["reward"] is None
-    assert "2 samples have no score and are in no number: 2 setup_failed" in said.err
+    assert "2 samples have no score and are not counted: 2 setup_failed" in said.err
     assert "t.jsonl:4: no scored sample" in said.err and "25.0% of the samples have no score" in said.err
     assert (await cli("eval", tasks, "--k", 2, "--max-missing", 0.25)).status == 0
 
@@ -182,12 +182,12 @@ async def test_one_command_with_an_engine_and_no_service(cli: Cli, engine: Scrip
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (("--k", 4, "--n", 2), 2, "pass@4 cannot be told from 2 samples"),
-        (("--engine", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"), 2, "leave --url and --token away"),
-        (("--tokenizer", "x"), 2, "--tokenizer says something of --engine"),
+        (("--k", 4, "--n", 2), 2, "pass@4 cannot be computed from 2 samples"),
+        (("--engine", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"), 2, "omit --url and --token"),
+        (("--tokenizer", "x"), 2, "--tokenizer needs --engine"),
         (("--defaults", "{"), 2, "--defaults is not JSON"),
-        (("--defaults", "3"), 2, "--defaults: a JSON object was expected"),
-        (("--out", "o.txt"), 2, "end it in .jsonl or .arrow"),
+        (("--defaults", "3"), 2, "--defaults: expected a JSON object"),
+        (("--out", "o.txt"), 2, "use a name that ends in .jsonl or .arrow"),
         (("--engine", "http://127.0.0.1:1"), 1, "--engine http://127.0.0.1:1: "),
         (("--engine", "gpu"), 1, "--engine gpu: url: "),
         (("--url", "http://127.0.0.1:1", "--token", "x"), 1, "127.0.0.1:1"),

@@ -27,7 +27,7 @@ async def test_pull_list_prune_and_remove(cli: Cli, data_dir: Path):
         reference = registry.put("org/name:v1", pack(tar(folder("etc"), file("etc/x", "1234")), env=["A=b"]))
         said = await cli("images", "pull", f"docker://{reference}")
         assert (said.status, said.out) == (0, ""), said.err
-        assert "downloaded" in said.err and "unpacked" in said.err and f"{reference} is here as folder" in said.err
+        assert "downloaded" in said.err and "unpacked" in said.err and f"{reference} is stored as folder" in said.err
         (pulled,) = (await cli("images", "pull", reference, "--name", "mine", "--json")).json
     assert (pulled["kinds"], pulled["env"], pulled["size_bytes"]) == (["folder"], {"A": "b"}, 4)
     assert pulled["references"] == sorted([reference, "mine:latest"])
@@ -45,13 +45,13 @@ async def test_pull_list_prune_and_remove(cli: Cli, data_dir: Path):
         said = await cli("images", "remove", image.digest)
         assert said.status == 1 and "is in use" in said.err
         said = await cli("images", "prune", "--max-size", "0")
-        assert said.status == 0 and "is in use and stays" in said.err
+        assert said.status == 0 and "is in use and is kept" in said.err
     (dry,) = (await cli("images", "prune", "--max-size", "1", "--dry-run", "--json")).json
     assert (dry["freed_bytes"], dry["dry_run"], len(dry["removed"])) == (4, True, 1)
     assert (await cli("images", "prune", "--older-than", "1d", "--json")).json[0]["removed"] == []
     assert (await cli("images", "remove", "mine", reference)).status == 0
     said = await cli("images", "list")
-    assert said.out == "" and "there is no image here" in said.err
+    assert said.out == "" and "there is no image;" in said.err
 
 
 async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -59,9 +59,9 @@ async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, m
     for words, status, text in (
         (("pull", "UPPER"), 1, "not the name of an image"),
         (("pull", "./none"), 1, "there is no none"),
-        (("pull", "x", "--as", "ext3"), 2, "there are folder and sif"),
-        (("prune", "--older-than", "soon"), 2, "a number with a unit was expected"),
-        (("prune", "--max-size", "5x"), 2, "a number with a unit was expected"),
+        (("pull", "x", "--as", "ext3"), 2, "expected folder or sif"),
+        (("prune", "--older-than", "soon"), 2, "expected a number with a unit"),
+        (("prune", "--max-size", "5x"), 2, "expected a number with a unit"),
         (("remove", "none"), 1, "rollyard images list"),
         (("build", "none.def"), 1, "there is no"),
         (("build", "empty"), 1, "has no Dockerfile or Containerfile"),
@@ -71,7 +71,7 @@ async def test_mistakes_are_one_line_with_what_to_do(cli: Cli, tmp_path: Path, m
         assert text in said.err and said.err.count("\n") == 1, said.err
     monkeypatch.setenv("ROLLYARD_RUNTIMES", "local")
     said = await cli("images", "pull", "./empty")
-    assert said.status == 1 and "no allowed runtime has images (local)" in said.err
+    assert said.status == 1 and "no allowed runtime uses images (local)" in said.err
     (tmp_path / "empty/Dockerfile").write_text("FROM scratch\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     said = await cli("images", "build", "empty", "--as", "folder")

@@ -48,7 +48,7 @@ async def test_traces_are_shown_and_written(cli: Cli, ended: str, tmp_path: Path
 
 
 async def test_a_rescore_and_a_cancel(cli: Cli, ended: str):
-    assert (await cli("rollouts", "rescore", ended)).out == "one: 1 (at its end: 1)\n"
+    assert (await cli("rollouts", "rescore", ended)).out == "one: 1 (originally: 1)\n"
     said = await cli("rollouts", "cancel", ended, "never-was", "--json")
     assert said.json == [{"id": "one", "state": "ended"}, {"id": "never-was", "state": "cancelled_before_submit"}]
 

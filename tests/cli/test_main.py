@@ -82,11 +82,11 @@ async def test_the_version(cli: Cli):
         (["submit", "x.jsonl", "--group-size", "0"], "--group-size"),
         (["top", "--fast"], "No such option: --fast"),
         (["bench", "nothing"], "there is no bench 'nothing'"),
-        (["serve", "--tokenizer", "x"], "--tokenizer says something of the engines"),
+        (["serve", "--tokenizer", "x"], "--tokenizer needs --engine"),
         (["submit", "x.jsonl", "--no-wait", "--out", "x.jsonl"], "--out needs the rollouts to end"),
-        (["submit", "x.jsonl", "--out", "x.parquet"], "the ending says the format"),
+        (["submit", "x.jsonl", "--out", "x.parquet"], "unknown file format"),
         (["runs", "create", "--defaults", "{"], "--defaults is not JSON"),
-        (["runs", "create", "--overlong-penalty", "8192"], "FROM:TO or FROM:TO:MOST was expected"),
+        (["runs", "create", "--overlong-penalty", "8192"], "expected FROM:TO or FROM:TO:MOST"),
     ],
 )
 async def test_wrong_usage_is_one_line_and_status_2(cli: Cli, argv: list[str], says: str):

@@ -45,7 +45,7 @@ async def test_a_node_says_why_it_cannot_join(cli: Cli, tmp_path: Path) -> None:
         try:
             assert await asyncio.to_thread(node.process.wait, 30) == 1
             said = (tmp_path / "n1.log").read_text()
-            assert "will not have this node" in said and "401" in said and "Traceback" not in said
+            assert "refused this node" in said and "401" in said and "Traceback" not in said
         finally:
             node.close()
     assert (await cli("node", "--token-file", str(token))).status == 2

@@ -41,4 +41,4 @@ async def test_an_engine_in_trouble_is_told_of(cli: Cli, service: RunningService
 
 async def test_there_may_be_no_policy(cli: Cli, service: RunningService):
     await cli("engines", "clear")
-    assert "it comes with its first engine" in (await cli("policies", "list")).err
+    assert "it is created with its first engine" in (await cli("policies", "list")).err

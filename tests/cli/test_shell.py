@@ -72,8 +72,8 @@ async def test_what_is_left_is_scored_where_it_is(folder: Path, runtime: str):
     ("argv", "says"),
     [
         (["nowhere.json"], "nowhere.json cannot be read"),
-        (["tasks.jsonl"], "tasks.jsonl holds more than one task — name its line, e.g. tasks.jsonl:3"),
-        (["tasks.jsonl:2"], "tasks.jsonl:2: there is no task in that line"),
+        (["tasks.jsonl"], "tasks.jsonl holds more than one task — give its line, e.g. tasks.jsonl:3"),
+        (["tasks.jsonl:2"], "tasks.jsonl:2: there is no task on that line"),
         (["task.json", "--runtime", "moon"], "there is no runtime 'moon'"),
         (["bad.json"], "bad.json:1: "),
         (["broken.json"], "exit 3"),

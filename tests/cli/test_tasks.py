@@ -134,7 +134,7 @@ async def test_what_is_likely_a_slip_is_a_warning(cli: Cli, tmp_path: Path):
     assert first["warnings"] == [
         "limits.tool_s 20 is more than limits.run_s 10",
         "sampling.max_tokens 200 is more than limits.max_context 100",
-        "sandbox.memory_bytes 2048 is very little: it counts bytes",
+        "sandbox.memory_bytes 2048 is very little: the unit is bytes",
     ]
     assert second["warnings"] == [] and second["ok"] is True and second["oracle"] is None
     assert third["warnings"] == [f"the same task as {tmp_path}/t.jsonl:2"]
@@ -150,7 +150,7 @@ async def test_a_check_that_falls_over_is_of_its_line(cli: Cli, echo: None, tmp_
     said = await cli("tasks", "validate", file)
     assert said.status == 1
     assert [line.rpartition("/")[2] for line in said.out.splitlines()] == [
-        "t.jsonl:1: checking it raised KeyError: 'word'",
+        "t.jsonl:1: its check raised KeyError: 'word'",
         "t.jsonl:2: echo: data.word: a string was expected",
     ]
 
@@ -183,17 +183,17 @@ async def test_plays_tell_which_tasks_are_of_use(cli: Cli, echo: None, tmp_path:
     assert said.status == 1
     good, low, given, unsolved, unsolved_given, crash, broken, half = said.json
     assert good["ok"] and (good["oracle"]["reward"], good["noop"]["reward"]) == (1.0, 0.0)
-    assert low["problems"] == ["the oracle gets 0, not 1", "doing nothing gets 0, and the oracle 0"]
-    assert given["problems"] == ["doing nothing gets 1, and the oracle 1"]
-    assert unsolved["ok"] and unsolved["warnings"] == ["no oracle: the task does not hold its own solution"]
-    assert unsolved_given["problems"] == ["doing nothing gets 1"]
+    assert low["problems"] == ["the oracle scores 0, not 1", "doing nothing scores 0, and the oracle 0"]
+    assert given["problems"] == ["doing nothing scores 1, and the oracle 1"]
+    assert unsolved["ok"] and unsolved["warnings"] == ["no oracle: the task does not contain its solution"]
+    assert unsolved_given["problems"] == ["doing nothing scores 1"]
     assert crash["problems"] == [] and not crash["ok"] and "oracle: verifier_crashed in eval" in crash["not_tried"]
     assert [problem[:30] for problem in broken["problems"]] == [
         "oracle: task_invalid in init: ",
         "no-op: task_invalid in init: e",
     ]
     assert half["ok"] and half["noop"]["components"] == {"right": 0.0}
-    assert "8 tasks, 4 with problems, 1 not tried for reasons outside of them, 2 with warnings" in said.err
+    assert "8 tasks, 4 with problems, 1 not tried for reasons outside the task, 2 with warnings" in said.err
 
     words = ("--run", "--runtime", "local", "--limit", 2, "--max-reward", 0)
     shown = await cli("tasks", "validate", file, *words)
@@ -211,7 +211,7 @@ async def test_plays_happen_in_real_sandboxes(cli: Cli, tmp_path: Path, runtime:
                      "--runtime", runtime)  # fmt: skip
     first, second = said.json
     assert said.status == 1 and first["ok"] and first["noop"]["reward"] == 0.0
-    assert second["problems"] == ["doing nothing gets 1"]
+    assert second["problems"] == ["doing nothing scores 1"]
 
 
 # --- try ----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ async def test_agents_with_a_model_want_an_engine(cli: Cli, tmp_path: Path):
     for words, status, says in (
         ((), 2, "the agent native needs a model — give --engine URL, or --agent oracle"),
         (("--engine", "http://127.0.0.1:1"), 1, "--engine http://127.0.0.1:1: "),
-        (("--tokenizer", "x"), 2, "--tokenizer says something of --engine"),
+        (("--tokenizer", "x"), 2, "--tokenizer needs --engine"),
         (("--agent", "nobody"), 1, "t.jsonl:1: there is no agent 'nobody'"),
         (("--runtime", "docker"), 1, "there is no runtime 'docker'"),
     ):
@@ -347,10 +347,10 @@ async def test_one_bad_row_means_that_nothing_is_written(cli: Cli, echo: None, t
         assert told[3].startswith("rows.jsonl:5: ValueError: Out of range float")
         assert told[4].startswith("rows.jsonl:6: AttributeError: 'NoneType'")
         assert told[5].startswith("rows.jsonl:7: UnicodeEncodeError: ")
-        assert "6 of 8 rows cannot be imported — nothing was written; --skip-bad leaves them out" in told[6]
+        assert "6 of 8 rows cannot be imported — nothing was written; --skip-bad skips them" in told[6]
     assert out.read_text() == "before\n" and [path.name for path in tmp_path.glob(".*")] == []
     said = await cli("tasks", "import", "echo", file, "--out", out, "--skip-bad")
-    assert said.status == 0 and "2 tasks are in " in said.err and "; 6 bad ones were left out" in said.err
+    assert said.status == 0 and "2 tasks are in " in said.err and "; 6 bad ones were skipped" in said.err
     assert [body["data"]["word"] for body in bodies(out)] == ["a", "c"]
 
 
@@ -407,22 +407,22 @@ async def test_the_same_mistake_in_all_rows_is_told_three_times(cli: Cli, echo: 
     ("words", "status", "says"),
     [
         (("nowhere", "a.jsonl"), 1, "there is no environment 'nowhere'"),
-        (("echo", "none.jsonl"), 1, "none.jsonl is not there"),
+        (("echo", "none.jsonl"), 1, "none.jsonl does not exist"),
         (("echo", "a.csv"), 1, "a.csv is not a file of rows"),
-        (("echo", "a.jsonl", "--set", "x"), 2, "--set x: NAME=VALUE was expected"),
+        (("echo", "a.jsonl", "--set", "x"), 2, "--set x: expected NAME=VALUE"),
         (("echo", "a.jsonl", "--set", "x=1", "--set", "x=2"), 2, "--set x was given twice"),
         (("echo", "a.jsonl", "--json"), 2, "give --out"),
         (("echo", "a.jsonl", "--out", "no/where.jsonl"), 1, "no/where.jsonl cannot be written"),
         (("echo", "a.jsonl", "--out", "a.csv/o.jsonl"), 1, "a.csv/o.jsonl cannot be written"),
         (("echo", "a.jsonl", "--out", "folder"), 1, "folder cannot be written: Is a directory"),
         (("echo", "odd", "--out", "o.jsonl"), 1, "odd cannot be read: "),
-        (("echo", "--split", "train"), 2, "--split is of a dataset"),
+        (("echo", "--split", "train"), 2, "--split needs a dataset"),
         (("echo", "a.jsonl", "--split", "train"), 1, "is a file: only folders have splits"),
-        (("echo", "folder", "--split", "train"), 2, "folder is no dataset of rows"),
+        (("echo", "folder", "--split", "train"), 2, "folder is not a dataset of rows"),
         (("echo", "--set", "size=3"), 1, "unknown option 'size' of its importer; there are count\n"),
         (("math",), 1, "math generates no tasks"),
-        (("shell", "a.jsonl"), 1, "shell: there is no importer for rows — write its tasks yourself"),
-        (("harbor", "a.jsonl"), 1, "harbor: there is no importer for rows — name a folder"),
+        (("shell", "a.jsonl"), 1, "shell has no importer for rows — write its tasks yourself"),
+        (("harbor", "a.jsonl"), 1, "harbor has no importer for rows — give a folder"),
     ],
 )
 async def test_mistakes_of_an_import_are_told(

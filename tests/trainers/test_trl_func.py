@@ -66,7 +66,7 @@ async def test_a_member_that_infrastructure_failed_is_replaced_not_made_up(servi
 
 
 async def test_a_group_that_stays_short_is_an_error_and_not_a_row(service: RunningService):
-    with pytest.raises(RolloutsMissing, match="1 of 2 prompts have no whole group after 2 tries"):
+    with pytest.raises(RolloutsMissing, match="1 of 2 prompts have no complete group after 2 tries"):
         await asyncio.to_thread(rollouts(service, run="trl", tries=2), ["first"] * 2 + ["EVERYBODY"] * 2, trainer())
     async with AsyncClient(service.url, service.token) as client:
         page = await client.list(state="ended", limit=100)

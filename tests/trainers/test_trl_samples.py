@@ -86,12 +86,12 @@ def test_a_tokenizer_gives_the_logs_their_text():
 
 def test_what_was_sampled_at_another_temperature_is_refused():
     hot = trace("01", sampling=Sampling(temperature=0.7))
-    with pytest.raises(ValueError, match=r"at temperature 0\.7, and the trainer computes its logprobs at 1"):
+    with pytest.raises(ValueError, match=r"at temperature 0\.7, but the trainer computes its logprobs at 1"):
         SampleBuilder("none", 1.0, 0).samples(group(rollout(0, 1.0, hot)), 0)
 
 
 def test_a_trainable_rollout_without_its_traces_is_an_error():
-    with pytest.raises(ValueError, match="came without its traces"):
+    with pytest.raises(ValueError, match="is trainable, but has no traces"):
         SampleBuilder("none", 1.0, 0).samples(group(rollout(0, 1.0)), 0)
 
 

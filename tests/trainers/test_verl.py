@@ -113,7 +113,7 @@ async def test_verl_learns_from_exactly_what_was_sampled_and_from_nothing_that_w
         assert (truth.records[row["rollout"]].run, truth.records[row["rollout"]].reward) == ("verl.val", row["score"])
     check_async(truth, seen["async"])
     assert seen["refused"]["status"] == "failure"
-    assert "was sampled at temperature 1, and verl computes its logprobs at 0.5" in seen["refused"]["error"]
+    assert "was sampled at temperature 1, but verl computes its logprobs at 0.5" in seen["refused"]["error"]
 
 
 def check_data_proto(truth: Truth, part: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def test_every_trace_of_a_forked_rollout_is_a_row_of_one_member():
 
 
 def test_what_was_sampled_at_another_temperature_is_refused():
-    with pytest.raises(ValueError, match=r"at temperature 0\.7, and verl computes its logprobs at 1 "):
+    with pytest.raises(ValueError, match=r"at temperature 0\.7, but verl computes its logprobs at 1 "):
         reap(rollout(0, 1.0, trace("01", sampling=Sampling(temperature=0.7))))
 
 
@@ -200,8 +200,8 @@ def test_a_row_names_its_task_as_an_object_as_text_or_by_the_settings(row: dict[
 @pytest.mark.parametrize(
     ("row", "settings", "says"),
     [
-        ({}, Settings(), "names none for it"),
-        ({}, Settings(environment="math", data={"answer": "reward_model.ground_truth"}), "nothing at 'reward_model"),
+        ({}, Settings(), "rollyard.environment is not set"),
+        ({}, Settings(environment="math", data={"answer": "reward_model.ground_truth"}), "has no 'reward_model"),
         ({"rollyard_task": "{"}, Settings(), "is not JSON"),
         ({"rollyard_task": {"data": {}}}, Settings(), "names no environment"),
     ],
@@ -235,7 +235,7 @@ def test_settings_that_do_not_exist_are_refused():
     [
         ({"trainer": {"use_v1": True, "v1": {"trainer_mode": "separate_async"}}}, "use sync"),
         ({"trainer": {"use_v1": True, "v1": {"trainer_mode": "colocate_async"}}}, "custom_sampler"),
-        ({"reward": {"reward_model": {"enable": True}}}, "rewards come from Rollyard"),
+        ({"reward": {"reward_model": {"enable": True}}}, "rewards come only from Rollyard"),
         ({"distillation": {"enabled": True}}, "teacher"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The commands that a person types. Everything heavy is imported by the command that needs it."""
+"""The `rollyard` command line. A command imports heavy packages only when it runs."""
 
 from rollyard.cli._main import main
 

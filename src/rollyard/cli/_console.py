@@ -1,7 +1,7 @@
-"""What every command shares: where output goes, and the options that mean the same everywhere.
+"""Shared by all commands: output functions, and options with the same meaning everywhere.
 
-Data goes to stdout, progress and notes to stderr, so that `rollyard … --json | jq` always works. A list with --json
-is one JSON object per line; a single thing is one object on one line.
+Data goes to stdout, progress and notes to stderr, so that `rollyard … --json | jq` always works. With --json, a list
+is printed as one JSON object per line, and a single object on one line.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Url = Annotated[str | None, typer.Option("--url", help="The service; else $ROLLYARD_URL, else the settings' address.")]
+Url = Annotated[
+    str | None, typer.Option("--url", help="URL of the service; else $ROLLYARD_URL, else from the settings.")
+]
 Token = Annotated[
-    str | None, typer.Option("--token", help="Its bearer token; else $ROLLYARD_TOKEN, else the settings' token file.")
+    str | None, typer.Option("--token", help="Bearer token; else $ROLLYARD_TOKEN, else the settings' token file.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout: one object per line.")]
 
 
 class CommandError(Exception):
-    """A user's error that the service did not tell: what was wrong, and what to do."""
+    """A user's error that the command itself found: what was wrong, and what to do."""
 
     def __init__(self, what: str, remedy: str = "", status: int = 1) -> None:
         super().__init__(what)
@@ -52,7 +54,7 @@ def err() -> Console:
 
 
 def note(text: str) -> None:
-    """A line for the person; never data."""
+    """Writes a line for the user to stderr; never data."""
     sys.stderr.write(text + "\n")
 
 
@@ -66,7 +68,7 @@ def print_lines(values: Iterable[object]) -> None:
 
 
 def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
-    """A plain table; `right` names the columns that hold numbers."""
+    """Creates a plain table; `right` names the right-aligned columns, which hold numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -78,7 +80,7 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
 
 
 def show(made: Table) -> None:
-    """On a terminal as wide as it is; in a pipe as wide as the table needs."""
+    """Prints a table: as wide as the terminal, or in a pipe as wide as the table needs."""
     console = out()
     if not console.is_terminal:
         console.width = 400
@@ -86,7 +88,7 @@ def show(made: Table) -> None:
 
 
 def plain(text: object) -> str:
-    """Text from elsewhere, safe in a table: what looks like markup in it is shown, not obeyed."""
+    """Escapes external text for a table: markup in it is shown, not interpreted."""
     from rich.markup import escape
 
     return escape(str(text))
@@ -97,7 +99,7 @@ def run(work: Coroutine[object, object, T]) -> T:
 
 
 def connect(url: str | None, token: str | None, *, retry_s: float = 0.0) -> AsyncClient:
-    """A client for one command. A person wants to know at once that nobody answers: by default no retry."""
+    """Creates a client. By default it does not retry, so that an unreachable service is reported at once."""
     from rollyard.client import AsyncClient
 
     return AsyncClient(url, token, retry_s=retry_s)
@@ -115,7 +117,7 @@ def seconds(value: float | None) -> str:
 
 
 def number(value: object) -> str:
-    """A count with thousands apart, a fraction with what matters of it."""
+    """Formats a count with thousands separators, and a fraction with four significant digits."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "–" if value is None else str(value)
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):

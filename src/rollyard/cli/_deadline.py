@@ -1,4 +1,4 @@
-"""Deadlines of benchmarks: one that passes is an error that names the step, what it waited for, and what to do."""
+"""Deadlines of benchmarks. An expired one raises an error with the step, what it waited for, and a remedy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ REMEDY = "stop other programs on this machine and run it again, or try --quick"
 async def within(
     seconds: float, step: str, waited_for: str | Callable[[], str], *, remedy: str = REMEDY
 ) -> AsyncGenerator[None, None]:
-    """Trouble when the block takes longer. A callable is asked at that time: how far it got."""
+    """Raises `CommandError` if the block takes longer. A callable `waited_for` is called then, to report progress."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
             yield
     except TimeoutError as error:
-        if not limit.expired():  # of something inside: it names itself
+        if not limit.expired():  # a timeout inside the block, with its own message
             raise
         what = waited_for if isinstance(waited_for, str) else waited_for()
         raise CommandError(f"{step}: waited {seconds:g} s for {what}", remedy) from error

@@ -1,8 +1,8 @@
-"""The demo's rollouts: an engine and a service, each a process on loopback, and held-out tasks of yardwork.
+"""Runs the demo's rollouts: an engine and a service, each a process on loopback, and held-out tasks of yardwork.
 
-Everything ends with it, also by Ctrl-C. The same tasks, ids and seeds each time, so what is sampled is the same on the
-same machine. Sizes are for two cores: all rollouts at once, because a step of the engine costs little more for twelve
-sequences than for one.
+Both processes end with the demo, also by Ctrl-C. Tasks, ids and seeds are fixed, so that the samples are the same on
+the same machine. Sizes are for two cores: all rollouts run at once, because a step of the engine costs little more for
+twelve sequences than for one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollyard.client import AsyncClient, Record
 from rollyard.envs.yardwork import YardworkEnvironment
 
 SEED = 3
-"""Of the held-out tasks. The reference trainer decides by those of seed 1 and reports those of seed 2."""
+"""Seed of the held-out tasks. The reference trainer selects by seed 1 and reports seed 2."""
 
 LEVELS = (1, 2)
 
@@ -47,35 +47,35 @@ TRAINED = (
     "total",
     "extremum",
 )
-"""What the adapter in the package was trained on (docs/results/learning.md)."""
+"""The families that the adapter in the package was trained on (docs/results/learning.md)."""
 
 DEFAULTS: dict[str, Any] = {
     "sampling": {"max_tokens": 80},
     "limits": {"max_turns": 8, "max_tokens": 320, "max_context": 1024, "run_s": 900.0},
     "agent": {"name": "native", "options": {"schemas": False}},
 }
-"""As in training, but for the clock: a slow machine takes longer, and that is not the model's doing."""
+"""As in training, except for `run_s`: a slow machine takes longer, which is not the model's fault."""
 
 AT_ONCE = 12
 START_S = 120.0
 WITHIN_S = 1800.0
-LOOK_S = 0.5  # between two looks at how many tokens there are
+LOOK_S = 0.5  # between two polls of the number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """The model that plays: its folder, and an adapter or none."""
+    """The model of the demo: its folder, and an optional adapter."""
 
     name: str
     folder: Path
     adapter: Path | None
     temperature: float
-    python: str | None = None  # another than ours
+    python: str | None = None  # if it is not this one
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What came of it."""
+    """The records of the demo, and their totals."""
 
     player: DemoModel
     records: list[Record]
@@ -113,19 +113,19 @@ class DemoResult:
 
 
 def demo_tasks(count: int) -> list[dict[str, Any]]:
-    """Held-out tasks, spread over families and levels; the first ones of more are the same."""
+    """Returns held-out tasks, spread over families and levels. A larger count begins with the same tasks."""
     size = len(LEVELS) * len(TRAINED)
     rounds = -(-count // size)
     chosen = {"split": "held_out", "seed": str(SEED), "levels": f"{LEVELS[0]}-{LEVELS[-1]}", "rules": "trained"}
     chosen["families"] = ",".join(TRAINED)
     pool = [dict(task) for task in YardworkEnvironment().generate({**chosen, "count": str(rounds * size)})]
-    # A step of about 0.4 of the whole, without a common divisor, visits everything once and jumps between families.
+    # A step of about 0.4 of the size, coprime to it, visits every task once and alternates between families.
     step = next(step for step in range(int(0.41 * size), size) if math.gcd(step, size) == 1)
     return [pool[place // size * size + place % size * step % size] for place in range(count)]
 
 
 async def play(console: Console, player: DemoModel, count: int, *, is_quiet: bool = False) -> DemoResult:
-    """Runs the tasks and shows them as they go; `is_quiet` shows no results."""
+    """Runs the tasks and shows their progress; with `is_quiet`, no results."""
     _end_gently()
     tasks = demo_tasks(count)
     heat = "greedily" if player.temperature == 0 else f"at temperature {player.temperature:g}"
@@ -158,14 +158,14 @@ def _waiting(console: Console, what: str) -> AbstractContextManager[object]:
 
 
 def _end_gently() -> None:
-    """What Ctrl-C does, when somebody else ends us: the two processes must not stay behind."""
+    """Treats SIGTERM and SIGHUP as Ctrl-C, so that the two processes are not left behind."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, signal.raise_signal, signal.SIGINT)
 
 
 async def _warm_up(client: AsyncClient, task: dict[str, Any]) -> None:
-    """One token of one task, before the clock runs: torch and the sandboxes are ready then, or it is told at once."""
+    """Samples one token of one task before time is measured. Raises `CommandError` if the engine or sandbox fails."""
     one = {"sampling": {"max_tokens": 1}, "limits": {**DEFAULTS["limits"], "max_turns": 1}}
     await client.create_run("warm-up", defaults={**DEFAULTS, **one})
     (submitted,) = await client.submit([task], run="warm-up")
@@ -175,7 +175,7 @@ async def _warm_up(client: AsyncClient, task: dict[str, Any]) -> None:
 
 
 async def roll(console: Console, client: AsyncClient, player: DemoModel, tasks: list[dict[str, Any]]) -> list[Record]:
-    """Their records, when all have ended; on the board meanwhile."""
+    """Runs the tasks, shows them on the board, and returns their records."""
     sampling = {**DEFAULTS["sampling"], "temperature": player.temperature}
     await client.create_run("demo", seed=SEED, defaults={**DEFAULTS, "sampling": sampling})
     ids = [f"demo-{number}" for number in range(1, len(tasks) + 1)]
@@ -193,7 +193,7 @@ async def roll(console: Console, client: AsyncClient, player: DemoModel, tasks: 
 
 
 async def _look(client: AsyncClient, board: DemoBoard, before: tuple[int, int]) -> None:
-    """The engine's turns and tokens so far. Nobody is told of them, so they are asked for."""
+    """Polls the engine's turns and tokens, which no event reports."""
     while True:
         turns, tokens = await _sampled(client)
         board.sampled(turns - before[0], tokens - before[1])
@@ -222,7 +222,7 @@ async def _service(folder: Path) -> AsyncGenerator[AsyncClient, None]:
 
 
 class EngineProcess:
-    """`rollyard engine`, started. What it says is kept for whoever asks why it did not become ready."""
+    """A `rollyard engine` process. Keeps its last output, to explain why it did not become ready."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -230,13 +230,13 @@ class EngineProcess:
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
-        """All that it writes to stderr, so that its pipe does not fill up."""
+        """Reads all of stderr, so that its pipe does not fill up."""
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             self._said.append(line.decode(errors="replace"))
 
     async def ready(self) -> str:
-        """Its URL. Trouble, in its own words, if it ends instead."""
+        """Returns its URL. Raises `CommandError` with its last line if it ends instead."""
         assert self._process.stdout is not None
         line = await asyncio.wait_for(self._process.stdout.readline(), START_S)
         if line:
@@ -251,7 +251,7 @@ class EngineProcess:
 
 @asynccontextmanager
 async def engine_process(player: DemoModel) -> AsyncGenerator[EngineProcess, None]:
-    """Started, and perhaps not ready yet; gone afterwards."""
+    """Starts the engine, which may not be ready yet, and stops it at the end."""
     arguments = ["--model", str(player.folder), "--name", player.folder.name, "--port", "0", "--json"]
     arguments += ["--device", "cpu", "--max-context", "2048", "--max-running", str(AT_ONCE), "--cache-gib", "1"]
     if player.adapter is not None:
@@ -269,5 +269,5 @@ async def engine_process(player: DemoModel) -> AsyncGenerator[EngineProcess, Non
 
 
 def _last(lines: list[str]) -> str:
-    """The last line that says something, without our own name before it."""
+    """Returns the last line that is not empty, without the prefix `rollyard:`."""
     return next((line.strip().removeprefix("rollyard: ") for line in reversed(lines) if line.strip()), "")

@@ -1,8 +1,8 @@
-"""`rollyard demo --scripted`: the main job, once, on this machine, where no model is to be had.
+"""`rollyard demo --scripted`: eight rollouts on this machine, without a model.
 
-A service and a scripted engine on loopback, real bubblewrap sandboxes, eight tasks of the two environments. The
-engine is the one thing that is not real: it is an HTTP server that speaks vLLM's API and says what it is told. It
-solves most tasks, gets one wrong and runs into a limit with another, as a model would.
+A service and a scripted engine on loopback, real bubblewrap sandboxes, eight tasks of two environments. Only the
+engine is not real: it is an HTTP server with vLLM's API and scripted replies. It solves most tasks, gets one wrong and
+reaches a limit with another, as a model would.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ TASKS = HERE / "demo_tasks.jsonl"  # the repository's examples/tasks.jsonl is th
 
 
 async def run_scripted(console: Console) -> list[Record]:
-    """The records of its rollouts. Raises if a rollout fails for another reason than its policy."""
+    """Returns the records of the rollouts. Raises if one fails for a reason outside its policy."""
     console.print("[bold]Rollyard[/]: a service on loopback, a sandbox per rollout, tokens in and out.")
-    console.print("A [bold]scripted engine[/] plays the model: it speaks vLLM's API and says what it is told.\n")
+    console.print("A [bold]scripted engine[/] replaces the model: it has vLLM's API and scripted replies.\n")
     script = json.loads(SCRIPT.read_text())
     tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
     async with rig(script, latency_s=0.3, settings={"run_slots": 4, "init_slots": 2, "eval_slots": 2}) as bench:
@@ -60,7 +60,7 @@ def _progress(console: Console) -> Progress:
 
 
 async def _watch(client: AsyncClient, progress: Progress, bar: object) -> None:
-    """The stages, as they fill and empty."""
+    """Shows the number of rollouts in each stage."""
     while True:
         pools = (await client.status())["pools"]
         states = "  ".join(f"{name} {pools[name]['active']}" for name in ("init", "ready", "run", "eval"))
@@ -89,7 +89,7 @@ def _table(records: list[Record], width: int) -> Table:
 
 
 async def _show_one(console: Console, client: AsyncClient, record: Record) -> None:
-    """What a trainer would get of the first one."""
+    """Shows what a trainer would get for the first rollout."""
     for trace in await client.traces(record.id):
         sampled = trace.mask == 1
         console.print(

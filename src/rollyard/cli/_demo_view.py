@@ -1,6 +1,6 @@
-"""What a person sees of the demo: the rollouts while they go, a table of their ends, one of them token by token.
+"""Shows the demo: the rollouts while they run, a table of results, and one rollout token by token.
 
-On a terminal the rollouts are a table that changes; elsewhere each is a line when it has ended.
+On a terminal, the rollouts are shown in a live table; elsewhere, each as one line when it has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHOWN_CHARS = 300
 FRAMES_PER_S = 4
 
 COLOURS = ((-0.05, "green"), (-0.7, "yellow"), (float("-inf"), "red"))
-"""By logprob: nearly certain, likelier than a coin's side (0.5), less than that."""
+"""By logprob: nearly certain, more likely than not (0.5), less likely."""
 
 _STATES = {"queued": "dim", "init": "cyan", "ready": "cyan", "run": "bold yellow", "eval": "magenta"}
 
@@ -37,7 +37,7 @@ def task_name(task: Mapping[str, Any]) -> str:
 
 
 class DemoBoard:
-    """The rollouts while they go. `with` it meanwhile."""
+    """Shows the rollouts while they run. Use it as a context manager."""
 
     def __init__(self, console: Console, tasks: Mapping[str, Mapping[str, Any]]) -> None:
         self._console = console
@@ -74,7 +74,7 @@ class DemoBoard:
             self._console.print(f"{at}  {self._names[record.id]}: {came}", markup=False)
 
     def sampled(self, turns: int, tokens: int) -> None:
-        """By all of them so far."""
+        """Sets the totals of all rollouts so far."""
         self._turns, self._tokens = turns, tokens
 
     def _frame(self) -> RenderableType:
@@ -89,13 +89,13 @@ class DemoBoard:
                 turns, tokens = _counts(record)
                 made.add_row(name, _end(record), str(turns), str(tokens), _coloured(record))
         took_s = now - self._started
-        sums = f"{len(self._records)} of {len(self._names)} ended, {_some(self._turns, 'turn')} begun, "
+        sums = f"{len(self._records)} of {len(self._names)} ended, {_some(self._turns, 'turn')} started, "
         speed = f"{number(self._tokens)} tokens, {self._tokens / max(took_s, 1e-9):.0f} tokens/s, {seconds(took_s)}"
         return Group(made, Text(sums + speed))
 
 
 def show_results(console: Console, played: DemoResult) -> None:
-    """A table of rewards, and what they come to."""
+    """Prints a table of rewards, and the totals."""
     columns = ("task", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
     made = table(*columns, title="Rewards", right=columns[2:])
     for record in played.records:
@@ -113,10 +113,10 @@ def show_results(console: Console, played: DemoResult) -> None:
 
 
 async def show_best(console: Console, client: AsyncClient, played: DemoResult) -> None:
-    """One rollout as a trainer gets it: the task, then each turn's tokens with their logprobs and what came of it."""
+    """Prints one rollout as a trainer gets it: the task, then each turn's tokens with logprobs and the replies."""
     from tokenizers import Tokenizer
 
-    record = max(played.records, key=lambda one: (one.reward or 0.0, min(_counts(one)[0], 4)))  # of equals the first
+    record = max(played.records, key=lambda one: (one.reward or 0.0, min(_counts(one)[0], 4)))  # the first of equals
     trajectory = await client.trajectory(record.id)
     if not trajectory.traces:
         return
@@ -128,7 +128,7 @@ async def show_best(console: Console, client: AsyncClient, played: DemoResult) -
         f"{len(trace)} tokens: {given} given, {len(trace) - given} sampled in {_some(len(trace.spans), 'turn')}."
     )
     legend = Text("Each sampled token is followed by its logprob. Coloured: ")
-    for (_, colour), words in zip(COLOURS, ("nearly certain", "likelier than not", "a choice"), strict=True):
+    for (_, colour), words in zip(COLOURS, ("nearly certain", "more likely than not", "less likely"), strict=True):
         legend.append(f"{words}  ", colour)
     console.print(legend)
     answers = _answers(trajectory.messages)
@@ -142,7 +142,7 @@ async def show_best(console: Console, client: AsyncClient, played: DemoResult) -
 
 
 def _answers(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """What stands before the first message of the model, then what follows on each of them."""
+    """Yields the messages before the first one of the model, then those that follow each of them."""
     some: list[Mapping[str, Any]] = []
     for message in messages:
         if message.get("role") == "assistant":
@@ -176,7 +176,7 @@ def _tokens(trace: Trace, places: range, tokenizer: Any) -> Text:
         colour = next(colour for least, colour in COLOURS if logprob >= least)
         text.append(_visible(said), colour)
         shown = logprob if logprob <= -0.005 else 0.0  # not −0.00
-        text.append(f"({shown:.2f})", "dim")  # joined to its token, wherever a line breaks
+        text.append(f"({shown:.2f})", "dim")  # no space before it, so that it stays on its token's line
         text.append(" ")
     return text
 

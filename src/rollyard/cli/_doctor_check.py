@@ -1,4 +1,4 @@
-"""One thing that `rollyard doctor` looked at, and the words that its parts share."""
+"""The result of one check of `rollyard doctor`, and definitions that its parts share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DELEGATE = (
     "systemd-run --user --scope -p Delegate=yes rollyard serve; in a unit: [Service] Delegate=yes; without systemd:"
     " run it as root where cgroups can be written to"
 )
-"""What gives the service a part of the cgroup tree, so that the kernel keeps its limits."""
+"""Gives the service a part of the cgroup tree, so that the kernel enforces its limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """`remedy` is empty where all is well."""
+    """`remedy` is empty if there is nothing to do."""
 
     name: str
     state: State

@@ -1,4 +1,4 @@
-"""What `rollyard doctor` says about data: where it lies, what it takes, and whether tokenizers load."""
+"""Checks of `rollyard doctor` for data: its disk and file system, its size, and whether tokenizers load."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 FEW_FILES = 100_000
-"""Inodes: a large repository with its environment takes as many."""
+"""Inodes: a large repository with its environment needs as many."""
 
 NO_UPPER = ("overlay", "fuse.fuse-overlayfs", "aufs", "ecryptfs", "vfat", "exfat")
-"""File systems that cannot hold what an overlay writes."""
+"""File systems that cannot hold the upper folder of an overlay."""
 
 
 def data_checks(settings: Settings) -> Iterable[DoctorCheck]:
@@ -30,7 +30,7 @@ def data_checks(settings: Settings) -> Iterable[DoctorCheck]:
 
 
 def nearest(path: Path) -> Path:
-    """The folder itself, or the closest one above it that is there."""
+    """Returns the folder itself, or its closest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -44,33 +44,33 @@ def _mounts() -> str:
 def room(data_dir: Path) -> DoctorCheck:
     place = nearest(data_dir)
     if not os.access(place, os.W_OK):
-        return DoctorCheck("data_dir", "warn", f"{data_dir} cannot be written to", "set data_dir to a folder of yours")
+        return DoctorCheck("data_dir", "warn", f"{data_dir} cannot be written to", "set data_dir to a writable folder")
     found = os.statvfs(place)
     free, files = found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
     detail = f"{data_dir}: {free / GIB:.1f} GiB free" + ("" if files is None else f", {files:,} inodes free")
     remedy = ""
     if free < 2 * GIB:
-        remedy = "make room, or set data_dir to a larger disk"
+        remedy = "free some space, or set data_dir to a larger disk"
     elif files is not None and files < FEW_FILES:
         remedy = "delete small files, or set data_dir to a file system with more inodes (mkfs.ext4 -i 8192)"
     return DoctorCheck("data_dir", "warn" if remedy else "ok", detail, remedy)
 
 
 def file_system(data_dir: Path, mountinfo: str) -> DoctorCheck:
-    """SQLite and overlays each refuse some."""
+    """Checks whether the file system supports SQLite and overlays."""
     from rollyard.store._place import NETWORK, mount_of
 
     name = "file system"
     mount = mount_of(str(nearest(data_dir).resolve()), mountinfo)
     if mount is None:
-        return DoctorCheck(name, "warn", "what data_dir lies on is not known", "mount /proc")
+        return DoctorCheck(name, "warn", "the file system of data_dir is not known", "mount /proc")
     seen = f"{mount.kind} at {mount.point}"
     local = "set data_dir to a local disk (a node's own scratch): ROLLYARD_DATA_DIR=/scratch/rollyard"
     if mount.kind in NETWORK:
         return DoctorCheck(name, "warn", f"{seen}: SQLite loses data there, and overlays do not work", local)
     if mount.kind in NO_UPPER:
         remedy = f"{local}; in Docker: a volume (--volume rollyard:{data_dir})"
-        return DoctorCheck(name, "warn", f"{seen}: images and layers cannot be written over there", remedy)
+        return DoctorCheck(name, "warn", f"{seen}: overlays over images and layers do not work there", remedy)
     return DoctorCheck(name, "ok", seen)
 
 
@@ -81,13 +81,13 @@ def _images(settings: Settings) -> DoctorCheck:
     try:
         images = ImageStore(settings.data_dir / IMAGES).list()
     except (OSError, ValueError) as error:
-        return DoctorCheck("images", "warn", f"cannot be read: {error}", f"look into {settings.data_dir / IMAGES}")
+        return DoctorCheck("images", "warn", f"cannot be read: {error}", f"check {settings.data_dir / IMAGES}")
     size = sum(image.size_bytes for image in images)
     return DoctorCheck("images", "ok", f"{len(images)}, {size / GIB:.1f} GiB (rollyard images list)")
 
 
 def _layers(settings: Settings) -> DoctorCheck:
-    """As their labels say: nothing is walked."""
+    """Reads the sizes from the layers' labels, without walking their files."""
     count = size = 0
     for label in settings.data_dir.glob("sandboxes/*/layers/*/layer.json"):
         try:
@@ -101,7 +101,7 @@ def _layers(settings: Settings) -> DoctorCheck:
 
 
 def _tokenizers(settings: Settings) -> DoctorCheck:
-    """Those of the configured engines, and our own to show that loading works."""
+    """Loads the tokenizers of the configured engines, and the built-in one to show that loading works."""
     from rollyard.testing.tokenizer_files import tokenizer_dir
     from rollyard.tokens import Tokenizers
 
@@ -110,7 +110,7 @@ def _tokenizers(settings: Settings) -> DoctorCheck:
     for source in (str(tokenizer_dir()), *named):
         try:
             loaded.load(source)
-        except Exception as error:  # whatever a tokenizer's files can do to their reader
+        except Exception as error:  # broken files raise various errors
             detail = f"{source}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             return DoctorCheck(
                 "tokenizers", "warn", detail, "give a folder with tokenizer.json (scripts/get-tokenizer)"

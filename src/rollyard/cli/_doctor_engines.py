@@ -1,4 +1,4 @@
-"""What `rollyard doctor` says about engines: whether each has the tokenizer that Rollyard writes its prompts with.
+"""Checks of `rollyard doctor` for engines: whether each has the tokenizer that Rollyard renders prompts with.
 
 The engines are those of the service, if one answers; otherwise those of the settings, which are probed from here.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollyard.service.settings import Settings
 
 ASK_S = 3.0
-"""For a service to answer: most machines that are looked at have none."""
+"""Timeout of the service's answer: most machines that are checked have none."""
 
 TRUST = "if its tokenizer is the model's own, set trust_tokenizer for it (rollyard engines add --trust-tokenizer)"
 
@@ -28,16 +28,16 @@ async def engine_checks(settings: Settings) -> list[DoctorCheck]:
 
 
 def tokenizer_check(engine: Mapping[str, Any]) -> DoctorCheck:
-    """Of an engine as /v1/engines shows it."""
+    """Checks an engine as /v1/engines returns it."""
     name, is_verified = f"engine {engine.get('id')}", engine.get("tokenizer_verified")
     if engine.get("kind") == "openai":
-        return DoctorCheck(name, "ok", "gives text only: there is no tokenizer to verify")
+        return DoctorCheck(name, "ok", "returns text only: there is no tokenizer to verify")
     if is_verified is None:
         return DoctorCheck(name, "warn", f"not probed: {engine.get('last_error') or 'it does not answer'}", "start it")
     if is_verified:
-        return DoctorCheck(name, "ok", "its tokenizer is the one that prompts are written with")
+        return DoctorCheck(name, "ok", "its tokenizer is the one that prompts are rendered with")
     if engine.get("trust_tokenizer"):
-        return DoctorCheck(name, "warn", "its tokenizer could not be verified, and is trusted (trust_tokenizer)", "")
+        return DoctorCheck(name, "warn", "its tokenizer could not be verified, but is trusted (trust_tokenizer)", "")
     return DoctorCheck(name, "warn", "its tokenizer could not be verified: its traces are not trainable", TRUST)
 
 

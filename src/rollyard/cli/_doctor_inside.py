@@ -1,9 +1,9 @@
-"""What `rollyard doctor` sees from inside a sandbox: every isolation feature and limit, tried by a program that
-means to break it.
+"""Checks of `rollyard doctor` inside a sandbox: tries every isolation feature and limit, with a program that attempts
+to break it.
 
-Two sandboxes per runtime. In the first a script, run by our own Python so that any image will do, tries each thing and
-prints what it found; what that sandbox wrote becomes a layer of the second, which then takes more memory than it may.
-What is told is what happened; `limits_in_force` only says by whose doing.
+Two sandboxes per runtime. In the first, a script tries each feature and prints the results; the portable Python runs
+it, so that any image works. The files of that sandbox become a layer of the second, which then exceeds its memory
+limit. The checks report what happened; `limits_in_force` only names the mechanism.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ time.sleep(3)  # a watchdog needs a moment
 
 
 async def look_inside(runtime: AnyRuntime, python: PortablePython, worst: State) -> list[DoctorCheck]:
-    """A `RollyardError` is the runtime's: a sandbox of it did not stand."""
+    """Raises `RollyardError` if a sandbox of the runtime does not start."""
     folder = runtime.layer_root / "doctor"
     folder.mkdir()
     binds = (Bind(python.folder, INSIDE),)
@@ -123,7 +123,7 @@ async def _seen(sandbox: Sandbox, python: PortablePython) -> Mapping[str, Any]:
 def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) -> Iterator[DoctorCheck]:
     if trouble := found.get("trouble"):
         yield DoctorCheck(
-            "inside", worst, f"could not be looked at: {trouble}", "run it again with ROLLYARD_LOG_LEVEL=debug"
+            "inside", worst, f"could not be checked: {trouble}", "run it again with ROLLYARD_LOG_LEVEL=debug"
         )
         return
     means = sandbox.limits_in_force
@@ -133,12 +133,14 @@ def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) ->
         return DoctorCheck(name, "ok" if is_ok else state, good if is_ok else bad, "" if is_ok else remedy)
 
     is_filtered = found["mode"] == "2" and found["keyctl"]
-    yield told("seccomp", is_filtered, "a refused call was refused", "a call that must be refused was not", newer)
+    yield told(
+        "seccomp", is_filtered, "a blocked system call was refused", "a system call that must be blocked was not", newer
+    )
     is_bare = found["capabilities"] == 0 and found["privileges"]
-    yield told("capabilities", is_bare, "none, and no way to any", f"{found['capabilities']:#x} are held", newer)
-    yield told("nested namespaces", found["namespaces"], "refused", "a user namespace could be made inside", newer)
+    yield told("capabilities", is_bare, "none, and none can be gained", f"{found['capabilities']:#x} are held", newer)
+    yield told("nested namespaces", found["namespaces"], "refused", "a user namespace could be created inside", newer)
     is_alone = found["interfaces"] == ["lo"] and not found["routed"]
-    seen = f"it sees {', '.join(found['interfaces'])}{' and has a route out' if found['routed'] else ''}"
+    seen = f"it has {', '.join(found['interfaces'])}{' and a route out' if found['routed'] else ''}"
     yield told("network", is_alone, "only its own loopback", seen, newer)
     said = str(found["doorway"])
     yield told("doorway", said == "ok", "answers from inside", said[:200], "see the service's log")
@@ -148,24 +150,24 @@ def _judged(found: Mapping[str, Any], sandbox: LaunchedSandbox, worst: State) ->
         "processes limit",
         kept,
         f"enforced ({means.get('processes')})",
-        f"{FORKS} could be started where {LIMITS.processes} may",
+        f"{FORKS} could be started, but the limit is {LIMITS.processes}",
         DELEGATE,
         "warn",
     )
     is_slow = means.get("cpus") != "none" and found["cpus"] < 0.8
     yield told("cpu limit", is_slow, f"enforced ({means.get('cpus')})", "not enforced", DELEGATE, "warn")
     is_few = found["files"] == LIMITS.open_files
-    lacks = f"{found['files']} where {LIMITS.open_files} was asked for"
+    lacks = f"{found['files']} instead of {LIMITS.open_files}"
     yield told("open files limit", is_few, "enforced (rlimit)", lacks, "raise the hard limit: ulimit -Hn 65536", "warn")
 
 
 def _user(sandbox: LaunchedSandbox, worst: State) -> DoctorCheck:
-    """Whose processes they are on the host."""
+    """Checks the host user of the sandbox's processes."""
     try:
         lines = Path(f"/proc/{sandbox.pid}/status").read_text().splitlines()
         uid = next(int(line.split()[1]) for line in lines if line.startswith("Uid:"))
     except (OSError, StopIteration):
-        return DoctorCheck("user", worst, "its first process is gone", "run it again")
+        return DoctorCheck("user", worst, "its first process has ended", "run it again")
     if os.geteuid() != 0:
         return DoctorCheck("user", "ok", f"the service's own, uid {uid}, which is not root")
     if uid != 0:
@@ -184,7 +186,7 @@ async def _in_a_fork(runtime: AnyRuntime, spec: SandboxSpec, python: PortablePyt
     try:
         kept = await fork.read("/workspace/doctor", limit_bytes=100)
         is_kept = kept == b"a layer"
-        seen = "a fork reads its set-up" if is_kept else "a fork does not see what its set-up wrote"
+        seen = "a fork reads its set-up" if is_kept else "a fork does not contain the files of its set-up"
         layers = DoctorCheck(name, "ok" if is_kept else worst, seen, "" if is_kept else mend)
         return [layers, await _memory(fork, python)]
     except (OSError, ValueError) as error:
@@ -200,16 +202,16 @@ async def _memory(sandbox: LaunchedSandbox, python: PortablePython) -> DoctorChe
         done = await sandbox.exec([*python.argv, "-c", TAKE], timeout_s=LOOK_S, env=python.env)
     except MemoryLimit:
         return DoctorCheck(
-            name, "warn", f"a sandbox beyond {most} is ended by our {means}, not by the kernel", DELEGATE
+            name, "warn", f"a sandbox beyond {most} is ended by Rollyard's {means}, not by the kernel", DELEGATE
         )
     except RollyardError as error:
-        return DoctorCheck(name, "warn", f"the sandbox was lost at it: {error.detail}", DELEGATE)
+        return DoctorCheck(name, "warn", f"the sandbox was lost in the check: {error.detail}", DELEGATE)
     if done.status == 0:
-        return DoctorCheck(name, "warn", f"not enforced: {most} were allowed, and 320 MiB taken", DELEGATE)
+        return DoctorCheck(name, "warn", f"not enforced: the limit is {most}, and 320 MiB were allocated", DELEGATE)
     if done.status == -9:
         return DoctorCheck(name, "ok", f"enforced ({means})")
     said = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.status}"]
-    return DoctorCheck(name, "warn", f"could not be tried: {said[-1][:200]}", DELEGATE)
+    return DoctorCheck(name, "warn", f"could not be checked: {said[-1][:200]}", DELEGATE)
 
 
 async def _answer(

@@ -1,6 +1,6 @@
-"""What `rollyard doctor` reads of the machine: the kernel, its bounds, and the programs that runtimes stand on.
+"""Checks of `rollyard doctor` for the machine: the kernel, its limits, and the programs that runtimes need.
 
-The sandboxes' own trials (`_doctor_inside.py`) are the proof; this says why one failed, and what will bite later.
+The checks inside sandboxes (`_doctor_inside.py`) are the proof; these explain failures, and warn of later problems.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollyard.service.settings import Settings
 
 GIB = 1 << 30
-FDS_PER_SANDBOX = 8  # measured about 5, and a shell's PTY
+FDS_PER_SANDBOX = 8  # about 5 measured, and a shell's PTY
 IDMAPPED_OVERLAYS = (5, 19)
 USER_OVERLAYS = (5, 11)
 _MAKERS = ("bwrap", "apptainer", "singularity")
@@ -53,7 +53,7 @@ def _versions() -> DoctorCheck:
 
 
 def kernel_version(release: str) -> tuple[int, int]:
-    """(5, 19) of "5.19.0-41-generic"; (0, 0) of what is no kernel's."""
+    """Returns (5, 19) for "5.19.0-41-generic", and (0, 0) if it is not a kernel's release."""
     found = re.match(r"(\d+)\.(\d+)", release)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -79,15 +79,15 @@ def _user(settings: Settings) -> DoctorCheck:
         return DoctorCheck(
             "user", "warn", found, 'sandbox_uids = "200000-265535", or run the service as an ordinary user'
         )
-    return DoctorCheck("user", "ok", f"root; each sandbox has a uid of its own, of {uids.start}-{uids.stop - 1}")
+    return DoctorCheck("user", "ok", f"root; each sandbox has its own uid, of {uids.start}-{uids.stop - 1}")
 
 
 def _namespaces() -> DoctorCheck:
-    """What all runtimes but `local` stand on."""
+    """Required by all runtimes but `local`."""
     name = "user namespaces"
     most = sysctl("user/max_user_namespaces")
     if most == 0:
-        return DoctorCheck(name, "warn", "there may be none", "sysctl -w user.max_user_namespaces=15000")
+        return DoctorCheck(name, "warn", "disabled", "sysctl -w user.max_user_namespaces=15000")
     if sysctl("kernel/unprivileged_userns_clone") == 0 and os.geteuid() != 0:
         return DoctorCheck(name, "warn", "only for root", "sysctl -w kernel.unprivileged_userns_clone=1")
     if sysctl("kernel/apparmor_restrict_unprivileged_userns") == 1 and os.geteuid() != 0:
@@ -96,7 +96,7 @@ def _namespaces() -> DoctorCheck:
 
 
 def apparmor_remedy() -> str:
-    """Ubuntu since 23.10. A profile for each program that makes a namespace: our Python, and the runtimes."""
+    """For Ubuntu since 23.10: a profile for each program that creates a namespace, this Python and the runtimes."""
     programs = [Path(sys.executable).resolve(), *(Path(found) for name in _MAKERS if (found := shutil.which(name)))]
     profiles = "".join(
         f"profile rollyard-{program.name} {program} flags=(unconfined) {{ userns, }}\\n" for program in programs
@@ -110,7 +110,7 @@ def apparmor_remedy() -> str:
 
 def _subuids() -> DoctorCheck:
     return DoctorCheck(
-        "subordinate uids", "ok", "not needed: sandboxes have one user each (rootless podman wants its own)"
+        "subordinate uids", "ok", "not needed: sandboxes have one user each (rootless podman needs its own)"
     )
 
 
@@ -123,7 +123,9 @@ def _fuse() -> DoctorCheck:
     except OSError as error:
         return DoctorCheck("/dev/fuse", "warn", f"SIF images cannot be mounted: {error.strerror}", remedy)
     if os.geteuid() == 0 and stat.S_IMODE(mode) & 0o006 != 0o006:
-        return DoctorCheck("/dev/fuse", "warn", "only for root, which sandboxes are not", "chmod 666 /dev/fuse")
+        return DoctorCheck(
+            "/dev/fuse", "warn", "only for root, but sandboxes do not run as root", "chmod 666 /dev/fuse"
+        )
     return DoctorCheck("/dev/fuse", "ok", "can be opened: SIF images can be mounted")
 
 
@@ -132,27 +134,25 @@ def _squashfuse() -> DoctorCheck:
     path = f"{os.environ.get('PATH', os.defpath)}:{places}"
     found = shutil.which("squashfuse_ll", path=path) or shutil.which("squashfuse", path=path)
     if found is None:
-        return DoctorCheck("squashfuse", "warn", "was not found: SIF images need it", "apt-get install squashfuse")
+        return DoctorCheck("squashfuse", "warn", "not found: SIF images need it", "apt-get install squashfuse")
     return DoctorCheck("squashfuse", "ok", found)
 
 
 def _cgroups() -> DoctorCheck:
-    """Which tree there is, and whether it can be ours. What then holds is each runtime's `memory limit`."""
+    """Checks which tree exists, and whether it is writable. Each runtime's `memory limit` checks what is enforced."""
     from rollyard.sandbox.limits.cgroup_files import own_folders
 
     own = own_folders("/proc")
     v2, v1 = own.get(""), own.get("memory")
     if v2 is not None and "memory" in _words(Path(v2[0], "cgroup.controllers")):
         if os.access(Path(v2[0], "cgroup.procs"), os.W_OK) and os.access(v2[0], os.W_OK):
-            return DoctorCheck("cgroups", "ok", f"v2, delegated to us: {v2[0]}")
-        return DoctorCheck("cgroups", "warn", f"v2, and {v2[0]} is not ours to divide", DELEGATE)
+            return DoctorCheck("cgroups", "ok", f"v2, delegated: {v2[0]}")
+        return DoctorCheck("cgroups", "warn", f"v2, but {v2[0]} is not delegated", DELEGATE)
     if v1 is not None:
         if os.access(v1[0], os.W_OK):
-            return DoctorCheck("cgroups", "ok", f"v1, which we may write to: {v1[0]}")
-        return DoctorCheck(
-            "cgroups", "warn", "v1, which only root may write to: memory is watched by us instead", DELEGATE
-        )
-    return DoctorCheck("cgroups", "warn", "none with a memory controller: memory is watched by us instead", DELEGATE)
+            return DoctorCheck("cgroups", "ok", f"v1, writable: {v1[0]}")
+        return DoctorCheck("cgroups", "warn", "v1, writable only for root: Rollyard monitors memory instead", DELEGATE)
+    return DoctorCheck("cgroups", "warn", "none with a memory controller: Rollyard monitors memory instead", DELEGATE)
 
 
 def _words(path: Path) -> list[str]:
@@ -169,19 +169,19 @@ def _descriptors(live: int) -> DoctorCheck:
         return DoctorCheck("open files", "ok", f"{hard:,} for up to {live} live sandboxes")
     fits = max(1, (hard - 1024) // FDS_PER_SANDBOX)
     remedy = f"ulimit -Hn {needed} (systemd: LimitNOFILE={needed}), or set max_live to {fits}"
-    return DoctorCheck("open files", "warn", f"{hard:,}, but {live} live sandboxes want {needed:,}", remedy)
+    return DoctorCheck("open files", "warn", f"{hard:,}, but {live} live sandboxes need {needed:,}", remedy)
 
 
 def _ptys(live: int) -> DoctorCheck:
     most, used = sysctl("kernel/pty/max"), sysctl("kernel/pty/nr") or 0
     if most is None or most - used >= live:
         return DoctorCheck("pseudo terminals", "ok", "not limited" if most is None else f"{most - used:,} free")
-    detail = f"{most - used:,} free, one for each of {live} live sandboxes is wanted"
+    detail = f"{most - used:,} free, but {live} live sandboxes need one each"
     return DoctorCheck("pseudo terminals", "warn", detail, f"sysctl -w kernel.pty.max={used + 2 * live}")
 
 
 def _shm() -> DoctorCheck:
-    """Commands are handed to sandboxes in files on tmpfs."""
+    """Commands are passed to sandboxes in files on tmpfs."""
     place = Path(os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm")
     try:
         usage = os.statvfs(place)
@@ -191,7 +191,9 @@ def _shm() -> DoctorCheck:
     if not os.access(place, os.W_OK):
         return DoctorCheck(str(place), "warn", "cannot be written to", f"chmod 1777 {place}")
     if free < 16 << 20:
-        return DoctorCheck(str(place), "warn", f"{free >> 20} MiB free", "make room, or in Docker: --shm-size 256m")
+        return DoctorCheck(
+            str(place), "warn", f"{free >> 20} MiB free", "free some space, or in Docker: --shm-size 256m"
+        )
     return DoctorCheck(str(place), "ok", f"{free / GIB:.1f} GiB free")
 
 
@@ -200,5 +202,5 @@ def _memory() -> DoctorCheck:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) << 10
-    remedy = "" if available >= GIB else "stop something, or lower run_slots"
+    remedy = "" if available >= GIB else "stop other programs, or lower run_slots"
     return DoctorCheck("memory", "warn" if remedy else "ok", f"{available / GIB:.1f} GiB available", remedy)

@@ -1,6 +1,6 @@
-"""An evaluation as it is shown: the service's numbers, and what became of each task's samples.
+"""Shows an evaluation: the service's numbers, and the samples of each task.
 
-Which sample counts, and which is missing, is decided where the service decides it (`sampling.evaluation`).
+`sampling.evaluation` decides which samples count and which are missing, as in the service.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from rollyard.client import Evaluation, Record
 
 ALL = "all"
-TOLD = 10  # tasks with too few samples that are named
+TOLD = 10  # maximum of tasks with too few samples that are listed
 ALL_ROWS = 8  # up to this k the table has every pass@j, beyond it powers of two; the JSON always has all
 
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """All of it. `tasks` are each task's place and its samples."""
+    """An ended evaluation. `tasks` holds the place and the samples of each task."""
 
     found: Evaluation
     result: Mapping[str, Any]
@@ -48,11 +48,11 @@ class EvalReport:
 
     @property
     def too_few(self) -> list[tuple[str, int]]:
-        """Places and numbers of scored samples."""
+        """Tasks with fewer than k scored samples: the place and the number of scored samples."""
         return [(place, len(task.rewards)) for place, task in self.tasks if len(task.rewards) < self.k]
 
     def parts(self) -> dict[str, Mapping[str, Any]]:
-        """The numbers of each environment; where there are several, of all of them, too."""
+        """The numbers of each environment; if there are several, also of all together."""
         found = dict(self.result["environments"])
         return found if len(found) == 1 else {**found, ALL: self.result[ALL]}
 
@@ -80,7 +80,7 @@ class EvalReport:
 
 
 def read_evaluation(found: Evaluation, places: Sequence[str], records: Sequence[Record], took_s: float) -> EvalReport:
-    """`records` are all its rollouts."""
+    """`records` are all rollouts of the evaluation."""
     result = found.result or {}
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -108,7 +108,7 @@ def _sample(record: Record) -> Sample:
     )
 
 
-# --- for a person -------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------
 
 
 def evaluation_table(evaluation: EvalReport) -> Table:
@@ -157,14 +157,14 @@ def by_table(evaluation: EvalReport, by: str) -> Table:
 
 
 def tell_missing(evaluation: EvalReport) -> None:
-    """On stderr: what the numbers do not hold."""
+    """Reports on stderr the samples that are not in the numbers."""
     missing: Counter[str] = Counter(evaluation.result["missing"])
     if not missing:
         return
     causes = ", ".join(f"{count} {code}" for code, count in missing.most_common())
-    note(f"{missing.total()} samples have no score and are in no number: {causes}")
+    note(f"{missing.total()} samples have no score and are not counted: {causes}")
     for place, count in evaluation.too_few[:TOLD]:
-        note(f"{place}: {count} scored samples; it is in no pass@k beyond {count}" if count else
-             f"{place}: no scored sample; it is in no number")  # fmt: skip
+        note(f"{place}: {count} scored samples; it is not counted in pass@k beyond {count}" if count else
+             f"{place}: no scored sample; it is not counted")  # fmt: skip
     if len(evaluation.too_few) > TOLD:
         note(f"… and {len(evaluation.too_few) - TOLD} more tasks have fewer than {evaluation.k} scored samples")

@@ -1,7 +1,7 @@
-"""From the data that people have to a file of tasks: what `rollyard tasks import` does.
+"""Implements `rollyard tasks import`: converts existing data to a file of tasks.
 
-Invariants: what is written would be taken by a service that has the environment (schema, and its `check`); a file
-appears whole or not at all; without `skip_bad`, one bad row means that nothing is written.
+Invariants: a service that has the environment accepts every written task (schema, and the environment's `check`); the
+file is written atomically; without `skip_bad`, one bad row means that nothing is written.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rollyard.core import Json
 if TYPE_CHECKING:
     from rollyard.envs.base import Environment
 
-TOLD = 20  # bad rows that are told one by one, and notes
-TOLD_ALIKE = 3  # of those with one mistake, or one text
+TOLD = 20  # maximum of bad rows, and of notes, that are printed
+TOLD_ALIKE = 3  # maximum with the same error or text
 
 Place = str
 Body = Mapping[str, Json]
@@ -32,7 +32,7 @@ Body = Mapping[str, Json]
 
 @dataclass(slots=True)
 class ImportResult:
-    """How it went."""
+    """Counts of imported tasks, bad rows and notes; prints the latter two."""
 
     tasks: int = 0
     bad: int = 0
@@ -47,7 +47,7 @@ class ImportResult:
             note(f"{place}: {what}")
 
     def tell_notes(self, place: str, body: Body) -> None:
-        """What a person should know of a task that can be imported: its `data.notes`."""
+        """Prints the `data.notes` of an imported task."""
         data = body.get("data")
         notes = data.get("notes") if isinstance(data, Mapping) else None
         for text in map(str, notes if isinstance(notes, Sequence) and not isinstance(notes, str) else ()):
@@ -57,14 +57,14 @@ class ImportResult:
                 note(f"{place}: {text}")
 
     def tell_rest(self) -> None:
-        """That there are more notes than were told."""
+        """Prints how many notes were not printed."""
         if rest := self.notes - self.noted.total():
             note(f"… and {rest} more notes, which are in data.notes of the tasks")
 
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """What the command line says. `skip_bad` and `limit` are of tasks, not of files."""
+    """Options of the command line. `skip_bad` and `limit` apply to tasks, not to files."""
 
     environment: Environment
     paths: Sequence[Path]
@@ -75,12 +75,12 @@ class ImportOptions:
 
 
 def read_options(given: Iterable[str]) -> dict[str, str]:
-    """`NAME=VALUE` each."""
+    """Parses options of the form `NAME=VALUE`."""
     options: dict[str, str] = {}
     for word in given:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise CommandError(f"--set {word}: NAME=VALUE was expected", status=2)
+            raise CommandError(f"--set {word}: expected NAME=VALUE", status=2)
         if name in options:
             raise CommandError(f"--set {name} was given twice", status=2)
         options[name] = value
@@ -88,10 +88,10 @@ def read_options(given: Iterable[str]) -> dict[str, str]:
 
 
 def import_tasks(wanted: ImportOptions, out: Path | None) -> ImportResult:
-    """Writes the tasks to `out`, else to stdout."""
+    """Writes the tasks to `out`, or to stdout if it is None."""
     done = ImportResult()
     if out is None or out.is_symlink() or (out.exists() and not out.is_file()):
-        # Another file must not take the place of a pipe, a device (/dev/stdout) or a link: they are written into.
+        # A pipe, a device (/dev/stdout) or a link must not be replaced by another file, so it is written directly.
         with tempfile.TemporaryFile("w+", encoding="utf-8") as draft:
             _write(wanted, draft, done)
             draft.seek(0)
@@ -131,7 +131,7 @@ def _write(wanted: ImportOptions, draft: IO[str], done: ImportResult) -> None:
     done.tell_rest()
     if done.bad and not wanted.skip_bad:
         count = f"{done.bad} of {done.bad + done.tasks} rows"
-        raise CommandError(f"{count} cannot be imported", "nothing was written; --skip-bad leaves them out")
+        raise CommandError(f"{count} cannot be imported", "nothing was written; --skip-bad skips them")
     if not done.tasks:
         raise CommandError("there is no task to import", "nothing was written")
 
@@ -140,18 +140,18 @@ def _tasks(wanted: ImportOptions, done: ImportResult) -> Generator[str, None, No
     if not wanted.paths:
         if wanted.split is not None:
             raise CommandError(
-                f"--split is of a dataset, and {wanted.environment.name} has none here", "name its folder", 2
+                f"--split needs a dataset, and none was given for {wanted.environment.name}", "give its folder", 2
             )
         yield from _checked(wanted, done, _generated(wanted))
     for path in wanted.paths:
         if not path.exists():
-            raise CommandError(f"{path} is not there")
+            raise CommandError(f"{path} does not exist")
         is_folder = path.is_dir() and _is_for_from_folder(wanted.environment, path)
         yield from _checked(wanted, done, _from_folder(wanted, path) if is_folder else _from_rows(wanted, path, done))
 
 
 def _is_for_from_folder(environment: Environment, path: Path) -> bool:
-    """A folder of rows is for `from_row`, unless the environment only knows folders."""
+    """A folder of rows goes to `from_row`, unless the environment only imports folders."""
     from rollyard.envs.rows import is_dataset
 
     return not is_dataset(path) or (_knows(environment, "from_folder") and not _knows(environment, "from_row"))
@@ -164,7 +164,7 @@ def _knows(environment: Environment, importer: str) -> bool:
 
 
 Made = Generator[tuple[Place, Callable[[], Body]], None, None]
-"""Where each comes from, and what makes it: a mistake there is of that one only."""
+"""The place of each task and a function that creates it. An error in the function affects that task only."""
 
 
 def _from_rows(wanted: ImportOptions, path: Path, done: ImportResult) -> Made:
@@ -174,8 +174,8 @@ def _from_rows(wanted: ImportOptions, path: Path, done: ImportResult) -> Made:
 
     environment = wanted.environment
     if not _knows(environment, "from_row"):
-        remedy = "name a folder" if _knows(environment, "from_folder") else "write its tasks yourself"
-        raise CommandError(f"{environment.name}: there is no importer for rows", remedy)
+        remedy = "give a folder" if _knows(environment, "from_folder") else "write its tasks yourself"
+        raise CommandError(f"{environment.name} has no importer for rows", remedy)
     try:
         for place, row in read_rows(path, split=wanted.split, on_bad=done.tell_bad):
             yield place, partial(environment.from_row, row, wanted.options)
@@ -185,7 +185,7 @@ def _from_rows(wanted: ImportOptions, path: Path, done: ImportResult) -> Made:
 
 def _from_folder(wanted: ImportOptions, path: Path) -> Made:
     if wanted.split is not None:
-        raise CommandError(f"{path} is no dataset of rows", "leave --split away", 2)
+        raise CommandError(f"{path} is not a dataset of rows", "omit --split", 2)
     try:
         for body in wanted.environment.from_folder(path, wanted.options):
             yield _place(path, body), lambda body=body: body
@@ -194,7 +194,7 @@ def _from_folder(wanted: ImportOptions, path: Path) -> Made:
 
 
 def _place(folder: Path, body: Body) -> Place:
-    """A folder may hold many tasks: with the task's own name, if its data has one."""
+    """The folder, with the task's name if its data has one: a folder may hold many tasks."""
     data = body.get("data")
     name = data.get("name") if isinstance(data, Mapping) else None
     return f"{folder}: {name}" if isinstance(name, str) and name != folder.name else str(folder)
@@ -206,7 +206,7 @@ def _generated(wanted: ImportOptions) -> Made:
 
 
 def _checked(wanted: ImportOptions, done: ImportResult, made: Made) -> Generator[str, None, None]:
-    """Those that a service would take, as JSON; the others are told."""
+    """Yields the tasks that a service would accept, as JSON; reports the others."""
     from rollyard.core import RollyardError
     from rollyard.service.models import to_task
 
@@ -216,10 +216,10 @@ def _checked(wanted: ImportOptions, done: ImportResult, made: Made) -> Generator
                 body = {"environment": wanted.environment.name, **make()}
                 wanted.environment.check(to_task(body, {}, ()))
                 line = json.dumps(body, ensure_ascii=False, allow_nan=False)
-                line.encode()  # half a surrogate pair, which JSON can escape, is no text
+                line.encode()  # fails on half a surrogate pair, which JSON can escape
             except RollyardError as error:
                 done.tell_bad(place, error.detail)
-            except Exception as error:  # an importer's own slip, say None.strip(), is of its row, too
+            except Exception as error:  # an importer's bug, such as None.strip(), affects its row only
                 done.tell_bad(place, f"{type(error).__name__}: {error}")
             else:
                 done.tell_notes(place, body)

@@ -1,6 +1,6 @@
-"""From `sys.argv` to an exit status: 0 done, 1 it went wrong, 2 wrong usage, 130 interrupted.
+"""Entry point: runs a command and returns its exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted.
 
-Invariant: a user's error is one line on stderr, "rollyard: what was wrong — what to do". A traceback is a bug of ours.
+Invariant: a user's error is one line on stderr, "rollyard: what was wrong — what to do". A traceback is a bug.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RollyardError as error:
         return complain(error.detail, error.remedy)
     except TimeoutError as error:
-        return complain(str(error) or "it took too long")
+        return complain(str(error) or "timed out")
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `rollyard … | head`: nobody reads on, which is no error
+    except BrokenPipeError:  # `rollyard … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -45,22 +45,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complain(what: str, remedy: str = "", status: int = 1) -> int:
-    """One line on stderr; returns the exit status."""
+    """Writes one line to stderr and returns the exit status."""
     line = f"rollyard: {what.strip()}" + (f" — {remedy.strip()}" if remedy.strip() else "")
     sys.stderr.write(" ".join(line.split()) + "\n")
     return status
 
 
 def _is_settings_error(error: Exception) -> bool:
-    """Without importing the service's wing: the error exists only if somebody else did."""
+    """Does not import the service package: the error can only occur if it is already imported."""
     module = sys.modules.get("rollyard.service.settings")
     return module is not None and isinstance(error, module.SettingsError)
 
 
 def _usage(error: Exception) -> int:
-    """typer's own errors, in our form; anything else goes on as what it is.
+    """Reports typer's errors in Rollyard's format and raises any other error again.
 
-    They are known by their shape: newer typers carry click inside and does not export its errors.
+    Typer's errors are recognized by their attributes: newer versions bundle click and do not export its errors.
     """
     from typer import Abort
 

@@ -1,4 +1,4 @@
-"""Tasks played on this machine without a service: what `rollyard tasks` needs around `pipeline.playing`."""
+"""Runs tasks on this machine without a service, for `rollyard tasks`, by `pipeline.local_rollout`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class ResourcesByRuntime:
-    """A workshop for each runtime that the tasks ask for, opened with the first of them. As in a service, MCP servers
-    and judges are the settings'."""
+    """Holds `StageResources` for each runtime that the tasks use, opened on first use. As in a service, MCP servers
+    and judges come from the settings."""
 
     def __init__(self, stack: AsyncExitStack, folder: Path, runtime: str | None) -> None:
         from rollyard.service.settings import load_settings
@@ -36,19 +36,19 @@ class ResourcesByRuntime:
         self._open: dict[str, StageResources] = {}
 
     def placed(self, task: Task) -> Task:
-        """For the runtime that was asked for, else its own, else the settings'."""
+        """Sets the task's runtime: that of the command line, else its own, else that of the settings."""
         name = self._runtime or task.sandbox.runtime or default_runtime()
         return replace(task, sandbox=replace(task.sandbox, runtime=name))
 
     async def of(self, task: Task) -> StageResources:
-        """Of a task that is `placed`. Trouble: there is no such runtime."""
+        """Returns the resources for a `placed` task. Raises `CommandError` if its runtime does not exist."""
         name = task.sandbox.runtime or default_runtime()
         if name not in self._open:
             self._open[name] = await self._stack.enter_async_context(local_resources(self._folder / name, name))
         return self._open[name]
 
     async def add_judges(self) -> None:
-        """Those of the settings, before something is scored. One that does not answer fails the tasks that ask it."""
+        """Adds the judges of the settings. One that does not answer fails the tasks that use it."""
         from rollyard.core import RollyardError
         from rollyard.service.build import engine_spec
 
@@ -62,14 +62,14 @@ class ResourcesByRuntime:
 
 @asynccontextmanager
 async def open_resource_sets(runtime: str | None) -> AsyncGenerator[ResourcesByRuntime, None]:
-    """In a folder of their own, which is gone afterwards."""
+    """Opens the resources in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="rollyard-tasks-") as folder:
         async with AsyncExitStack() as stack:
             yield ResourcesByRuntime(stack, Path(folder), runtime)
 
 
 async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "default") -> None:
-    """The one that the command line names; if it cannot be used, that is told at once."""
+    """Adds the engine of the command line; raises `CommandError` if it cannot be used."""
     from rollyard.core import RollyardError
     from rollyard.service.models import EngineBody, check_body
 
@@ -82,7 +82,7 @@ async def add_engine(router: Router, url: str, tokenizer: str, policy: str = "de
 
 @contextmanager
 def progress(what: str, total: int) -> Generator[Callable[[], None], None, None]:
-    """A bar on a terminal's stderr, nothing elsewhere. What it yields is called for each one that is done."""
+    """Shows a progress bar if stderr is a terminal. Yields a function to call for each finished item."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = err()
@@ -93,7 +93,7 @@ def progress(what: str, total: int) -> Generator[Callable[[], None], None, None]
 
 
 def played_body(played: PlayResult) -> dict[str, Any]:
-    """What came of a play, without its messages."""
+    """Returns the result of a rollout as a JSON object, without its messages."""
     import msgspec
 
     score = played.score
@@ -109,7 +109,7 @@ def played_body(played: PlayResult) -> dict[str, Any]:
 
 
 def show_played(played: PlayResult) -> None:
-    """For a person: what was said, the score and what it is made of, what went wrong, how long it took."""
+    """Prints the result of a rollout: messages, score and its components, durations, failure."""
     from rollyard.cli._try import shortened
 
     console = out()

@@ -1,4 +1,4 @@
-"""How a pull is shown: bars on a terminal, a line per finished step elsewhere. On stderr; data goes to stdout."""
+"""Shows the progress of a pull on stderr: bars on a terminal, a line per finished step elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def size(value: float) -> str:
 
 
 class PullBars:
-    """Told of each step of a pull. `with` it while something is going on."""
+    """Shows the steps of a pull. Use it as a context manager around the pull."""
 
     def __init__(self) -> None:
         console = err()
@@ -69,7 +69,7 @@ class PullBars:
         if step.phase in ("waiting", "note"):
             return name
         if step.phase == "sif":
-            return "making a SIF file"
+            return "creating a SIF file"
         if step.total_bytes is None:
             return f"unpacking {name}"
         if step.done_bytes < step.total_bytes or (step.phase, step.item) in self._told:

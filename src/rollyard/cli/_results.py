@@ -1,4 +1,4 @@
-"""How rollouts are shown: the table at the end, and the trajectories as a file."""
+"""Shows rollouts: a table of results, and trajectories as a file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     from rollyard.client import AsyncClient, Record
 
-ROWS = 60  # of a table that a person still reads; --json has all
+ROWS = 60  # of a table; --json has all
 _STYLES = {"completed": "green", "truncated": "yellow", "failed": "red", "cancelled": "dim"}
 
 
 def results_table(records: Sequence[Record], title: str | None = None) -> Table:
-    """One row per rollout: how it ended, and what it took."""
+    """Creates a table with one row per rollout: its outcome, tokens and durations."""
     columns = ("id", "state", "outcome", "reward", "turns", "tokens", "init", "run", "eval")
     made = table(*columns, title=title, right=columns[3:])
     for record in records[:ROWS]:
@@ -38,7 +38,7 @@ def results_table(records: Sequence[Record], title: str | None = None) -> Table:
 
 
 def outcome(record: Record) -> str:
-    """The outcome with the code behind it, coloured."""
+    """Returns the outcome with its failure code, coloured."""
     if record.outcome is None:
         return "–"
     code = (record.failure or {}).get("code")
@@ -48,7 +48,7 @@ def outcome(record: Record) -> str:
 
 
 def summary_line(records: Sequence[Record]) -> str:
-    """All of them in one line."""
+    """Summarizes all records in one line."""
     outcomes: dict[str, int] = {}
     for record in records:
         outcomes[record.outcome or record.state] = outcomes.get(record.outcome or record.state, 0) + 1
@@ -62,9 +62,9 @@ def summary_line(records: Sequence[Record]) -> str:
 
 
 def check_out(path: Path) -> None:
-    """Says before the work begins, not after it, that a file cannot be written."""
+    """Raises `CommandError` if the file cannot be written, before the work starts."""
     if path.suffix not in (".jsonl", ".json", ".arrow"):
-        raise CommandError(f"{path}: the ending says the format", "end it in .jsonl or .arrow", 2)
+        raise CommandError(f"{path}: unknown file format", "use a name that ends in .jsonl or .arrow", 2)
     try:
         with path.open("ab"):
             pass
@@ -73,9 +73,9 @@ def check_out(path: Path) -> None:
 
 
 async def write_trajectories(client: AsyncClient, records: Sequence[Record], path: Path) -> None:
-    """JSON lines: record, messages and traces. Arrow: the traces alone, one row each, as the service gives them.
+    """Writes JSON lines (record, messages and traces) or Arrow (only traces, one row each, as returned by the service).
 
-    A rollout that left no trajectory is a record without one in the former, and no row in the latter.
+    A rollout without a trajectory is written as its record alone in JSON lines, and has no row in Arrow.
     """
     if path.suffix == ".arrow":
         await _write_arrow(client, records, path)
@@ -118,7 +118,7 @@ async def _write_arrow(client: AsyncClient, records: Sequence[Record], path: Pat
             if writer is not None:
                 writer.close()
         if writer is None:
-            raise CommandError("none of these rollouts left a trace", f"{path} was not written")
+            raise CommandError("no rollout left a trace", f"{path} was not written")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""What the commands of `rollyard slurm` share: waiting for a job, asking its service, and saying what is wrong.
+"""Shared by the commands of `rollyard slurm`: waits for a job, queries its service, and reports errors.
 
-Slurm has no way to be told of a job's next state, so it is asked every few seconds, as its own `sbatch --wait` does.
+Slurm does not notify of a job's state, so it is polled every few seconds, as by `sbatch --wait`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 REACH_S = 30.0
-"""For a service that says in its folder that it answers, to answer here, too."""
+"""How long a service that has written its URL to the folder may take to answer this machine."""
 
 
 def folder_of(given: Path | None) -> Path:
@@ -30,12 +30,12 @@ def folder_of(given: Path | None) -> Path:
 
 
 def named(given: Path | None) -> str:
-    """The option, for a command that is to be typed next."""
+    """Returns the option, for a suggested command."""
     return f" --data-dir {given}" if given else ""
 
 
 def found(given: Path | None) -> tuple[SlurmCluster, str]:
-    """The folder and the number of its job."""
+    """Returns the cluster and the id of its job."""
     from rollyard.fleet.slurm_jobs import SlurmCluster, require_slurm
 
     cluster = SlurmCluster(folder_of(given))
@@ -43,11 +43,11 @@ def found(given: Path | None) -> tuple[SlurmCluster, str]:
         require_slurm()
         if job_id := cluster.job_id:
             return cluster, job_id
-    raise CommandError(f"no job was ever submitted from {cluster.folder}", f"rollyard slurm up{named(given)}")
+    raise CommandError(f"no job was submitted from {cluster.folder}", f"rollyard slurm up{named(given)}")
 
 
 def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
-    """Until the service says that it answers. Trouble, with what there is to know, when it will not."""
+    """Waits until the service is ready. Raises `CommandError` with the reason if the job ends or cannot start."""
     from rollyard.fleet.slurm_jobs import look
 
     said = ""
@@ -62,8 +62,8 @@ def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
             ends = f"; its log ends: {log}" if log else ""
             raise CommandError(f"job {job_id} is {job.state}{ends}", f"see {cluster.folder / 'job.log'}")
         if job.is_hopeless:
-            what = f"job {job_id} waits for what time alone does not mend ({job.reason}); it stays in the queue"
-            raise CommandError(what, "rollyard slurm down ends it; then ask for something else")
+            what = f"job {job_id} cannot start ({job.reason}); it stays in the queue"
+            raise CommandError(what, "end it with `rollyard slurm down`, and change the options")
         line = f"job {job_id} is {stand(job)}" + (f" on {', '.join(job.nodes)}" if job.nodes else "")
         if line != said:
             note(line)
@@ -71,26 +71,26 @@ def wait_ready(cluster: SlurmCluster, job_id: str, wait_s: float) -> None:
         return False
 
     if not poll(has_come, wait_s):
-        raise CommandError(f"after {wait_s:g} s {said}; it stays", "rollyard slurm status tells more")
+        raise CommandError(f"after {wait_s:g} s {said}; the job remains", "see `rollyard slurm status`")
     if not poll(lambda: service_of(cluster) is not None, REACH_S):
         note(f"{cluster.url} cannot be reached from this machine; the cluster's nodes may reach it")
 
 
 def stand(job: SlurmJob) -> str:
-    """Its state, and what it waits for."""
+    """Returns the job's state, and the reason if it waits."""
     return job.state + (f" ({job.reason})" if job.is_waiting and job.reason else "")
 
 
 def check_disk(spec: JobSpec, store: str) -> None:
-    """SQLite and sandboxes need a disk of a machine's own; a folder that all nodes see seldom is one."""
+    """Raises `CommandError` if the service's folder is on a network disk: SQLite and sandboxes need a local one."""
     from rollyard.store._place import NETWORK, mount_of
 
     needs = "sandboxes" if not spec.uses_ray else "" if store else "its SQLite file"
     mount = mount_of(str(spec.service_dir.resolve()), mounts())
     if needs and mount is not None and mount.kind in NETWORK:
         raise CommandError(
-            f"{spec.service_dir} is on a network file system ({mount.kind}), where {needs} cannot be",
-            "--ray --store postgresql://…; or --service-dir on a disk of the first node, which it must then get again",
+            f"{spec.service_dir} is on a network file system ({mount.kind}), which does not support {needs}",
+            "--ray --store postgresql://…; or --service-dir on a disk of the first node, which must then stay the same",
         )
 
 
@@ -99,7 +99,7 @@ def mounts() -> str:
 
 
 def service_of(cluster: SlurmCluster) -> dict[str, Any] | None:
-    """What the service says of itself; None: nothing."""
+    """Returns the service's status; None if it does not answer."""
     from rollyard.core.failure import RollyardError
 
     async def ask() -> dict[str, Any]:
@@ -136,7 +136,7 @@ def poll(has_come: Callable[[], bool], within_s: float) -> bool:
 
 @contextmanager
 def told() -> Generator[None, None, None]:
-    """What Slurm or a wrong wish came to, as a line for the person."""
+    """Converts a `SlurmError` to a `CommandError`."""
     from rollyard.fleet.slurm import SlurmError
 
     try:

@@ -1,4 +1,4 @@
-"""A workshop for one command: the pipeline's stages without a service, in a folder of its own."""
+"""Resources for one command that runs the pipeline's stages without a service."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from rollyard.pipeline import StageResources
     from rollyard.sandbox.images import ImageStore
 
-LAYER_BYTES = 1 << 40  # the set-ups of one visit
+LAYER_BYTES = 1 << 40  # enough for the layers of one command
 
 
 @asynccontextmanager
 async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageResources, None]:
-    """What the stages need on this machine. Its sandboxes and artifacts lie below `folder`; images and installed agents
-    are the service's. There is no engine: add one to its router where a model is wanted."""
+    """Opens the stages' resources. Sandboxes and artifacts are below `folder`; images and installed agents are those of
+    the service. There is no engine: add one to the router if a model is needed."""
     from rollyard.agents.installation import AgentInstalls
     from rollyard.agents.registry import Agents
     from rollyard.engines.routing.router import Router, RouterSettings
@@ -57,7 +57,7 @@ async def local_resources(folder: Path, runtime: str) -> AsyncGenerator[StageRes
 
 
 def _image_store() -> ImageStore:
-    """The service's own: what a task may name there, it may here."""
+    """Returns the service's image store, so that tasks may name the same images."""
     from rollyard.sandbox.images import ImageStore
     from rollyard.service.build import IMAGES
     from rollyard.service.settings import load_settings

@@ -1,7 +1,7 @@
-"""Reading tasks from JSON lines, with every mistake told by file and line before anything is sent.
+"""Reads tasks from JSON lines, and reports every error by file and line before anything is sent.
 
-A line is one task as the service takes it ({"environment": …, "data": …, …}); empty lines and lines that begin with
-`//` are passed over. What only the service can know (is that environment installed?) it says itself.
+A line is one task as the service accepts it ({"environment": …, "data": …, …}); empty lines and lines that begin with
+`//` are skipped. Checks that need the service (is that environment installed?) are left to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollyard.core import Json, Task
 
 @dataclass(frozen=True, slots=True)
 class TaskLine:
-    """A task, and where it was written."""
+    """A task, and its place in a file."""
 
     task: Mapping[str, Json]
     file: str
@@ -31,7 +31,7 @@ class TaskLine:
 
 
 def read_tasks(files: Iterable[str], limit: int | None = None) -> list[TaskLine]:
-    """All tasks of the files, in order ("-" is stdin), at most `limit`. Raises Trouble at the first mistake."""
+    """Returns the tasks of the files in order ("-" is stdin), at most `limit`. Raises the first error."""
     tasks: list[TaskLine] = []
     for found in scan_tasks(files):
         if limit is not None and len(tasks) >= limit:
@@ -41,24 +41,24 @@ def read_tasks(files: Iterable[str], limit: int | None = None) -> list[TaskLine]
 
 
 def scan_tasks(files: Iterable[str]) -> Iterator[TaskLine | CommandError]:
-    """The same, with each mistake in its place among the tasks, for whoever wants to know them all."""
+    """Yields the tasks of the files, with each error in its place among them."""
     for file in files:
         yield from _scan_file(file)
 
 
 def read_task(place: str) -> TaskLine:
-    """`FILE`, which then holds one task, or `FILE:LINE`."""
+    """Reads one task from `FILE`, which must hold no other, or from `FILE:LINE`."""
     file, colon, line = place.rpartition(":")
     if colon and line.isdigit() and not Path(place).exists():
         for found in map(_good, _scan_file(file)):
             if found.line == int(line):
                 return found
-        raise CommandError(f"{place}: there is no task in that line")
+        raise CommandError(f"{place}: there is no task on that line")
     tasks = read_tasks([place], limit=2)
     if not tasks:
         raise CommandError(f"{place}: there is no task in it")
     if len(tasks) > 1:
-        raise CommandError(f"{place} holds more than one task", f"name its line, e.g. {place}:{tasks[1].line}")
+        raise CommandError(f"{place} holds more than one task", f"give its line, e.g. {place}:{tasks[1].line}")
     return tasks[0]
 
 
@@ -71,9 +71,11 @@ def _good(found: TaskLine | CommandError) -> TaskLine:
 def _scan_file(file: str) -> Iterator[TaskLine | CommandError]:
     name = "stdin" if file == "-" else file
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8-sig")  # some editors put a mark first
+        text = (
+            sys.stdin.read() if file == "-" else Path(file).read_text("utf-8-sig")
+        )  # some editors write a byte order mark
     except OSError as error:
-        yield CommandError(f"{file} cannot be read: {error.strerror}", "name a file of JSON lines, or - for stdin")
+        yield CommandError(f"{file} cannot be read: {error.strerror}", "give a file of JSON lines, or - for stdin")
         return
     except UnicodeDecodeError:
         yield CommandError(f"{name} is not UTF-8 text")
@@ -95,7 +97,7 @@ def _scan_file(file: str) -> Iterator[TaskLine | CommandError]:
 
 
 def _whole(text: str) -> object:
-    """A file that is one pretty-printed JSON object over several lines: one task, as people write them."""
+    """Parses a file with a single task as one JSON object over several lines; None if it is not one."""
     if not text.lstrip().startswith("{") or text.strip().count("\n") == 0:
         return None
     try:
@@ -105,7 +107,7 @@ def _whole(text: str) -> object:
 
 
 def read_defaults(text: str | None) -> dict[str, Json] | None:
-    """What `--defaults` says: a partial task as JSON."""
+    """Parses `--defaults`: a partial task as JSON."""
     if text is None:
         return None
     try:
@@ -113,7 +115,7 @@ def read_defaults(text: str | None) -> dict[str, Json] | None:
     except (ValueError, RecursionError) as error:
         raise CommandError(f"--defaults is not JSON ({error})", "give a JSON object in quotes", 2) from error
     if not isinstance(found, dict):
-        raise CommandError("--defaults: a JSON object was expected", "give a JSON object in quotes", 2)
+        raise CommandError("--defaults: expected a JSON object", "give a JSON object in quotes", 2)
     return found
 
 
@@ -132,7 +134,7 @@ def _checked(task: object, file: str, line: int) -> TaskLine | CommandError:
 
 
 def _problem(task: object) -> str:
-    """What is wrong with a task as far as it can be told without the service; empty: nothing."""
+    """Returns what is wrong with a task, as far as can be checked without the service; empty if nothing is."""
     if not isinstance(task, dict):
         return f"a task is a JSON object, not {type(task).__name__}"
     unknown = _unknown(task, Task, "")
@@ -140,7 +142,7 @@ def _problem(task: object) -> str:
         return unknown
     import msgspec
 
-    try:  # a run's defaults may give the environment: only what is there is checked
+    try:  # a run's defaults may give the environment: only given fields are checked
         msgspec.convert({"environment": "", **task}, Task, strict=True)
     except msgspec.ValidationError as error:
         return str(error)

@@ -1,7 +1,7 @@
-"""A person's terminal, joined to a shell in a sandbox.
+"""Connects the user's terminal to a shell in a sandbox.
 
-The sandbox gets a PTY of its own, never the person's terminal: bytes are carried between the two, and the window's
-size with them. Whatever happens, the person's terminal is put back as it was.
+The sandbox gets its own PTY, never the user's terminal. Bytes and the window size are copied between the two. The
+user's terminal settings are always restored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRIPT = ("sh", "-c", "command -v bash >/dev/null && exec bash -s; exec sh -s")
 
 
 async def interact(sandbox: Sandbox) -> int:
-    """An interactive shell on this terminal; its exit status."""
+    """Runs an interactive shell on this terminal; returns its exit status."""
     here = sys.stdin.fileno()
     master, slave = os.openpty()
     try:
@@ -45,18 +45,18 @@ async def interact(sandbox: Sandbox) -> int:
 
 
 async def pipe(sandbox: Sandbox) -> int:
-    """The lines of stdin as commands of one shell; the status of the last."""
+    """Runs the lines of stdin as commands of one shell; returns the status of the last."""
     sys.stdout.flush()
     process = await sandbox.spawn(SCRIPT, fds={0: sys.stdin.fileno(), 1: sys.stdout.fileno(), 2: sys.stderr.fileno()})
     return await process.wait()
 
 
 class _Bridge:
-    """Carries bytes both ways until it is left. Neither direction waits for the other."""
+    """Copies bytes in both directions while the context is open. Neither direction waits for the other."""
 
     def __init__(self, source: int, sink: int, master: int) -> None:
         self._source, self._sink, self._master = source, sink, master
-        self._pending = bytearray()  # typed, and not yet taken by the sandbox
+        self._pending = bytearray()  # typed, but not yet written to the PTY
         self._is_source_open = True
         self._loop = asyncio.get_running_loop()
 
@@ -74,13 +74,13 @@ class _Bridge:
         self._loop.remove_signal_handler(signal.SIGWINCH)
 
     def drain(self) -> None:
-        """What the shell said last, before its end was noticed."""
+        """Copies the output that the shell wrote before its end was noticed."""
         while self._said():
             pass
 
     def _typed(self) -> None:
         data = os.read(self._source, CHUNK)
-        if not data:  # the terminal is gone
+        if not data:  # the terminal was closed
             self._is_source_open = False
             self._loop.remove_reader(self._source)
             data = b"\x04"
@@ -96,7 +96,7 @@ class _Bridge:
         except BlockingIOError:
             self._loop.add_writer(self._master, self._send)
             return
-        except OSError:  # the shell has ended; nobody takes it any more
+        except OSError:  # the shell has ended; the input is discarded
             self._pending.clear()
         self._loop.remove_writer(self._master)
         if self._is_source_open:
@@ -120,7 +120,7 @@ class _Bridge:
 @contextmanager
 def _raw(terminal: int) -> Iterator[None]:
     before = termios.tcgetattr(terminal)
-    tty.setraw(terminal, termios.TCSADRAIN)  # its default would throw away what was typed ahead
+    tty.setraw(terminal, termios.TCSADRAIN)  # the default discards typed-ahead input
     try:
         yield
     finally:

@@ -1,8 +1,7 @@
-"""One rollout of an agent program through a whole service in this process, and what a person wants to see of it.
+"""Runs one rollout of an agent program through a whole service in this process, and shows the result.
 
-Its data lies in a folder of its own, which is deleted afterwards; only what is installed is the settings'. Without an
-engine of the person's own, a scripted one says the turns of the preset's `[try]`: the program, the sandbox, the gateway
-and the tokens are real.
+Its data is in a temporary folder; only installed programs are those of the settings. Without `--engine`, a scripted
+engine returns the turns of the preset's `[try]`: the program, the sandbox, the gateway and the tokens are real.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from rollyard.core.engine import EngineSpec
     from rollyard.service.settings import Settings
 
-WITHIN_S = 24 * 3600.0  # the task's own limits end it long before
+WITHIN_S = 24 * 3600.0  # the task's limits end it long before
 
 TASK: dict[str, Json] = {
     "environment": "shell",
@@ -36,7 +35,7 @@ TASK: dict[str, Json] = {
     },
     "limits": {"run_s": 120, "max_turns": 20},
 }
-"""What the turns of every preset's `[try]` solve."""
+"""The task that the turns of every preset's `[try]` solve."""
 
 SHOWN_CHARS = 300
 LAST_LINES = 15
@@ -44,7 +43,7 @@ LAST_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of it. `problem`: why its traces do not prove themselves; empty: they do."""
+    """The result. `problem` is why the verification of its traces failed; empty if it did not."""
 
     agent: str
     version: str
@@ -121,7 +120,7 @@ async def try_once(
 
 
 def _task(name: str, line: TaskLine | None) -> Task:
-    """The task as it is given; whatever agent it names, this one does it, with the options that it gives."""
+    """Returns the task with this agent in place of the one that it names; it keeps its agent options."""
     from rollyard.service.models import to_task
 
     task = to_task(dict(TASK) if line is None else line.task, {})
@@ -144,13 +143,13 @@ async def _engine(preset: Preset, url: str | None, tokenizer: str) -> AsyncGener
     def script(turn: Turn) -> Reply | str:
         return replies[min(turn.number, len(replies) - 1)] if turn.session_id else "ok"
 
-    note("a scripted engine plays the model; give --engine URL for a real one")
+    note("a scripted engine replaces the model; give --engine URL for a real one")
     async with ScriptedEngine(script, tokenizer=FolderTokenizer(tokenizer_dir())) as played:
         yield EngineSpec("scripted", played.url, Kind.VLLM, tokenizer=str(tokenizer_dir()))
 
 
 def scripted(preset: Preset) -> list[str]:
-    """The turns of its `[try]`, as a model writes them."""
+    """Returns the turns of the preset's `[try]`, as a model writes them."""
     replies: list[str] = []
     for turn in preset.try_.turns:
         calls = [{"name": call.name, "arguments": call.arguments} for call in turn.calls]
@@ -159,7 +158,7 @@ def scripted(preset: Preset) -> list[str]:
     return replies
 
 
-# --- for a person -------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------
 
 
 def show_trial(trial: Trial) -> None:
@@ -185,7 +184,7 @@ def show_trial(trial: Trial) -> None:
     harness = info.get("harness")
     if not trial.is_fine and isinstance(harness, Mapping):
         lines = str(harness.get("output", "")).strip().splitlines()[-LAST_LINES:]
-        console.print("\nthe last that the program said:\n" + plain("\n".join(lines)))
+        console.print("\nthe last output of the program:\n" + plain("\n".join(lines)))
 
 
 def shortened(message: Message) -> str:

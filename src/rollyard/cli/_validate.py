@@ -1,8 +1,8 @@
-"""What is wrong with tasks, all of it: as far as their text tells, and with plays of them by oracle and no-op.
+"""Finds all problems of tasks: by checks of their text, and optionally by running them with oracle and no-op agents.
 
-A *problem* keeps a task from being of use: it cannot be submitted, its own solution does not get the highest reward, or
-doing nothing gets it. A *warning* is likely a slip. What failed for a reason outside of the task (blame infra) says
-nothing about it: it is told apart, as not tried.
+A *problem* makes a task useless: it cannot be submitted, its reference solution does not get the highest reward, or
+doing nothing gets it. A *warning* is a probable mistake. A run that failed for a reason outside the task (blame infra)
+proves nothing: it is reported separately, as not tried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollyard.pipeline.local_rollout import PlayResult
 
 LITTLE_BYTES = 16 << 20
-"""Less memory or disk than that starts no program of use: who asks for it meant MiB."""
+"""No useful program starts with less memory or disk than this: the value was probably meant in MiB."""
 
 
 _OF_LINE = re.compile(r"(.+?:\d+): (.*)", re.DOTALL)
@@ -33,7 +33,7 @@ _OF_FILE = re.compile(r"(.+?) ((?:cannot be read|is not UTF-8).*)", re.DOTALL)
 
 @dataclass(slots=True)
 class Finding:
-    """What is known of one line. `not_tried`: why its plays say nothing."""
+    """The findings for one line. `not_tried` is why its runs prove nothing."""
 
     place: str
     environment: str = ""
@@ -68,7 +68,7 @@ async def validate(
     jobs: int,
     max_reward: float,
 ) -> list[Finding]:
-    """One finding per line, in their order."""
+    """Returns one finding per line, in order."""
     findings: list[Finding] = []
     seen: dict[str, str] = {}
     to_play: list[tuple[Finding, StageResources, Task]] = []
@@ -89,18 +89,18 @@ async def validate(
 
 
 def _unreadable(trouble: CommandError) -> Finding:
-    """Its text begins with the place: a line, or a whole file."""
+    """The error's text begins with the place: a line, or a whole file."""
     found = _OF_LINE.fullmatch(trouble.what) or _OF_FILE.fullmatch(trouble.what)
     return Finding(found[1], problems=[found[2]]) if found else Finding("", problems=[trouble.what])
 
 
-# --- as far as the text tells -------------------------------------------------------------------------
+# --- checks of the text -------------------------------------------------------------------------------
 
 
 async def _checked(
     line: TaskLine, resource_sets: ResourcesByRuntime, finding: Finding
 ) -> tuple[StageResources, Task] | None:
-    """Everything that a service refuses at submit. None: too little is right to look further."""
+    """Checks everything that a service checks at submit. Returns None if further checks are not possible."""
     from rollyard.core import RollyardError, Run
     from rollyard.core.failure import InvalidRequest
     from rollyard.service.models import to_task
@@ -123,16 +123,16 @@ async def _checked(
         lambda: resources.agent_of(task).check(task),
         lambda: resources.tools_of(task),
         lambda: resources.image_of(task),
-        lambda: resources.check(task, Run("validate")),  # what remains: the agent and the runtime, together
+        lambda: resources.check(task, Run("validate")),  # what remains: the agent together with the runtime
     )
     for part in parts:
         try:
             part()
         except RollyardError as error:
             finding.problems.append(error.detail)
-        except Exception as error:  # an environment's or agent's own slip; the other lines are still looked at
-            finding.problems.append(f"checking it raised {type(error).__name__}: {error}")
-    finding.problems[:] = dict.fromkeys(finding.problems)  # an unknown agent is told by its check and by its tools
+        except Exception as error:  # a bug of an environment or agent; the other lines are still checked
+            finding.problems.append(f"its check raised {type(error).__name__}: {error}")
+    finding.problems[:] = dict.fromkeys(finding.problems)  # an unknown agent is reported by its check and by its tools
     return resources, task
 
 
@@ -144,7 +144,7 @@ def _each_field(error: Any) -> list[str]:
 
 
 def _warn(line: TaskLine, seen: dict[str, str], finding: Finding) -> None:
-    """Only of what the task itself says: a default that does not fit a short task is nobody's slip."""
+    """Checks only the values that the task itself sets: a default that does not fit a short task is no mistake."""
     from rollyard.core.json import digest
 
     first = seen.setdefault(digest(line.task), line.place)
@@ -161,7 +161,7 @@ def _warn(line: TaskLine, seen: dict[str, str], finding: Finding) -> None:
             finding.warnings.append(f"sampling.max_tokens {wanted} is more than limits.{name} {limits[name]}")
     for name in ("memory_bytes", "disk_bytes"):
         if _is_above(LITTLE_BYTES, sandbox.get(name)):
-            finding.warnings.append(f"sandbox.{name} {sandbox[name]} is very little: it counts bytes")
+            finding.warnings.append(f"sandbox.{name} {sandbox[name]} is very little: the unit is bytes")
 
 
 def _object(task: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -173,7 +173,7 @@ def _is_above(value: object, bound: object) -> bool:
     return isinstance(value, int | float) and isinstance(bound, int | float) and value > bound
 
 
-# --- played -------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------
 
 
 async def _play_all(to_play: Sequence[tuple[Finding, StageResources, Task]], jobs: int, max_reward: float) -> None:
@@ -198,9 +198,9 @@ async def _played(resources: StageResources, task: Task, agent: str, number: int
     from rollyard.pipeline.local_rollout import PlayResult, play
 
     try:
-        # Its own agent's options are not this one's.
+        # The options of the task's own agent do not apply.
         return await play(resources, replace(task, agent=AgentSpec(agent)), rollout_id=f"{agent}-{number}")
-    except RollyardError as error:  # what the oracle's own check refuses
+    except RollyardError as error:  # refused by the oracle's own check
         return PlayResult(None, error.failure("submit"), None)
 
 
@@ -209,7 +209,7 @@ def _judge(finding: Finding, max_reward: float) -> None:
     assert oracle is not None and noop is not None
     has_oracle = not _is_without_solution(oracle)
     if not has_oracle:
-        finding.warnings.append("no oracle: the task does not hold its own solution")
+        finding.warnings.append("no oracle: the task does not contain its solution")
     for name, played in (("oracle", oracle), ("no-op", noop)):
         failure = played.failure
         if failure is None or played.score is not None or (played is oracle and not has_oracle):
@@ -224,13 +224,13 @@ def _judge(finding: Finding, max_reward: float) -> None:
         highest = oracle.score.reward
         if highest < max_reward - TOLERANCE:
             why = f" ({oracle.failure.code}: {oracle.failure.detail})" if oracle.failure is not None else ""
-            finding.problems.append(f"the oracle gets {highest:g}, not {max_reward:g}{why}")
+            finding.problems.append(f"the oracle scores {highest:g}, not {max_reward:g}{why}")
     if noop.score is not None and noop.score.reward >= highest - TOLERANCE:
         than = "" if oracle.score is None else f", and the oracle {highest:g}"
-        finding.problems.append(f"doing nothing gets {noop.score.reward:g}{than}")
+        finding.problems.append(f"doing nothing scores {noop.score.reward:g}{than}")
 
 
 def _is_without_solution(oracle: PlayResult) -> bool:
-    """`Environment.solve` says so with TaskInvalid; what is wrong with the task otherwise was found before."""
+    """`Environment.solve` raises TaskInvalid in that case; other errors of the task were found before."""
     failure = oracle.failure
     return oracle.score is None and failure is not None and (failure.code, failure.stage) == ("task_invalid", "run")

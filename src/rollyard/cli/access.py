@@ -1,4 +1,4 @@
-"""`rollyard access`: who may call the service, and what its administrators did."""
+"""`rollyard access`: access tokens and their quotas, and the audit log of administrators' actions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ access = typer.Typer(
 )
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="A token's id, as `rollyard access list` shows it.")]
-Queued = Annotated[int | None, typer.Option(min=1, help="Rollouts that may wait at once.")]
-Live = Annotated[int | None, typer.Option(min=1, help="Rollouts that may run at once.")]
-Sessions = Annotated[int | None, typer.Option(min=1, help="Sessions that may be open at once.")]
-StoredBytes = Annotated[int | None, typer.Option(min=1, help="Of trajectories that it may keep here.")]
-RequestsPerS = Annotated[float | None, typer.Option(min=0.001, help="Calls that it may make in a second.")]
-Priority = Annotated[int | None, typer.Option(help="The highest priority that it may ask for.")]
-ExpiresS = Annotated[float | None, typer.Option(min=0.001, help="Seconds until it expires; else it does not.")]
+Queued = Annotated[int | None, typer.Option(min=1, help="Maximum rollouts queued at once.")]
+Live = Annotated[int | None, typer.Option(min=1, help="Maximum rollouts running at once.")]
+Sessions = Annotated[int | None, typer.Option(min=1, help="Maximum sessions open at once.")]
+StoredBytes = Annotated[int | None, typer.Option(min=1, help="Maximum bytes of stored trajectories.")]
+RequestsPerS = Annotated[float | None, typer.Option(min=0.001, help="Maximum requests per second.")]
+Priority = Annotated[int | None, typer.Option(help="Highest priority that it may use.")]
+ExpiresS = Annotated[float | None, typer.Option(min=0.001, help="Seconds until it expires. [default: never]")]
 
 
 @access.command("create", epilog="Example: rollyard access create trainer --name alice --run 'alice-*'")
@@ -43,15 +43,16 @@ def create(
         typer.Argument(
             metavar="ACCESS",
             help="admin: everything; trainer: its own runs and policies; submitter: work in its runs; "
-            "reader: looks only; node: a machine of the fleet.",
+            "reader: read-only; node: a machine of the fleet.",
         ),
     ],
-    name: Annotated[str | None, typer.Option(help="For people: whose it is.")] = None,
+    name: Annotated[str | None, typer.Option(help="A name for people, such as the owner's.")] = None,
     runs: Annotated[
-        list[str] | None, typer.Option("--run", metavar="NAME", help="Only these runs; * is any text. Repeatable.")
+        list[str] | None,
+        typer.Option("--run", metavar="NAME", help="Only these runs; * matches any text. May be repeated."),
     ] = None,
     policies: Annotated[
-        list[str] | None, typer.Option("--policy", metavar="NAME", help="Only these policies; likewise.")
+        list[str] | None, typer.Option("--policy", metavar="NAME", help="Only these policies; as --run.")
     ] = None,
     expires_s: ExpiresS = None,
     queued: Queued = None,
@@ -78,7 +79,7 @@ def create(
 
 @access.command("list", epilog="Example: rollyard access list")
 def list_tokens(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """List the tokens that were created. Those of the settings file are not among them."""
+    """List the created tokens. Tokens from the settings file are not included."""
 
     async def work() -> list[dict[str, Any]]:
         async with connect(url, token) as client:
@@ -89,7 +90,7 @@ def list_tokens(url: Url = None, token: Token = None, as_json: AsJson = False) -
         print_lines(found)
         return
     if not found:
-        note("no token was created here: rollyard access create trainer --name alice")
+        note("no token has been created; create one: rollyard access create trainer --name alice")
         return
     made = table("id", "access", "name", "runs", "policies", "created", "expires")
     for one in found:
@@ -107,7 +108,7 @@ def list_tokens(url: Url = None, token: Token = None, as_json: AsJson = False) -
 
 @access.command("rotate", epilog="Example: rollyard access rotate tok_01")
 def rotate(id: Id, expires_s: ExpiresS = None, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """Give a token a new secret, and refuse the old one from now on. Its runs and policies stay its own."""
+    """Give a token a new secret; the old one is refused at once. The token keeps its runs and policies."""
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -130,7 +131,7 @@ def quota(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replace what a token may use at once. What is not named here is not bounded any more."""
+    """Replace a token's quota. Limits that are not given here are removed."""
     wanted = _quota(context)
 
     async def work() -> dict[str, Any]:
@@ -151,7 +152,7 @@ def revoke(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Revoke tokens, at once. What was made with them stays, for admins."""
+    """Revoke tokens, at once. What was created with them remains, for admins."""
 
     async def work() -> None:
         async with connect(url, token) as client:
@@ -168,7 +169,7 @@ def revoke(
 
 @access.command("log", epilog="Example: rollyard access log --limit 20")
 def log(
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many, newest first.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum entries, newest first.")] = 50,
     before: Annotated[int | None, typer.Option(min=1, help="Only entries before this number.")] = None,
     url: Url = None,
     token: Token = None,
@@ -199,7 +200,7 @@ def log(
 
 
 def _quota(context: typer.Context) -> dict[str, Any]:
-    """The quota that the options of this call name."""
+    """Returns the quota given by the options of this call."""
     names = ("queued", "live", "sessions", "stored_bytes", "requests_per_s", "priority")
     return {name: context.params[name] for name in names if context.params[name] is not None}
 
@@ -208,7 +209,7 @@ def _tell(made: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(made)
         return
-    note(f"{made.get('access')} token {made.get('id')}; it is shown only now:")
+    note(f"{made.get('access')} token {made.get('id')}; it is shown only once:")
     typer.echo(made.get("token"))
 
 

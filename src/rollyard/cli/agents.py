@@ -1,7 +1,7 @@
-"""`rollyard agents`: the agent programs that tasks may name: those of presets, installed once on this machine.
+"""`rollyard agents`: the agent programs that tasks may name, defined by presets and installed on this machine.
 
-Works on the settings' data folder, with or without a running service: a service finds what is installed at once, and
-an operator's new preset (DATA_DIR/agents/NAME.toml) when it starts.
+Works on the settings' data folder, with or without a running service. A service finds an installed program at once,
+and an operator's new preset (DATA_DIR/agents/NAME.toml) when it starts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ agents = typer.Typer(help="Agent programs on this machine: list, show, install, 
 File = Annotated[
     Path | None, typer.Option("--config", help="The TOML file; else $ROLLYARD_CONFIG, else ./rollyard.toml.")
 ]
-DataDir = Annotated[Path | None, typer.Option(help="The service's data folder; else as the settings say.")]
+DataDir = Annotated[Path | None, typer.Option(help="The service's data folder; else from the settings.")]
 Source = Annotated[
     Path | None,
-    typer.Option("--from", metavar="DIR", help="Wheels or npm tarballs of this folder, instead of a network."),
+    typer.Option(
+        "--from", metavar="DIR", help="Install from wheels or npm tarballs in this folder, without a network."
+    ),
 ]
 
 
@@ -42,7 +44,7 @@ def list_agents(file: File = None, data_dir: DataDir = None, as_json: AsJson = F
     if as_json:
         print_lines(rows)
         return
-    made = table("name", "version", "speaks", "installed", "about")
+    made = table("name", "version", "dialect", "installed", "about")
     for row in rows:
         made.add_row(*(plain(row[name] or "") for name in ("name", "version", "dialect", "state", "about")))
     show(made)
@@ -55,7 +57,7 @@ def show_agent(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a preset, to read or to begin one of your own from, and where it is installed."""
+    """Print a preset, to read or to start your own from, and where it is installed."""
     import sys
 
     registry = _registry(_settings(file, data_dir))
@@ -79,7 +81,7 @@ def install(
 ) -> None:
     """Fetch agent programs, pinned to one version, into the data folder.
 
-    A service never fetches anything while it rolls out: a task that names a program which is not here is refused.
+    A service never fetches programs itself: a task that names a program that is not installed is refused.
     """
     settings = _settings(file, data_dir)
     registry = _registry(settings)
@@ -96,20 +98,20 @@ def install(
 def try_agent(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     task: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A task, FILE or FILE:LINE; else a small one of ours.")
+        str | None, typer.Option(metavar="FILE", help="A task, FILE or FILE:LINE; else a small built-in one.")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(metavar="URL", help="A real engine; else a scripted one plays the model.")
+        str | None, typer.Option(metavar="URL", help="A real engine; else a scripted one replaces the model.")
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="The engine's tokenizer, if it does not say where it is.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="The engine's tokenizer, if the engine does not report it.")] = "",
     source: Source = None,
     file: File = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run one rollout with an agent program in a real sandbox, in this process, and show what came of it.
+    """Run one rollout with an agent program in a real sandbox, in this process, and show the result.
 
-    Installs it if it is not here. The exit status is 1 unless the rollout was completed or ended by a limit.
+    Installs the program if necessary. The exit status is 1 unless the rollout was completed or ended by a limit.
     """
     from rollyard.cli._tasks import read_task
     from rollyard.cli._try import Trial, show_trial, try_once
@@ -120,7 +122,7 @@ def try_agent(
     if task is None and engine is None and not agent.preset.try_.turns:
         raise CommandError(f"the preset {name} has no [try]", "give --task and --engine", 2)
     if task is not None and engine is None:
-        raise CommandError("a scripted engine cannot do your own task", "give --engine, too", 2)
+        raise CommandError("a scripted engine cannot solve your own task", "also give --engine", 2)
     if agent.preset.is_installable:
         _install(agent, settings, source)
     wanted = None if task is None else read_task(task)
@@ -148,7 +150,7 @@ def _registry(settings: Settings) -> Agents:
 
 
 def _harness(registry: Agents, name: str) -> HarnessAgent:
-    """UnknownAgent says what is wrong with a preset that is broken."""
+    """Raises `UnknownAgent`, with the reason, if the preset is broken."""
     from rollyard.agents.harness import HarnessAgent
 
     agent = registry.get(name) if name in registry.presets else None
@@ -158,7 +160,7 @@ def _harness(registry: Agents, name: str) -> HarnessAgent:
 
 
 def _unknown(registry: Agents, name: str) -> CommandError:
-    what = "is part of Rollyard, not a preset" if name in registry.names else "is not among the presets"
+    what = "is part of Rollyard, not a preset" if name in registry.names else "is not a preset"
     return CommandError(f"{name} {what}", f"there are: {', '.join(registry.presets)}")
 
 
@@ -190,7 +192,7 @@ def _install(agent: HarnessAgent, settings: Settings, source: Path | None) -> Pa
     shelf = agent.shelf
     open_data_dir(settings.data_dir)
     if source is not None and not source.is_dir():
-        raise CommandError(f"{source} is not a folder", "name the one that has the wheels or tarballs", 2)
+        raise CommandError(f"{source} is not a folder", "give the folder with the wheels or tarballs", 2)
     return _guard(lambda: run(shelf.install(agent.preset, note, source=source)))
 
 

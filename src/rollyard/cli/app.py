@@ -1,4 +1,4 @@
-"""The tree of commands. Each lives in a module of its own; this one only names them."""
+"""The command tree. Each command is defined in its own module and registered here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="Begin with: rollyard doctor; then: rollyard serve --engine http://gpu1:8000",
+    epilog="Start with: rollyard doctor; then: rollyard serve --engine http://gpu1:8000",
 )
 
 

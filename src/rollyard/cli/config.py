@@ -1,4 +1,4 @@
-"""`rollyard config`: what is in force on this machine, and where each value came from."""
+"""`rollyard config`: the effective settings on this machine, and the source of each value."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def config(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print every setting: its value, where it came from, and what it is.
+    """Print every setting with its value, source and description.
 
-    Flags of `rollyard serve` win over ROLLYARD_* variables, which win over the TOML file. Secrets are not shown.
+    Flags of `rollyard serve` override ROLLYARD_* variables, which override the TOML file. Secrets are not shown.
     """
     from rollyard.service.settings import Settings, load_settings
     from rollyard.store.opening import shown
@@ -33,7 +33,7 @@ def config(
     if as_json:
         print_json({name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()})
         return
-    made = table("setting", "value", "from", "what it is")
+    made = table("setting", "value", "source", "description")
     for name, field in Settings.model_fields.items():
         source = loaded.sources[name]
         value = plain(_text(values[name]))
@@ -44,7 +44,7 @@ def config(
 
 
 def masked(value: Any) -> Any:
-    """A setting as JSON can hold it, without secrets."""
+    """Returns a setting as a JSON value, without secrets."""
     from pydantic import BaseModel, SecretStr
 
     if isinstance(value, SecretStr):

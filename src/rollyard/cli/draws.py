@@ -1,4 +1,4 @@
-"""`rollyard draws`: dynamic sampling, looked at from outside. A trainer makes draws; a person looks and ends them."""
+"""`rollyard draws`: lists, shows and closes draws (dynamic sampling). Trainers create them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollyard.cli._console import (
 
 draws = typer.Typer(help="Streams of useful groups: list, show, close.", no_args_is_help=True)
 
-DrawId = Annotated[str, typer.Argument(metavar="ID", help="The draw.")]
+DrawId = Annotated[str, typer.Argument(metavar="ID", help="The draw's id.")]
 
 COLUMNS = ("id", "run", "state", "reason", "batch", "acked", "version", "epoch")
 FIGURES = ("open", "complete", "delivered", "filtered", "failed", "keep_rate")
@@ -31,7 +31,7 @@ FIGURES = ("open", "complete", "delivered", "filtered", "failed", "keep_rate")
 
 @draws.command("list", epilog="Example: rollyard draws list")
 def list_draws(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """List the draws and how far each is."""
+    """List the draws and their progress."""
 
     async def work() -> list[dict[str, Any]]:
         async with connect(url, token) as client:
@@ -53,7 +53,7 @@ def list_draws(url: Url = None, token: Token = None, as_json: AsJson = False) ->
 
 @draws.command("show", epilog="Example: rollyard draws show grpo-7b")
 def show_draw(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """Show one draw: how it stands, what it was asked for, and its figures."""
+    """Show one draw: its state, figures and configuration."""
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -63,7 +63,7 @@ def show_draw(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson 
     if as_json:
         print_json(draw)
         return
-    made = table("what", "value", right=("value",))
+    made = table("name", "value", right=("value",))
     for name in (*COLUMNS, "detail"):
         made.add_row(name, plain(number(draw.get(name))))
     for part in ("figures", "config"):
@@ -75,7 +75,7 @@ def show_draw(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson 
 
 @draws.command("close", epilog="Example: rollyard draws close grpo-7b")
 def close(id: DrawId, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """End a draw: what is at work for it is cancelled, what was delivered stays."""
+    """End a draw. Its running rollouts are cancelled; delivered groups remain."""
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:

@@ -1,4 +1,4 @@
-"""`rollyard engine`: the embedded engine as a server of its own."""
+"""`rollyard engine`: the embedded engine as a server."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ def engine(
         str, typer.Option("--model", help="A model's folder, smollm2 (fetched once), a GGUF file, or a hub name.")
     ],
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. The engine asks for no key.")] = "127.0.0.1",
-    name: Annotated[str | None, typer.Option(help="What it calls the model; else the last part of --model.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. The engine requires no key.")] = "127.0.0.1",
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API; else the last part of --model.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N. auto: the first GPU, else the CPU.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto, float32, bfloat16 or float16. auto: as saved; on the CPU float32.")
     ] = "auto",
     max_context: Annotated[int | None, typer.Option(min=2, help="Longest sequence; else the model's own.")] = None,
     cache_gib: Annotated[
-        float, typer.Option(min=0.001, help="GiB for keys and values, of what runs and of prefixes that are kept.")
+        float, typer.Option(min=0.001, help="GiB for keys and values of running sequences and cached prefixes.")
     ] = 2.0,
-    max_running: Annotated[int, typer.Option(min=1, help="Sequences that are sampled at once.")] = 64,
+    max_running: Annotated[int, typer.Option(min=1, help="Maximum sequences sampled at once.")] = 64,
     chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens computed per step, so that a long prompt does not stop the rest.")
+        int, typer.Option(min=1, help="Prompt tokens computed per step, so that a long prompt does not block others.")
     ] = 512,
     tf32: Annotated[
-        bool, typer.Option("--tf32", help="On a GPU: float32 products with fewer bits, and several times faster.")
+        bool, typer.Option("--tf32", help="On a GPU: less precise float32 products, several times faster.")
     ] = False,
     adapter: Annotated[
-        Path | None, typer.Option(help="A LoRA adapter's folder, as PEFT writes it: added to the model's weights.")
+        Path | None, typer.Option(help="A LoRA adapter's folder in PEFT's format; added to the model's weights.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a model from this machine's CPU or GPU, by the part of vLLM's API that Rollyard uses.
+    """Serve a model on this machine's CPU or GPU, with the part of vLLM's API that Rollyard uses.
 
-    For laptops, tests and small models: torch, exact logprobs, weight versions, prefix reuse. A cluster wants
-    vLLM or SGLang. It needs the extra: pip install 'rollyard[local]'. When it is ready it says where it is; with
+    For laptops, tests and small models: torch, exact logprobs, weight versions, prefix reuse. On a cluster, use
+    vLLM or SGLang. Requires the extra: pip install 'rollyard[local]'. When ready, it prints its address; with
     --json as one object on stdout.
     """
     from rollyard.embedded import missing_packages
@@ -62,11 +64,11 @@ def engine(
             f"the embedded engine needs {names}, which {verb} not installed", "pip install 'rollyard[local]'"
         )
     if dtype not in DTYPES:
-        raise CommandError(f"--dtype {dtype}: it is {', '.join(DTYPES)}", status=2)
+        raise CommandError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", status=2)
     _check_port(host, port)
     folder = get_model(model) if model in KNOWN else Path(model)
     _check_folder(folder)
-    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else torch leaves a /tmp/perf-PID.map on some CPUs
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # otherwise torch leaves a /tmp/perf-PID.map on some CPUs
     sizes = {
         "max_running": max_running,
         "chunk_tokens": chunk_tokens,
@@ -87,22 +89,22 @@ def engine(
 
 
 def _check_port(host: str, port: int) -> None:
-    """One that is taken is refused before torch is imported and the model is loaded, which takes seconds."""
+    """Fails on a port in use before torch is imported and the model is loaded, which takes seconds."""
     try:
         socket.create_server((host, port)).close()
-    except OSError as error:  # the rest, a host without IPv4 for one, is for the server to find
+    except OSError as error:  # others, such as a host without IPv4, are left to the server
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise _cannot_listen(host, port, error) from error
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> CommandError:
-    number = error.errno or 0  # below 0: a name that cannot be resolved
+    number = error.errno or 0  # negative: a name that cannot be resolved
     why = os.strerror(number) if number > 0 else error.strerror or error
     return CommandError(f"{host}:{port} cannot be listened on: {why}")
 
 
 def _check_folder(folder: Path) -> None:
-    """One without a model is refused before torch is imported."""
+    """Fails on a folder without a model before torch is imported."""
     if folder.is_dir() and not any([*folder.glob("*config.json"), *folder.glob("*.gguf")]):
         raise CommandError(f"{folder} cannot be loaded: it has neither a config.json nor a GGUF file")
 
@@ -130,7 +132,7 @@ async def _serve(
     try:
         chosen = choose_device(device)
         note(f"loading {model} on {chosen}")
-        with quick_imports():  # transformers, where it is needed, imports most of itself only now
+        with quick_imports():  # transformers, if needed, imports most of its modules only here
             module = await asyncio.to_thread(load_model, model, device=chosen, dtype=choose_dtype(dtype, chosen))
             tokenizer = await asyncio.to_thread(load_tokenizer, model)
         async with Engine.serve(module, tokenizer, settings=Settings(**sizes), adapter=adapter, **place) as served:

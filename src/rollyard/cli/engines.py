@@ -1,4 +1,4 @@
-"""`rollyard engines`: the inference servers that play the policies, live."""
+"""`rollyard engines`: lists, adds and removes the engines of a running service."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def list_engines(url: Url = None, token: Token = None, as_json: AsJson = False) 
 
 
 def engines_table(found: list[dict[str, Any]]) -> Any:
-    """Sessions are live/cap, or live/capacity of one without a cap; calls are all of them, and in brackets those in
-    flight; kv is how full its cache is, where one tells."""
+    """Creates a table of engines. Sessions are live/cap, or live/capacity if there is no cap. Calls are all calls, with
+    those in flight in parentheses. kv is the fill level of the KV cache, if an engine reports it."""
     tells_kv = any(engine.get("kv_use") is not None for engine in found)
     numbers = ("sessions", *(["kv"] if tells_kv else []), "calls", "failed", "tokens", "cached")
     has_trouble = any(_trouble(engine) for engine in found)
-    made = table("id", "state", "policy", "model", *numbers, *(["trouble"] if has_trouble else []), right=numbers)
+    made = table("id", "state", "policy", "model", *numbers, *(["problem"] if has_trouble else []), right=numbers)
     for engine in found:
         state = str(engine.get("state"))
         style = "green" if state == "up" else "red"
@@ -69,7 +69,7 @@ def _trouble(engine: dict[str, Any]) -> str:
     if engine.get("last_error"):
         return str(engine["last_error"])
     if engine.get("tokenizer_verified") is False:
-        return "its tokenizer is not verified" + (", and trusted" if engine.get("trust_tokenizer") else ": untrainable")
+        return "its tokenizer is not verified" + (", but trusted" if engine.get("trust_tokenizer") else ": untrainable")
     return ""
 
 
@@ -79,29 +79,29 @@ def _share(value: float | None) -> str:
 
 @engines.command("add", epilog="Example: rollyard engines add http://gpu1:8000 --policy actor --capacity 512")
 def add(
-    engine_url: Annotated[str, typer.Argument(metavar="URL", help="Where the engine is.")],
+    engine_url: Annotated[str, typer.Argument(metavar="URL", help="The engine's URL.")],
     id: Annotated[str | None, typer.Option("--id", help="A name for it; else its address.")] = None,
     kind: Annotated[str | None, typer.Option(help="vllm, sglang, openai or prorl. [default: vllm]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Whose weights it serves. [default: default]")] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name there; else the first it lists.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy whose weights it serves. [default: default]")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name on the engine; else the first it lists.")] = None,
     role: Annotated[str | None, typer.Option(help="policy or judge. [default: policy]")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A folder or a hub name; else as the engine says.")] = None,
-    renderer: Annotated[str | None, typer.Option(help="The chat renderer; else by the model's name.")] = None,
-    capacity: Annotated[int | None, typer.Option(min=1, help="Sessions it should hold at once.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or a hub name; else as the engine reports.")] = None,
+    renderer: Annotated[str | None, typer.Option(help="The chat renderer; else chosen by the model's name.")] = None,
+    capacity: Annotated[int | None, typer.Option(min=1, help="Maximum sessions at once.")] = None,
     admission: Annotated[
-        str | None, typer.Option(help="Sessions it gets: adaptive, up to capacity, or fixed. [default: adaptive]")
+        str | None, typer.Option(help="Limit of sessions: adaptive, up to capacity, or fixed. [default: adaptive]")
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="ROLLYARD_ENGINE_API_KEY", help="Sent to the engine as a bearer token.")
     ] = None,
     trust_tokenizer: Annotated[
-        bool, typer.Option("--trust-tokenizer", help="Train on its tokens even if it cannot show its tokenizer.")
+        bool, typer.Option("--trust-tokenizer", help="Train on its tokens even if its tokenizer is not verified.")
     ] = False,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add an engine. It is probed first, and remembered across restarts."""
+    """Add an engine. It is probed first, and kept across restarts."""
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -134,7 +134,7 @@ def remove(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove engines. Their sessions go on elsewhere."""
+    """Remove engines. Their sessions continue on other engines."""
 
     async def work() -> None:
         async with connect(url, token) as client:

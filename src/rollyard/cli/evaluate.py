@@ -1,9 +1,9 @@
-"""`rollyard eval`: n samples of each task by one version of a policy, and pass@k with intervals.
+"""`rollyard eval`: n samples of each task from one version of a policy, and pass@k with confidence intervals.
 
-The service does it (`POST /v1/evals`): this command hands in the tasks, waits, and shows. The name makes the ids, and
-they the sampling seeds: the same command with the same `--run` takes up what is there already, and on another service
-samples alike. With `--engine` the whole service is in this process, in a folder that is
-gone afterwards; images and installed agents are the settings'.
+The service runs the evaluation (`POST /v1/evals`); this command submits the tasks, waits, and shows the result. The
+run's name determines the ids, and these the sampling seeds: the same command with the same `--run` continues an
+existing evaluation, and uses the same seeds on another service. With `--engine`, a whole service runs in this process,
+in a temporary folder; images and installed agents are those of the settings' data folder.
 """
 
 from __future__ import annotations
@@ -30,61 +30,66 @@ if TYPE_CHECKING:
     from rollyard.service.settings import Settings
 
 SHARED = ("images", "agents", "python")
-"""Below the settings' data folder: what a service in this process uses of it."""
+"""Subfolders of the settings' data folder that a service in this process uses."""
 
-DRAIN_S = 1.0  # when it ends nothing is under way, unless it was interrupted
+DRAIN_S = 1.0  # nothing runs at the end, unless it was interrupted
 
-LOOK_S = 2.0  # between two looks at how far it is
-PAGE = 1000  # records that are read at once
+LOOK_S = 2.0  # between two polls of the progress
+PAGE = 1000  # records per request
 
 
 def evaluate(
     files: Annotated[list[str], typer.Argument(metavar="TASKS…", help="JSON lines, one task each; - reads stdin.")],
-    k: Annotated[int, typer.Option(min=1, help="pass@1 to pass@K are told.")] = 4,
-    n: Annotated[int | None, typer.Option(min=1, help="Samples of each task, K or more. [default: K]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Whose engines sample. [default: default]")] = None,
+    k: Annotated[int, typer.Option(min=1, help="Report pass@1 to pass@K.")] = 4,
+    n: Annotated[int | None, typer.Option(min=1, help="Samples per task, K or more. [default: K]")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy to evaluate. [default: default]")] = None,
     run_id: Annotated[
-        str | None, typer.Option("--run", help="The run's name; the same again goes on with it. [default: a new one]")
+        str | None, typer.Option("--run", help="The run's name; an existing one is continued. [default: a new one]")
     ] = None,
     defaults: Annotated[
-        str | None, typer.Option(help="A partial task as JSON, laid under each task: sampling, limits, agent.")
+        str | None, typer.Option(help="Defaults of each task, a partial task as JSON: sampling, limits, agent.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
-    threshold: Annotated[float, typer.Option(help="The reward from which a sample counts as correct.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of sampling and of the intervals.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N tasks.")] = None,
+    threshold: Annotated[float, typer.Option(help="Minimum reward of a correct sample.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of the intervals.")] = 0,
     max_missing: Annotated[
-        float, typer.Option(min=0, max=1, help="Ends with 1 if a larger share of the samples has no score.")
+        float, typer.Option(min=0, max=1, help="Exit with 1 if a larger share of the samples has no score.")
     ] = 0.05,
-    by: Annotated[str | None, typer.Option(help="A key of the tasks' data: numbers for each of its values.")] = None,
+    by: Annotated[
+        str | None, typer.Option(help="Also report by this key of the tasks' data, one row per value.")
+    ] = None,
     pool_share: Annotated[
-        float | None, typer.Option(help="Of the service's RUN slots, at most. [default: 0.25, with --engine 1]")
+        float | None, typer.Option(help="Maximum share of the service's RUN slots. [default: 0.25, with --engine 1]")
     ] = None,
     on_update: Annotated[
-        str | None, typer.Option(help="hold: a change of weights waits for its end; fail: it fails. [default: hold]")
+        str | None,
+        typer.Option(help="hold: a weight update waits for the end; fail: the evaluation fails. [default: hold]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write trajectories there: .jsonl (all) or .arrow (traces).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write trajectories to a file: .jsonl (all) or .arrow (traces).")
+    ] = None,
     engine: Annotated[
-        str | None, typer.Option(metavar="URL", help="Without a service: this engine, and a service in this process.")
+        str | None, typer.Option(metavar="URL", help="Use this engine, and a service in this process.")
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="With --engine: its tokenizer, if it does not say where it is.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="With --engine: its tokenizer, if it does not report it.")] = "",
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sample each task several times and tell how often it is solved: pass@1 to pass@K, with intervals.
+    """Sample each task several times and report how often it is solved: pass@1 to pass@K, with intervals.
 
-    A sample that failed for a reason outside of the policy has no score: it is left out of the numbers and told.
+    A sample that failed for a reason outside the policy has no score: it is left out of the numbers and reported.
     """
     from rollyard.cli._evaluation import by_table, evaluation_table, tell_missing
     from rollyard.client._bodies import given
     from rollyard.core import new_id
 
     if n is not None and n < k:
-        raise CommandError(f"pass@{k} cannot be told from {n} samples of a task", "give --n of K or more", 2)
+        raise CommandError(f"pass@{k} cannot be computed from {n} samples of a task", "give --n of K or more", 2)
     if engine is not None and (url or token):
-        raise CommandError("--engine starts a service in this process", "leave --url and --token away", 2)
+        raise CommandError("--engine starts a service in this process", "omit --url and --token", 2)
     if tokenizer and engine is None:
-        raise CommandError("--tokenizer says something of --engine", "name the engine", 2)
+        raise CommandError("--tokenizer needs --engine", "give the engine", 2)
     laid = read_defaults(defaults)
     if out is not None:
         from rollyard.cli._results import check_out
@@ -114,7 +119,7 @@ def evaluate(
             found = run(job.alone(engine, tokenizer, policy or "default"))
     except KeyboardInterrupt:
         if engine is None:
-            note(f"rollyard: interrupted; what was submitted goes on. To go on with it: --run {name}")
+            note(f"rollyard: interrupted; submitted rollouts keep running. To continue: --run {name}")
         raise
     if as_json:
         print_json(found.as_body())
@@ -124,12 +129,12 @@ def evaluate(
             show(by_table(found, by))
     tell_missing(found)
     if found.state != "done":
-        note(f"it has failed: {found.detail}")
+        note(f"the evaluation failed: {found.detail}")
         raise typer.Exit(1)
 
 
 class _Job:
-    """What is to be evaluated, wherever the service is. `wanted` are the words of `AsyncClient.evaluate`."""
+    """One evaluation, on a running service or in this process. `wanted` are arguments of `AsyncClient.evaluate`."""
 
     def __init__(self, tasks: Sequence[TaskLine], name: str, wanted: Mapping[str, Any], out: Path | None) -> None:
         self._tasks = tasks
@@ -139,7 +144,7 @@ class _Job:
 
     async def on_service(self, url: str | None, token: str | None) -> EvalReport:
         async with connect(url, token) as quick:
-            await quick.status()  # nobody there, or the wrong token: known at once, not after all the retries
+            await quick.status()  # an unreachable service or a wrong token fails at once, without retries
         async with connect(url, token, retry_s=RETRY_S) as client:
             return await self._evaluate(client)
 
@@ -167,28 +172,28 @@ class _Job:
         from rollyard.core.failure import IdConflict
 
         try:
-            with suppress(TimeoutError):  # it has begun
+            with suppress(TimeoutError):  # it has started
                 tasks = [line.task for line in self._tasks]
                 return await client.evaluate(tasks, id=self._name, timeout_s=0.0, **self._wanted)
         except IdConflict as error:
-            what = f"there is an evaluation or a run {self._name} already, with other tasks or by other rules"
-            raise CommandError(what, "give the command as it was, or another --run") from error
+            what = f"an evaluation or a run {self._name} already exists, with other tasks or parameters"
+            raise CommandError(what, "repeat the original command, or give another --run") from error
         except RollyardError as error:
             raise _with_place(error, self._tasks) from error
         return await client.get_eval(self._name)
 
 
 def _with_place(error: RollyardError, tasks: Sequence[TaskLine]) -> Exception:
-    """The service names the task by its number in the call; a person wants the file and the line."""
+    """Replaces the number of a task in a service's error with its file and line."""
     found = re.match(r"source, task (\d+): (?:task\.?:? ?)?", error.detail)
     if found is None or int(found[1]) >= len(tasks):
         return error
-    remedy = f"{error.remedy} (nothing was begun)".strip()
+    remedy = f"{error.remedy} (nothing was started)".strip()
     return CommandError(f"{tasks[int(found[1])].place}: {error.detail[found.end() :]}", remedy)
 
 
 async def _watch(client: AsyncClient, found: Evaluation) -> Evaluation:
-    """Waits for its end, with a bar on a terminal's stderr."""
+    """Waits for the end, with a progress bar if stderr is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = err()
@@ -204,7 +209,7 @@ async def _watch(client: AsyncClient, found: Evaluation) -> Evaluation:
 
 
 async def _records(client: AsyncClient, run_id: str) -> list[Record]:
-    """All its rollouts, in the order of tasks and samples."""
+    """Returns all its rollouts, ordered by task and sample."""
     found: list[Record] = []
     after: str | None = None
     while (page := await client.list(state="ended", run=run_id, after=after, limit=PAGE)).rollouts:
@@ -220,7 +225,7 @@ def _task_number(record: Record) -> int:
 
 @asynccontextmanager
 async def _service(engine: str, tokenizer: str, policy: str) -> AsyncGenerator[AsyncClient, None]:
-    """A whole service on a free port of loopback, with one engine."""
+    """Runs a whole service on a free loopback port, with one engine."""
     from rollyard.cli._playing import add_engine
     from rollyard.client import AsyncClient
     from rollyard.service.server import serve
@@ -236,7 +241,7 @@ async def _service(engine: str, tokenizer: str, policy: str) -> AsyncGenerator[A
 
 
 def _in_folder(settings: Settings, folder: Path) -> Settings:
-    """The settings for a service that leaves nothing behind; what is installed is shared."""
+    """Returns settings for a service in a temporary folder that shares the installed images and agents."""
     for name in SHARED:
         shared = settings.data_dir.absolute() / name
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`rollyard gym-agent`: this machine's Rollyard service as an agent server of NeMo Gym."""
+"""`rollyard gym-agent`: an agent server for NeMo Gym that runs its rows on a Rollyard service."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ if TYPE_CHECKING:
     import socket
 
 RETRY_S = 300.0
-"""How long a service that is being started again is waited for: rows that are on the way are worth it."""
+"""How long to wait for a service that restarts, so that rows in progress are not lost."""
 
 BACKLOG = 2048  # a trainer sends a batch of rows at once
 
 
 def gym_agent(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8130,
-    host: Annotated[str, typer.Option(help="Address to listen on. The agent asks for no token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. The agent requires no token.")] = "127.0.0.1",
     server: Annotated[
         str | None,
         typer.Option(help="Resources server of rows that name no task: its name in the service's gym_servers."),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="The run of its rollouts; made if need be. Else a new one with each start.")
+        str | None, typer.Option(help="Run of its rollouts; created if missing. [default: a new one at each start]")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Policy of the run, if it is made here.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy of the run, if it is created here.")] = None,
     defaults: Annotated[
-        str | None, typer.Option(help="A partial task as JSON, laid under each task of the run, if it is made here.")
+        str | None, typer.Option(help="Defaults of the run's tasks, a partial task as JSON, if it is created here.")
     ] = None,
     failures: Annotated[
-        str, typer.Option(help="How infrastructure's failures are told: row (with _ng_failure_class) or status (503).")
+        str, typer.Option(help="How to report infrastructure failures: row (with _ng_failure_class) or status (503).")
     ] = "row",
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Serve rollouts to NeMo Gym and NeMo RL: POST /run plays a row of a dataset and answers with tokens and reward."""
+    """Serve rollouts to NeMo Gym and NeMo RL: POST /run runs a row of a dataset and returns tokens and reward."""
     if failures not in ("row", "status"):
-        raise CommandError(f"--failures {failures}: it is row or status", status=2)
+        raise CommandError(f"--failures {failures}: expected row or status", status=2)
     partial = read_defaults(defaults)
 
     import uvicorn
@@ -62,7 +62,7 @@ def gym_agent(
     serving.run(sockets=[listener])
     if not serving.started:
         raise CommandError(
-            "the agent could not be started: see above", "is the service up? `rollyard rollouts list` asks it"
+            "the agent could not be started: see above", "check that the service is up: rollyard rollouts list"
         )
 
 
@@ -74,7 +74,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # before its address is told: whoever calls then is answered once the service is found
+        listener.listen(BACKLOG)  # before the address is printed: early calls wait until the service is connected
     except OSError as error:
         listener.close()
         raise CommandError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error

@@ -1,6 +1,6 @@
-"""`rollyard images`: what tasks may name as `sandbox.image`, brought to this machine once and kept by digest.
+"""`rollyard images`: the images that tasks may name as `sandbox.image`, stored on this machine by digest.
 
-Works on the settings' data folder, with or without a running service: both see the same store.
+Works on the settings' data folder, with or without a running service: both use the same store.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ images = typer.Typer(help="Sandbox images on this machine: pull, build, list, pr
 File = Annotated[
     Path | None, typer.Option("--config", help="The TOML file; else $ROLLYARD_CONFIG, else ./rollyard.toml.")
 ]
-DataDir = Annotated[Path | None, typer.Option(help="The service's data folder; else as the settings say.")]
+DataDir = Annotated[Path | None, typer.Option(help="The service's data folder; else from the settings.")]
 As = Annotated[
     list[str] | None,
-    typer.Option("--as", metavar="FORM", help="folder or sif, may be repeated; else what the allowed runtimes read."),
+    typer.Option("--as", metavar="FORM", help="folder or sif, may be repeated; else what the allowed runtimes use."),
 ]
-Name = Annotated[str | None, typer.Option(help="What tasks call it; else its own name.")]
+Name = Annotated[str | None, typer.Option(help="Name for tasks to use; else its own name.")]
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -57,9 +57,9 @@ def pull(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring an image here, verified, in the form that the runtimes read.
+    """Pull an image, verify it, and store it in the form that the runtimes use.
 
-    What is here already is not fetched again. Logins are those of `podman login` and `docker login`.
+    Parts that are already stored are not fetched again. Uses the logins of `podman login` and `docker login`.
     """
     settings = _settings(file, data_dir)
     kinds = _kinds(forms, settings)
@@ -75,12 +75,12 @@ def build(
     ],
     forms: As = None,
     name: Name = None,
-    context: Annotated[Path | None, typer.Option(help="What a Dockerfile copies from; else its own folder.")] = None,
+    context: Annotated[Path | None, typer.Option(help="Build context of a Dockerfile; else its own folder.")] = None,
     file: File = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build an image and keep it here.
+    """Build an image and store it.
 
     A .def file is built by Apptainer, a Dockerfile by podman, docker or buildah: the first that works here.
     """
@@ -102,7 +102,7 @@ def list_images(file: File = None, data_dir: DataDir = None, as_json: AsJson = F
     if as_json:
         print_lines(as_body(image) for image in found)
     elif not found:
-        note("there is no image here; fetch one: rollyard images pull NAME:TAG")
+        note("there is no image; pull one: rollyard images pull NAME:TAG")
     else:
         made = table("name", "digest", "kept as", "size", "last used", right=("size", "last used"))
         for image in found:
@@ -115,16 +115,20 @@ def list_images(file: File = None, data_dir: DataDir = None, as_json: AsJson = F
 
 @images.command("prune", epilog="Example: rollyard images prune --older-than 30d --max-size 200G --dry-run")
 def prune(
-    older_than: Annotated[str | None, typer.Option(metavar="AGE", help="Not used for so long: 12h, 30d, 4w.")] = None,
-    max_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The longest unused ones, until the rest fits: 500M, 200G.")
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Remove images not used for this long: 12h, 30d, 4w.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Remove the longest unused ones until the rest fits: 500M, 200G.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be removed, without removing it.")
+    ] = False,
     file: File = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove images that nobody uses, and what crashed pulls left. An image in use always stays."""
+    """Remove unused images, and the leftovers of crashed pulls. An image in use is never removed."""
     older_than_s = None if older_than is None else _amount(older_than, _UNITS_S, "--older-than")
     max_bytes = None if max_size is None else _amount(max_size, _UNITS_BYTES, "--max-size")
     store = _store(_settings(file, data_dir))
@@ -144,7 +148,7 @@ def prune(
     for image in done.images:
         note(f"{image.reference} {would}removed ({size(image.size_bytes)})")
     for image in done.in_use:
-        note(f"{image.reference} is in use and stays")
+        note(f"{image.reference} is in use and is kept")
     note(f"{size(done.freed_bytes)} {would}freed, {done.leftovers} leftovers {would}removed")
 
 
@@ -155,7 +159,7 @@ def remove(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take away names of images; with its last name, or by its digest, an image goes."""
+    """Remove names of images. An image is deleted with its last name, or if it is named by digest."""
     store = _store(_settings(file, data_dir))
     for name in names:
         image = _guard(lambda name=name: store.remove(name))
@@ -166,7 +170,7 @@ def remove(
 
 
 def as_body(image: Image) -> dict[str, Any]:
-    """An image as JSON shows it."""
+    """Returns an image as a JSON object."""
     return {**asdict(image), "env": dict(image.env)}
 
 
@@ -175,8 +179,8 @@ def _show_one(image: Image, as_json: bool) -> None:
         print_json(as_body(image))
         return
     if image.skipped:
-        note(f"{image.skipped} devices or FIFOs in it were left out")
-    note(f"{image.reference} is here as {' and '.join(image.kinds)} ({size(image.size_bytes)}, {image.digest})")
+        note(f"{image.skipped} devices or FIFOs in it were skipped")
+    note(f"{image.reference} is stored as {' and '.join(image.kinds)} ({size(image.size_bytes)}, {image.digest})")
 
 
 def _settings(file: Path | None, data_dir: Path | None) -> Settings:
@@ -194,7 +198,7 @@ def _store(settings: Settings) -> ImageStore:
 
 
 def _kinds(forms: list[str] | None, settings: Settings) -> list[ImageKind]:
-    """The forms that were asked for; else the best of each allowed runtime that we can make."""
+    """Returns the requested forms; else the preferred form of each allowed runtime."""
     from rollyard.sandbox import ApptainerRuntime, BubblewrapRuntime, LocalRuntime, OciRuntime
 
     there = {kind.name: kind.image_kinds for kind in (BubblewrapRuntime, ApptainerRuntime, OciRuntime, LocalRuntime)}
@@ -202,7 +206,7 @@ def _kinds(forms: list[str] | None, settings: Settings) -> list[ImageKind]:
     if forms:
         for form in forms:
             if form not in makable:
-                raise CommandError(f"--as {form}: there are folder and sif", "see `rollyard images pull --help`", 2)
+                raise CommandError(f"--as {form}: expected folder or sif", "see `rollyard images pull --help`", 2)
         return [kind for kind in makable if kind in forms]
     wanted: list[ImageKind] = []
     for name in settings.runtimes:
@@ -211,7 +215,7 @@ def _kinds(forms: list[str] | None, settings: Settings) -> list[ImageKind]:
             wanted.append(best)
     if not wanted:
         allowed = ", ".join(settings.runtimes)
-        raise CommandError(f"no allowed runtime has images ({allowed})", "allow bubblewrap or apptainer, or give --as")
+        raise CommandError(f"no allowed runtime uses images ({allowed})", "allow bubblewrap or apptainer, or give --as")
     return wanted
 
 
@@ -219,7 +223,7 @@ def _amount(text: str, units: dict[str, int], option: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]?)(?:i?b)?", text.strip().lower())
     if found is None or found[2] not in units:
         examples = ", ".join(f"5{unit}" for unit in units if unit)
-        raise CommandError(f"{option} {text}: a number with a unit was expected", f"like {examples}", 2)
+        raise CommandError(f"{option} {text}: expected a number with a unit", f"such as {examples}", 2)
     return int(float(found[1]) * units[found[2]])
 
 

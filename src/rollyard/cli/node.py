@@ -1,4 +1,4 @@
-"""`rollyard node`: one node of a fleet, in this process, until SIGTERM."""
+"""`rollyard node`: runs one node of a fleet in this process, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ from rollyard.cli._importing import quick_imports
 
 def node(
     head: Annotated[
-        str | None, typer.Option("--head", metavar="URL", help="The service that leases; else $ROLLYARD_URL.")
+        str | None, typer.Option("--head", metavar="URL", help="URL of the head; else $ROLLYARD_URL.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="Where the node's token is; else $ROLLYARD_TOKEN has it.", dir_okay=False)
+        Path | None, typer.Option(help="File with the node's token; else $ROLLYARD_TOKEN.", dir_okay=False)
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Its name in the fleet; else this machine's.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Its own files: sandboxes, layers, images.")] = None,
-    init_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts being set up here at once.")] = None,
-    run_slots: Annotated[int | None, typer.Option(min=1, help="Agents at work here at once.")] = None,
-    eval_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts being scored here at once.")] = None,
-    ready_slots: Annotated[int | None, typer.Option(min=0, help="Set-up rollouts that may wait here for RUN.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the node; else this machine's host name.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder for its sandboxes, layers and images.")] = None,
+    init_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in INIT at once.")] = None,
+    run_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in RUN at once.")] = None,
+    eval_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in EVAL at once.")] = None,
+    ready_slots: Annotated[int | None, typer.Option(min=0, help="Rollouts that may wait in READY for RUN.")] = None,
     plain_http: Annotated[
-        bool, typer.Option("--plain-http", help="Talk to a head beyond loopback without TLS: the network is trusted.")
+        bool, typer.Option("--plain-http", help="Connect to a head beyond loopback without TLS, on a trusted network.")
     ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option(help="console or json.")] = "console",
 ) -> None:
-    """Run rollouts that a service leases to this machine: `rollyard serve --fleet nodes` there, this here.
+    """Run rollouts that a head (`rollyard serve --fleet nodes`) leases to this machine.
 
-    How rollouts run (runtimes, limits, sizes unless given) is the service's to say. The token is in node-token in the
-    service's data folder. A head with a certificate of its own prints its URL with the certificate's digest,
-    https://HOST:PORT#sha256:…; a node that is given that URL talks to no other head. SIGTERM drains: what has not begun
-    goes back, the rest ends first; a second one gives all of it back. With Ray none of this is needed: `rollyard serve
-    --fleet ray` starts nodes by itself.
+    The head decides how rollouts run: runtimes, limits, and sizes unless given here. The token is in the file
+    node-token in the head's data folder. A head with a certificate of its own prints its URL with the certificate's
+    digest, https://HOST:PORT#sha256:…; a node with that URL connects to no other head. SIGTERM drains the node:
+    rollouts that have not started are returned to the head, the others finish first. A second SIGTERM returns all of
+    them. With Ray this command is not needed: `rollyard serve --fleet ray` starts the nodes itself.
     """
     url = head or os.environ.get("ROLLYARD_URL")
     if not url:
-        raise CommandError("which head?", "name it with --head https://HOST:PORT", 2)
+        raise CommandError("no head was given", "give --head https://HOST:PORT", 2)
     token = _token(token_file)
     if log_level not in ("debug", "info", "warning", "error") or log_format not in ("console", "json"):
-        raise CommandError("--log-level is debug, info, warning or error, and --log-format console or json", status=2)
+        raise CommandError(
+            "--log-level must be debug, info, warning or error, and --log-format console or json", status=2
+        )
 
     import asyncio
 
@@ -81,7 +83,7 @@ def node(
             runner.run(main())
     except NodeRefused as error:
         raise CommandError(
-            f"the head will not have this node: {error}", "look at the token, the name and the version"
+            f"the head refused this node: {error}", "check the token, the name and the version"
         ) from error
     except SettingsError as error:
         raise CommandError(str(error)) from error

@@ -1,4 +1,4 @@
-"""`rollyard nodes`: the machines of a fleet, and taking one out of it without losing a rollout."""
+"""`rollyard nodes`: lists the nodes of a fleet, and drains them without losing a rollout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOK_S = 0.5
 
 @nodes.command("list", epilog="Example: rollyard nodes list --json")
 def list_nodes(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """List the nodes: state, pools, and when each was last heard of."""
+    """List the nodes: state, pools, and the time since their last report."""
 
     async def work() -> list[dict[str, Any]]:
         async with connect(url, token) as client:
@@ -44,24 +44,28 @@ def list_nodes(url: Url = None, token: Token = None, as_json: AsJson = False) ->
     elif found:
         show(nodes_table(found))
     else:
-        note("no node has joined yet: rollyard node --head URL, or a Ray cluster with nodes")
+        note("no node has joined yet; start one: rollyard node --head URL, or a Ray cluster with nodes")
 
 
 @nodes.command("drain", epilog="Example: rollyard nodes drain gpu-07 && ssh gpu-07 sudo reboot")
 def drain(
     name: Annotated[
-        str | None, typer.Argument(metavar="NODE", help="Its name, as `rollyard nodes list` has it.")
+        str | None, typer.Argument(metavar="NODE", help="Its name, as `rollyard nodes list` shows it.")
     ] = None,
-    all_nodes: Annotated[bool, typer.Option("--all", help="All of them: before the whole fleet is ended.")] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until they have ended all they had.")] = True,
-    timeout_s: Annotated[float | None, typer.Option(help="Give up waiting after so long; they drain on.")] = None,
+    all_nodes: Annotated[
+        bool, typer.Option("--all", help="Drain all nodes, before the whole fleet is stopped.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until their rollouts have ended.")] = True,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Stop waiting after so many seconds; the drain continues.")
+    ] = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a node take nothing more. What has not begun goes to others; what has, ends there."""
+    """Drain a node: it takes no more rollouts. Those not yet started go to other nodes; the others finish."""
     if (name is None) is not all_nodes:
-        raise CommandError("which node?", "name one, or say --all", 2)
+        raise CommandError("either a node or --all is required", "see `rollyard nodes list`", 2)
 
     async def work() -> list[dict[str, Any]]:
         async with connect(url, token) as client:
@@ -75,7 +79,7 @@ def drain(
                         found = {one: there.get(one, {**node, "live": 0}) for one, node in found.items()}
             except TimeoutError:
                 live = sum(node["live"] for node in found.values())
-                raise CommandError(f"{live} rollouts are still at work there; they drain on") from None
+                raise CommandError(f"{live} rollouts are still running there; the drain continues") from None
             return list(found.values())
 
     _tell(go(work()), as_json)
@@ -83,7 +87,7 @@ def drain(
 
 @nodes.command("resume", epilog="Example: rollyard nodes resume gpu-07")
 def resume(name: Name, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """Let a drained node take rollouts again. One that was started again takes them anyway."""
+    """Let a drained node take rollouts again. A restarted node does so by itself."""
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -115,7 +119,7 @@ def nodes_table(found: list[dict[str, Any]]) -> Any:
 
 
 def _engines(engines: dict[str, Any]) -> str:
-    """How many of them it can use; of the others, which and why."""
+    """The number of engines that the node can use; for the others, their names and errors."""
     lacking = {name: use.get("error") for name, use in engines.items() if not use.get("is_reachable", True)}
     if not lacking:
         return number(len(engines))

@@ -1,4 +1,4 @@
-"""`rollyard policies`: the weights of each policy, and by hand what a trainer does around an update of them."""
+"""`rollyard policies`: lists policies, and pauses and resumes them by hand, as a trainer does for a weight update."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from rollyard.cli._console import (
 
 policies = typer.Typer(help="The weights in use: list, pause, resume with a version.", no_args_is_help=True)
 
-HOLDER = "cli"  # a pause and the resume after it are two processes
+HOLDER = "cli"  # a pause and its resume are made by two processes
 
 Name = Annotated[str, typer.Argument(metavar="POLICY", help="Its name, as `rollyard policies list` shows it.")]
 Engines = Annotated[
-    list[str] | None, typer.Option("--engine", metavar="ID", help="Only this engine of it; may be repeated.")
+    list[str] | None, typer.Option("--engine", metavar="ID", help="Only this engine of the policy; may be repeated.")
 ]
 
 
 @policies.command("list", epilog="Example: rollyard policies list")
 def list_policies(url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """List the policies: version, state, and how each engine stands."""
+    """List the policies: version, state, and the state of each engine."""
 
     async def work() -> list[dict[str, Any]]:
         async with connect(url, token) as client:
@@ -46,12 +46,12 @@ def list_policies(url: Url = None, token: Token = None, as_json: AsJson = False)
     elif found:
         show(policies_table(found))
     else:
-        note("there is no policy; it comes with its first engine: rollyard engines add URL --policy NAME")
+        note("there is no policy; it is created with its first engine: rollyard engines add URL --policy NAME")
 
 
 def policies_table(found: list[dict[str, Any]]) -> Any:
-    """One line for each engine; the policy's own columns are on its first."""
-    made = table("policy", "state", "version", "held by", "lease", "engine", "its state", "its version", "trouble")
+    """Creates a table with one row per engine; the policy's own columns are on its first row."""
+    made = table("policy", "state", "version", "held by", "lease", "engine", "its state", "its version", "problem")
     for policy in found:
         state = str(policy.get("state"))
         style = {"running": "green", "abandoned": "red"}.get(state, "yellow")
@@ -82,22 +82,22 @@ def pause(
     mode: Annotated[
         str,
         typer.Option(
-            help="What becomes of calls in flight. abort: they keep their tokens and go on after the resume; "
-            "drain: they end by themselves; keep: the engine freezes them."
+            help="What happens to calls in flight. abort: they keep their tokens and continue after the resume; "
+            "drain: they finish first; keep: the engine freezes them."
         ),
     ] = "abort",
     lease_s: Annotated[
-        float, typer.Option(min=0.1, help="Seconds until the pause counts as abandoned. Nothing resumes then, either.")
+        float, typer.Option(min=0.1, help="Seconds until the pause counts as abandoned. It is not resumed then.")
     ] = 600.0,
     engine: Engines = None,
     timeout_s: Annotated[
-        float | None, typer.Option(help="Give up waiting after so many seconds; the pause goes on.")
+        float | None, typer.Option(help="Stop waiting after so many seconds; the pause continues.")
     ] = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pause a policy's engines, so that their weights can be written. Every clock stands still until a resume."""
+    """Pause a policy's engines, so that their weights can be written. All deadlines stop until the resume."""
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:
@@ -111,17 +111,18 @@ def pause(
 def resume(
     name: Name,
     version: Annotated[
-        int, typer.Argument(min=0, metavar="VERSION", help="The version of the weights that the engines have now.")
+        int, typer.Argument(min=0, metavar="VERSION", help="Version of the weights that the engines have now.")
     ],
     engine: Engines = None,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Even if a trainer holds the policy, and its lease still runs.")
+        bool,
+        typer.Option("--take-over", help="Resume even if a trainer holds the policy and its lease has not expired."),
     ] = False,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a policy's engines go on with weights of this version: also after a trainer died in an update."""
+    """Resume a policy's engines with weights of this version, also after a trainer died in an update."""
 
     async def work() -> dict[str, Any]:
         async with connect(url, token) as client:

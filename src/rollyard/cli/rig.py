@@ -1,6 +1,6 @@
-"""A service and a scripted engine, each in a process of its own on loopback, for one benchmark.
+"""Runs a service and a scripted engine for one benchmark, each in its own process on loopback.
 
-Each process's CPU and memory are read from /proc, so what is reported of the service is the service's alone.
+CPU and memory are read per process from /proc, so the service's figures contain nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STOP_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """One process, watched through /proc."""
+    """Reads the CPU and memory of one process from /proc."""
 
     pid: int
 
@@ -34,7 +34,7 @@ class Meter:
         return self._times_s(11)
 
     def children_cpu_s(self) -> float:
-        """Of those of its children that have ended."""
+        """CPU seconds of its children that have ended."""
         return self._times_s(13)
 
     def _times_s(self, first: int) -> float:
@@ -49,7 +49,7 @@ class Meter:
 
 
 def machine_busy_s() -> float:
-    """CPU seconds that all processes of this machine have used, idle and waiting left out."""
+    """CPU seconds that all processes of this machine have used, without idle and I/O wait."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
@@ -66,7 +66,7 @@ class Rig:
 async def rig(
     script: Mapping[str, Json], *, latency_s: float = 0.0, settings: Mapping[str, Json] | None = None
 ) -> AsyncGenerator[Rig, None]:
-    """Both processes, ready; both gone afterwards."""
+    """Starts both processes, and stops them at the end. Yields when both are ready."""
     with tempfile.TemporaryDirectory(prefix="rollyard-bench-") as name:
         folder = Path(name)
         (folder / "script.json").write_text(json.dumps(script))
@@ -83,7 +83,7 @@ async def rig(
 async def engine_process(
     folder: Path, latency_s: float, *, max_context: int | None = None
 ) -> AsyncGenerator[tuple[int, str], None]:
-    """The scripted engine that says what `script.json` of the folder says: its pid and its url."""
+    """Runs the scripted engine with `script.json` of the folder. Yields its pid and its URL."""
     arguments = ["--port", "0", "--script", str(folder / "script.json"), "--tokenizer", str(tokenizer_dir())]
     if latency_s:
         arguments += ["--latency-s", str(latency_s)]
@@ -103,7 +103,7 @@ async def engine_process(
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A service that answers."""
+    """A running service."""
 
     process: asyncio.subprocess.Process
     url: str
@@ -112,7 +112,7 @@ class Served:
 
 @asynccontextmanager
 async def service(folder: Path, settings: Mapping[str, Json]) -> AsyncGenerator[Served, None]:
-    """`rollyard serve` on `folder/data`, ready. Ended gently, if it has not ended before."""
+    """Runs `rollyard serve` on `folder/data` and yields when it is ready. Stops it at the end, if it still runs."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ROLLYARD_")}
     wanted = {"data_dir": str(folder / "data"), "port": 0, "log_level": "warning", "drain_s": 1.0, **settings}
     environment |= {f"ROLLYARD_{key.upper()}": _text(value) for key, value in wanted.items()}
@@ -125,7 +125,7 @@ async def service(folder: Path, settings: Mapping[str, Json]) -> AsyncGenerator[
         assert process.stderr is not None
         notes: list[str] = []
         async with within(START_S, "starting the service", lambda: f"{url_file}; it logged: {_end_of(notes)}"):
-            while not url_file.exists():  # written before the line that tells it
+            while not url_file.exists():  # written before the line that reports it
                 line = (await process.stderr.readline()).decode(errors="replace")
                 notes.append(line)
                 if not line:
@@ -142,13 +142,13 @@ def _end_of(notes: Sequence[str]) -> str:
 
 
 async def _echo(stream: asyncio.StreamReader) -> None:
-    """What the service says is not to be lost, and its pipe must not fill up."""
+    """Copies the service's log to stderr, so that its pipe does not fill up."""
     async for line in stream:
         sys.stderr.buffer.write(line)
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:
-    """Asked first, then killed."""
+    """Sends SIGTERM, and SIGKILL if the process does not end within STOP_S."""
     with suppress(ProcessLookupError):
         process.terminate()
     try:

@@ -1,4 +1,4 @@
-"""`rollyard rollouts`: look at rollouts, cancel them, get what they left."""
+"""`rollyard rollouts`: lists, shows, cancels and rescores rollouts, and gets their traces."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from rollyard.cli._console import (
 if TYPE_CHECKING:
     from rollyard.client import Page, Record, Trajectory
 
-rollouts = typer.Typer(help="Look at rollouts, cancel them, get what they left.", no_args_is_help=True)
+rollouts = typer.Typer(help="Rollouts: list, show, cancel, get traces, rescore.", no_args_is_help=True)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="A rollout's id.")]
-InRun = Annotated[str | None, typer.Option("--run", help="The run that it is in; only needed if two have that id.")]
+InRun = Annotated[str | None, typer.Option("--run", help="The rollout's run; only needed if two runs have that id.")]
 
 
 @rollouts.command("list", epilog="Example: rollyard rollouts list --run grpo-7b --state ended --limit 20")
 def list_rollouts(
     state: Annotated[str | None, typer.Option(help="queued, init, ready, run, eval or ended.")] = None,
-    run_id: Annotated[str | None, typer.Option("--run", help="Only of this run.")] = None,
-    group: Annotated[str | None, typer.Option(help="Only of this group.")] = None,
-    after: Annotated[str | None, typer.Option(help="A cursor: what comes after it.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 50,
+    run_id: Annotated[str | None, typer.Option("--run", help="Only rollouts of this run.")] = None,
+    group: Annotated[str | None, typer.Option(help="Only rollouts of this group.")] = None,
+    after: Annotated[str | None, typer.Option(help="Only rollouts after this cursor.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of rollouts.")] = 50,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
@@ -65,14 +65,14 @@ def list_rollouts(
 @rollouts.command("show", epilog="Example: rollyard rollouts show s_01-3 --messages")
 def show_rollout(
     id: Id,
-    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Wait so long for its end.")] = 0.0,
-    messages: Annotated[bool, typer.Option("--messages", help="With what was said.")] = False,
+    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Seconds to wait for its end.")] = 0.0,
+    messages: Annotated[bool, typer.Option("--messages", help="Also show the messages.")] = False,
     in_run: InRun = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one rollout: where it is, how it ended, and why."""
+    """Show one rollout: its state, outcome and failure."""
 
     async def work() -> tuple[Record, Trajectory | None]:
         async with connect(url, token) as client:
@@ -119,7 +119,7 @@ def cancel(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Cancel rollouts. One that was never submitted will be cancelled when it is."""
+    """Cancel rollouts. One that is not submitted yet is cancelled when it is."""
 
     async def work() -> dict[str, str]:
         async with connect(url, token) as client:
@@ -135,7 +135,7 @@ def cancel(
 @rollouts.command("traces", epilog="Example: rollyard rollouts traces s_01-3 --out traces.arrow")
 def traces(
     id: Id,
-    file: Annotated[Path | None, typer.Option("--out", help="Write them there: .jsonl or .arrow.")] = None,
+    file: Annotated[Path | None, typer.Option("--out", help="Write them to a file: .jsonl or .arrow.")] = None,
     in_run: InRun = None,
     url: Url = None,
     token: Token = None,
@@ -160,7 +160,7 @@ def traces(
         print_lines(parts.get("traces") or ())
         return
     if not trajectory.traces:
-        raise CommandError(f"rollout {id} left no traces", "look at its failure: rollyard rollouts show")
+        raise CommandError(f"rollout {id} left no traces", "see its failure: rollyard rollouts show")
     made = table(
         "trace", "tokens", "sampled", "calls", "versions", "logprobs", "trainable", right=("tokens", "sampled")
     )
@@ -180,7 +180,7 @@ def traces(
 
 @rollouts.command("rescore", epilog="Example: rollyard rollouts rescore s_01-3")
 def rescore(id: Id, in_run: InRun = None, url: Url = None, token: Token = None, as_json: AsJson = False) -> None:
-    """Evaluate a rollout again from what it left. The terminal record stays; the new score is added."""
+    """Evaluate a rollout again, from its stored artifacts. The terminal record stays; the new score is appended."""
 
     async def work() -> Record:
         async with connect(url, token) as client:
@@ -191,4 +191,4 @@ def rescore(id: Id, in_run: InRun = None, url: Url = None, token: Token = None, 
         print_json(record.raw)
         return
     latest = record.scores[-1].get("reward") if record.scores else None
-    out().print(f"{record.id}: {number(latest)} (at its end: {number(record.reward)})", markup=False)
+    out().print(f"{record.id}: {number(latest)} (originally: {number(record.reward)})", markup=False)

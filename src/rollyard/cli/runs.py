@@ -1,4 +1,4 @@
-"""`rollyard runs`: trainers' jobs."""
+"""`rollyard runs`: lists, creates and deletes runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollyard.cli._console import (
 )
 from rollyard.cli._tasks import read_defaults
 
-runs = typer.Typer(help="Trainers' jobs: list, create, delete.", no_args_is_help=True)
+runs = typer.Typer(help="Runs: list, create, delete.", no_args_is_help=True)
 
 
 @runs.command("list", epilog="Example: rollyard runs list")
@@ -50,35 +50,33 @@ def _show(found: list[dict[str, Any]]) -> None:
 
 @runs.command("create", epilog="Example: rollyard runs create grpo-7b --policy actor --seed 7")
 def create(
-    id: Annotated[str | None, typer.Argument(metavar="ID", help="Its id; made if not given.")] = None,
+    id: Annotated[str | None, typer.Argument(metavar="ID", help="Its id; else generated.")] = None,
     mode: Annotated[str | None, typer.Option(help="train or eval. [default: train]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Whose engines it uses. [default: default]")] = None,
-    seed: Annotated[int | None, typer.Option(help="From which sampling seeds are made. [default: 0]")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy whose engines it uses. [default: default]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed from which sampling seeds are derived. [default: 0]")] = None,
     priority: Annotated[int | None, typer.Option(help="Higher goes first. [default: 0]")] = None,
-    max_live: Annotated[int | None, typer.Option(min=1, help="Its rollouts beyond the queue at once.")] = None,
-    max_queued: Annotated[int | None, typer.Option(min=1, help="Its rollouts in the queue at once.")] = None,
-    defaults: Annotated[
-        str | None, typer.Option(help="A partial task as JSON, laid under each task of the run.")
-    ] = None,
+    max_live: Annotated[int | None, typer.Option(min=1, help="Maximum rollouts beyond the queue at once.")] = None,
+    max_queued: Annotated[int | None, typer.Option(min=1, help="Maximum rollouts in the queue at once.")] = None,
+    defaults: Annotated[str | None, typer.Option(help="Defaults of the run's tasks, a partial task as JSON.")] = None,
     trainable_on_deadline: Annotated[
-        bool | None, typer.Option("--trainable-on-deadline", help="Train on rollouts that ran out of time, too.")
+        bool | None, typer.Option("--trainable-on-deadline", help="Also train on rollouts that ran out of time.")
     ] = None,
     mask_truncated: Annotated[
         bool | None,
-        typer.Option("--mask-truncated", help="Do not train on what was cut off: turns, tokens, context, time."),
+        typer.Option("--mask-truncated", help="Do not train on truncated rollouts: by turns, tokens, context or time."),
     ] = None,
     overlong_penalty: Annotated[
         str | None,
         typer.Option(
             metavar="FROM:TO[:MOST]",
-            help="Take up to MOST (default: 1) off the reward, in a line from FROM to TO sampled tokens.",
+            help="Subtract up to MOST (default: 1) from the reward, linearly from FROM to TO sampled tokens.",
         ),
     ] = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a run; the same id with the same settings is the same run."""
+    """Create a run. The same id with the same settings is the same run."""
     partial = read_defaults(defaults)
     penalty = _penalty(overlong_penalty)
 
@@ -114,7 +112,7 @@ def _penalty(given: str | None) -> dict[str, Any] | None:
         penalty: dict[str, Any] = {"from_tokens": int(start), "to_tokens": int(end)}
         return {**penalty, "most": float(most)} if most else penalty
     except ValueError:
-        detail = f"--overlong-penalty {given}: FROM:TO or FROM:TO:MOST was expected, such as 8192:10240:0.5"
+        detail = f"--overlong-penalty {given}: expected FROM:TO or FROM:TO:MOST, such as 8192:10240:0.5"
         raise typer.BadParameter(detail) from None
 
 
@@ -125,7 +123,7 @@ def delete(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Cancel what a run still has going, and forget it with all its rollouts."""
+    """Cancel a run's unfinished rollouts, and delete the run with all its rollouts."""
 
     async def work() -> None:
         async with connect(url, token) as client:

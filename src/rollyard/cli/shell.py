@@ -1,8 +1,7 @@
-"""`rollyard shell TASK`: a person in the agent's place. The task's own sandbox, set up as for a rollout, no model.
+"""`rollyard shell TASK`: a shell for a person in the agent's place, in the task's sandbox, without a model.
 
-Uses the very stages of the pipeline: INIT makes what an agent would find; with `--eval`, what is left when the shell
-ends is judged as a rollout's would be, in a fresh sandbox. Everything lies in a folder of its own, so a service on
-this machine is not disturbed.
+Uses the stages of the pipeline: INIT prepares the sandbox as for a rollout; with `--eval`, EVAL scores the result in a
+fresh sandbox when the shell ends. All files are in a temporary folder, so a service on this machine is not affected.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
     from rollyard.pipeline import StageResources
     from rollyard.pipeline.stages import Workspace
 
-LEASE_S = 7 * 86_400.0  # a person may think for long; if this process dies, the lifeline ends the sandbox
+LEASE_S = 7 * 86_400.0  # for a person; if this process dies, the lifeline ends the sandbox
 
 
 @dataclass(frozen=True, slots=True)
 class ShellVisit:
-    """How a shell ended, and what was there to see."""
+    """The exit status of a shell, and the score with `--eval`."""
 
     status: int
     score: Score | None = None
@@ -38,17 +37,17 @@ class ShellVisit:
 
 def shell(
     task: Annotated[str, typer.Argument(metavar="TASK", help="A file with one task, or FILE:LINE of JSON lines.")],
-    evaluate: Annotated[bool, typer.Option("--eval", help="Score what is left when the shell ends.")] = False,
-    answer: Annotated[str | None, typer.Option(help="With --eval: what the agent would have said last.")] = None,
+    evaluate: Annotated[bool, typer.Option("--eval", help="Score the result when the shell ends.")] = False,
+    answer: Annotated[str | None, typer.Option(help="With --eval: the agent's final answer.")] = None,
     runtime: Annotated[
         str | None, typer.Option(help="The sandbox runtime; else the task's, else the settings'.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Boot a task's sandbox and give you its shell. No model and no service needed.
+    """Start a task's sandbox and open a shell in it. No model and no service needed.
 
-    From a pipe the lines of stdin are its commands (rollyard shell task.json < solution.sh), and the status of the
-    last one is the exit status.
+    If stdin is not a terminal, its lines are the commands (rollyard shell task.json < solution.sh), and the status of
+    the last one is the exit status.
     """
     line = read_task(task)
     visit = run(_visit(line, runtime, evaluate, answer))
@@ -80,7 +79,7 @@ async def _visit(line: TaskLine, runtime: str | None, evaluate: bool, answer: st
             workspace = await stages.init(resources, rollout, Deadline(wanted.limits.init_s), lease_s=LEASE_S)
             try:
                 if workspace.sandbox is None:
-                    raise CommandError(f"{line.place}: this task has no sandbox to be in")
+                    raise CommandError(f"{line.place}: this task has no sandbox")
                 _tell(workspace.start.messages)
                 status = await (interact if sys.stdin.isatty() else pipe)(workspace.sandbox)
                 if not evaluate:
@@ -118,11 +117,11 @@ async def _score(
             resources, rollout, trajectory, clock, lease_s=LEASE_S, watch=lambda _: None, layers=workspace.eval_layers
         )
     except DeadlineExpired:
-        raise CommandError(f"the checks were not done in {clock.budget_s:g} s", "raise limits.eval_s") from None
+        raise CommandError(f"EVAL did not finish in {clock.budget_s:g} s", "raise limits.eval_s") from None
 
 
 def _tell(messages: tuple[Message, ...]) -> None:
-    """What the agent would be told."""
+    """Prints the messages that the agent would get."""
     for message in messages:
         note(f"--- {message.get('role')}\n{message.get('content')}")
     note("---")

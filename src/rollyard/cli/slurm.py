@@ -1,7 +1,7 @@
-"""`rollyard slurm`: the service on nodes that Slurm gives, from a login node.
+"""`rollyard slurm`: runs the service as a Slurm job, from a login node.
 
-A cluster is known by its folder (--data-dir), which every node must see. `up` writes a batch script there and submits
-it; `status` and `down` find the job by what `up` left.
+A cluster is identified by its folder (--data-dir), which all nodes must share. `up` writes a batch script there and
+submits it; `status` and `down` find the job by the files of `up`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ slurm = typer.Typer(help="The service as a job of a Slurm cluster: up, status, d
 
 Folder = Annotated[
     Path | None,
-    typer.Option("--data-dir", help="The job's folder, seen by all nodes. [default: slurm in the data folder]"),
+    typer.Option("--data-dir", help="The job's folder, shared by all nodes. [default: slurm in the data folder]"),
 ]
 
 
@@ -42,70 +42,74 @@ Folder = Annotated[
     "up", epilog="Example: rollyard slurm up --nodes 4 --partition cpu --time 24:00:00 --engine http://gpu1:8000"
 )
 def up(
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes; the first has the service, too.")] = 1,
-    partition: Annotated[str, typer.Option(help="Slurm's, as in sbatch.")] = "",
-    account: Annotated[str, typer.Option(help="Slurm's, as in sbatch.")] = "",
-    qos: Annotated[str, typer.Option(help="Slurm's, as in sbatch.")] = "",
-    time_limit: Annotated[str, typer.Option("--time", help="Slurm's, as in sbatch: 24:00:00.")] = "",
-    gres: Annotated[str, typer.Option(help="Slurm's, of each node: gpu:8.")] = "",
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs of each node. [default: whole nodes]")] = None,
-    mem: Annotated[str, typer.Option(help="Memory of each node: 64G.")] = "",
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes; the first also runs the service.")] = 1,
+    partition: Annotated[str, typer.Option(help="As in sbatch.")] = "",
+    account: Annotated[str, typer.Option(help="As in sbatch.")] = "",
+    qos: Annotated[str, typer.Option(help="As in sbatch.")] = "",
+    time_limit: Annotated[str, typer.Option("--time", help="As in sbatch: 24:00:00.")] = "",
+    gres: Annotated[str, typer.Option(help="As in sbatch, per node: gpu:8.")] = "",
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs per node. [default: whole nodes]")] = None,
+    mem: Annotated[str, typer.Option(help="Memory per node: 64G.")] = "",
     extra: Annotated[
-        list[str] | None, typer.Option("--extra", metavar="LINE", help="'#SBATCH …', as it is; may be repeated.")
+        list[str] | None, typer.Option("--extra", metavar="LINE", help="An '#SBATCH …' line to add; may be repeated.")
     ] = None,
     setup: Annotated[
         list[str] | None,
         typer.Option(
-            "--setup", metavar="LINE", help="Shell, on every node first: 'module load apptainer'; may be repeated."
+            "--setup",
+            metavar="LINE",
+            help="Shell command to run first on every node: 'module load apptainer'; may be repeated.",
         ),
     ] = None,
     engine: Annotated[
-        list[str] | None, typer.Option("--engine", metavar="URL", help="An engine outside; may be repeated.")
+        list[str] | None, typer.Option("--engine", metavar="URL", help="An engine outside the job; may be repeated.")
     ] = None,
     engine_command: Annotated[
-        str, typer.Option(help="An engine in the job: 'vllm serve MODEL --host {host} --port {port}'.")
+        str, typer.Option(help="Start an engine in the job: 'vllm serve MODEL --host {host} --port {port}'.")
     ] = "",
     engine_nodes: Annotated[
-        int | None, typer.Option(min=1, help="On the first so many nodes, one each. [default: all]")
+        int | None, typer.Option(min=1, help="Start it on the first N nodes, one each. [default: all]")
     ] = None,
-    kind: Annotated[str, typer.Option(help="What the engines speak: vllm, sglang, openai or prorl.")] = "",
+    kind: Annotated[str, typer.Option(help="API of the engines: vllm, sglang, openai or prorl.")] = "",
     model: Annotated[str, typer.Option(help="Model of the engines; else the first they list.")] = "",
     tokenizer: Annotated[str, typer.Option(help="Tokenizer of the engines: a folder or a hub name.")] = "",
     runtime: Annotated[
         list[str] | None,
-        typer.Option("--runtime", help="Sandboxes; may be repeated, the first is the default. [default: apptainer]"),
+        typer.Option(
+            "--runtime", help="Sandbox runtime; may be repeated, the first is the default. [default: apptainer]"
+        ),
     ] = None,
     store: Annotated[
         str, typer.Option(envvar="ROLLYARD_STORE", help="postgresql://…, or a SQLite file on a disk of the first node.")
     ] = "",
     service_dir: Annotated[
-        Path | None, typer.Option(help="What the service keeps. [default: service in --data-dir]")
+        Path | None, typer.Option(help="The service's data folder. [default: service in --data-dir]")
     ] = None,
-    init_slots: Annotated[int | None, typer.Option(min=1, help="Of each node: being set up at once.")] = None,
-    run_slots: Annotated[int | None, typer.Option(min=1, help="Of each node: agents at work at once.")] = None,
-    eval_slots: Annotated[int | None, typer.Option(min=1, help="Of each node: being scored at once.")] = None,
-    ready_slots: Annotated[int | None, typer.Option(min=0, help="Of each node: may wait for RUN.")] = None,
-    drain_s: Annotated[float, typer.Option(min=0, help="What RUN and EVAL get when the time is up.")] = 60.0,
+    init_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in INIT at once, per node.")] = None,
+    run_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in RUN at once, per node.")] = None,
+    eval_slots: Annotated[int | None, typer.Option(min=1, help="Rollouts in EVAL at once, per node.")] = None,
+    ready_slots: Annotated[int | None, typer.Option(min=0, help="Rollouts in READY at once, per node.")] = None,
+    drain_s: Annotated[float, typer.Option(min=0, help="Seconds for RUN and EVAL to end at the time limit.")] = 60.0,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Of the service; else by the job's number.")
+        int | None, typer.Option(min=1, max=65535, help="Port of the service; else derived from the job's number.")
     ] = None,
-    scratch: Annotated[str, typer.Option(help="A short path on each node's own disk.")] = "/tmp/rollyard",
-    config: Annotated[Path | None, typer.Option(help="A TOML file with more settings; all nodes must see it.")] = None,
+    scratch: Annotated[str, typer.Option(help="A short path on each node's local disk.")] = "/tmp/rollyard",
+    config: Annotated[Path | None, typer.Option(help="A TOML file with more settings, shared by all nodes.")] = None,
     ray: Annotated[
-        bool | None, typer.Option("--ray/--no-ray", help="A fleet on Ray. [default: with several nodes]")
+        bool | None, typer.Option("--ray/--no-ray", help="Run a fleet on Ray. [default: with several nodes]")
     ] = None,
-    requeue: Annotated[bool, typer.Option(help="Come again after preemption and when the time is up.")] = True,
+    requeue: Annotated[bool, typer.Option(help="Requeue the job after preemption and at the time limit.")] = True,
     data_dir: Folder = None,
     wait_s: Annotated[
-        float, typer.Option(min=0, help="How long to wait until the service is ready; 0: not at all.")
+        float, typer.Option(min=0, help="Seconds to wait until the service is ready; 0: do not wait.")
     ] = 600.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and do nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script without submitting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a job that serves rollouts, and wait until it does.
+    """Submit a job that runs the service, and wait until it is ready.
 
-    The script lies in --data-dir as job.sh, with job.log beside it. A job that is preempted, or whose time is up, comes
-    again and goes on where it was.
+    The script is job.sh in --data-dir, with job.log beside it. A job that is preempted or reaches its time limit is
+    requeued and continues where it stopped.
     """
     from rollyard.fleet.slurm import JobSpec, script
     from rollyard.fleet.slurm_jobs import SlurmCluster, look, require_slurm
@@ -114,7 +118,7 @@ def up(
     slots = {"init_slots": init_slots, "run_slots": run_slots, "eval_slots": eval_slots, "ready_slots": ready_slots}
     about = {"--kind": kind, "--model": model, "--tokenizer": tokenizer}
     if any(about.values()) and not (engine or engine_command):
-        raise CommandError("--kind, --model and --tokenizer say something of engines", "name one with --engine", 2)
+        raise CommandError("--kind, --model and --tokenizer need an engine", "give one with --engine", 2)
     runtimes = runtime or ["apptainer"]
     settings = {
         "runtime": runtimes[0],
@@ -157,7 +161,7 @@ def up(
         cluster = SlurmCluster(folder)
         if cluster.job_id and not (job := look(cluster.job_id)).is_over:
             raise CommandError(
-                f"job {job.id} of {folder} is there already, {job.state}", f"rollyard slurm down{named(data_dir)}"
+                f"job {job.id} of {folder} exists already, {job.state}", f"rollyard slurm down{named(data_dir)}"
             )
         job_id = cluster.submit(spec, store)
         note(f"job {job_id} is submitted: {folder / 'job.sh'}")
@@ -176,7 +180,7 @@ def _show_up(cluster: SlurmCluster, job: SlurmJob, as_json: bool) -> None:
 
 @slurm.command("status", epilog="Example: rollyard slurm status --json")
 def status(data_dir: Folder = None, as_json: AsJson = False) -> None:
-    """Show the job, its nodes, and what its service says of itself."""
+    """Show the job, its nodes, and the status of its service."""
     from rollyard.fleet.slurm_jobs import look
 
     cluster, job_id = found(data_dir)
@@ -202,24 +206,24 @@ def status(data_dir: Folder = None, as_json: AsJson = False) -> None:
 @slurm.command("down", epilog="Example: rollyard slurm down --wait-s 300")
 def down(
     data_dir: Folder = None,
-    wait_s: Annotated[float, typer.Option(min=0, help="What its drain gets; then it is cancelled.")] = 180.0,
+    wait_s: Annotated[float, typer.Option(min=0, help="Seconds for the drain; then the job is cancelled.")] = 180.0,
     as_json: AsJson = False,
 ) -> None:
-    """Drain the service and end its job. What is unfinished goes on with the next `up`. May be repeated."""
+    """Drain the service and end its job. Unfinished rollouts continue with the next `up`. May be repeated."""
     from rollyard.fleet.slurm_jobs import cancel, look
 
     cluster, job_id = found(data_dir)
     with told():
         job = look(job_id)
         if not job.is_over:
-            note(f"job {job.id} is {job.state}: it is drained and ended")
+            note(f"job {job.id} is {job.state}: it will be drained and ended")
             cluster.drain(job)
             if not poll(lambda: look(job_id).is_over, wait_s):
-                note(f"job {job.id} did not end within {wait_s:g} s; it is cancelled")
+                note(f"job {job.id} did not end within {wait_s:g} s; cancelling it")
                 cancel(job_id)
                 if not poll(lambda: look(job_id).is_over, wait_s or REACH_S):
                     raise CommandError(
-                        f"job {job.id} was cancelled, and is {look(job_id).state} still", "ask again later"
+                        f"job {job.id} was cancelled, but is still {look(job_id).state}", "try again later"
                     )
             job = look(job_id)
     if as_json:

@@ -1,7 +1,7 @@
-"""`rollyard submit`: tasks from JSON lines to rollouts, watched until they end.
+"""`rollyard submit`: submits tasks from JSON lines, and waits until their rollouts end.
 
-The ids are made here, from a prefix and the task's number: the same command with the same `--id-prefix` is the same
-rollouts, so an interrupted one is simply typed again.
+The ids are made here, from a prefix and the task's number: the same command with the same `--id-prefix` names the same
+rollouts, so an interrupted command can be repeated.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ if TYPE_CHECKING:
     from rollyard.core import RollyardError
 
 STATES: tuple[str, ...] = ("queued", "init", "ready", "run", "eval", "ended")
-RETRY_S = 600.0  # a service that is being restarted, or full, is waited for this long
+RETRY_S = 600.0  # how long to wait for a service that restarts or is full
 
 
 def submit(
     files: Annotated[list[str], typer.Argument(metavar="FILE…", help="JSON lines, one task each; - reads stdin.")],
     run_id: Annotated[
-        str | None, typer.Option("--run", help="The run they belong to; made if need be. [default: default]")
+        str | None, typer.Option("--run", help="Run of the rollouts; created if missing. [default: default]")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Makes the run (named like the policy without --run) for this policy.")
+        str | None, typer.Option(help="Create the run for this policy; without --run, it has the policy's name.")
     ] = None,
-    group_size: Annotated[int | None, typer.Option(min=1, help="Rollouts of each task, as a group.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    group_size: Annotated[int | None, typer.Option(min=1, help="Rollouts per task, as a group.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N tasks.")] = None,
     priority: Annotated[int | None, typer.Option(help="Higher goes first within the run.")] = None,
     id_prefix: Annotated[
-        str | None, typer.Option(help="Ids are PREFIX-0, PREFIX-1…; the same prefix again is the same rollouts.")
+        str | None, typer.Option(help="Ids are PREFIX-0, PREFIX-1…; the same prefix names the same rollouts.")
     ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all have ended.")] = True,
-    out: Annotated[Path | None, typer.Option(help="Write trajectories there: .jsonl (all) or .arrow (traces).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write trajectories to a file: .jsonl (all) or .arrow (traces).")
+    ] = None,
     url: Url = None,
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Submit tasks, show how they go, and print how they ended.
+    """Submit tasks, show their progress, and print the results.
 
-    Each line is one task: {"environment": "math", "data": {"question": "2+2?", "answer": "4"}}. A mistake in any
-    line is told with its number before anything is submitted. Ends with 1 if a rollout ended without a reward.
+    Each line is one task: {"environment": "math", "data": {"question": "2+2?", "answer": "4"}}. An error in any
+    line is reported with its number before anything is submitted. Exits with 1 if a rollout ended without a reward.
     """
     from rollyard.core import new_id
 
     if out is not None and not wait:
-        raise CommandError("--out needs the rollouts to end", "leave --no-wait away", 2)
+        raise CommandError("--out needs the rollouts to end", "omit --no-wait", 2)
     if out is not None:
         from rollyard.cli._results import check_out
 
@@ -66,7 +68,7 @@ def submit(
     try:
         is_good = run(work)
     except KeyboardInterrupt:
-        note(f"rollyard: interrupted; what was submitted goes on. To go on watching: --id-prefix {prefix}")
+        note(f"rollyard: interrupted; submitted rollouts keep running. To watch them again: --id-prefix {prefix}")
         raise
     if not is_good:
         raise typer.Exit(1)
@@ -89,7 +91,7 @@ async def _submit(
     from rollyard.core import RollyardError
 
     async with connect(url, token) as quick:
-        await quick.status()  # nobody there, or the wrong token: known at once, not after all the retries
+        await quick.status()  # an unreachable service or a wrong token fails at once, without retries
     async with connect(url, token, retry_s=RETRY_S) as client:
         where = run_id or policy or "default"
         await _have_run(client, where, policy)
@@ -116,10 +118,10 @@ async def _submit(
 
 
 async def _have_run(client: AsyncClient, run_id: str, policy: str | None) -> None:
-    """Makes the run unless it is there. One that has another policy is the user's error."""
+    """Creates the run if it does not exist. Raises `CommandError` if it has another policy."""
     from rollyard.core.failure import NotFound
 
-    if run_id == "default" and policy is None:  # the service makes this one by itself
+    if run_id == "default" and policy is None:  # the service creates this one
         return
     try:
         found = await client.get_run(run_id)
@@ -128,12 +130,12 @@ async def _have_run(client: AsyncClient, run_id: str, policy: str | None) -> Non
     else:
         if policy not in (None, found.get("policy")):
             raise CommandError(
-                f"run {run_id} has policy {found.get('policy')}, not {policy}", "name another run with --run"
+                f"run {run_id} has policy {found.get('policy')}, not {policy}", "give another run with --run"
             )
 
 
 def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int) -> Exception:
-    """The service names the rollout by its number in the call; a person wants the file and the line."""
+    """Replaces the number of a rollout in a service's error with the file and line of its task."""
     submitted = int(str(error.data.get("submitted", 0)))
     found = re.search(r"rollouts\[(\d+)\](?:\.task\.?)?", f"{error.data.get('path', '')} {error.detail}")
     index = (submitted + int(found[1])) // group_size if found else len(tasks)
@@ -145,7 +147,7 @@ def with_place(error: RollyardError, tasks: Sequence[TaskLine], group_size: int)
 
 
 async def watch(client: AsyncClient, records: Sequence[Record]) -> list[Record]:
-    """Waits for all, with a bar and the states on a terminal's stderr."""
+    """Waits for all rollouts, with a progress bar and their states if stderr is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     states = {record.id: record.state for record in records}

@@ -1,6 +1,6 @@
-"""`rollyard tasks`: tasks before a model sees them: made from the data that people have, checked, played once.
+"""`rollyard tasks`: imports tasks from existing data, validates them, and runs one locally.
 
-Everything happens in this process, with the settings' images and installed agents; no service is needed.
+Everything runs in this process, with the settings' images and installed agents; no service is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 tasks = typer.Typer(help="Tasks on this machine: import, validate, try.", no_args_is_help=True)
 
-ROWS = 60  # of a table that a person still reads; --json has all
+ROWS = 60  # of a table; --json has all
 
 Runtime = Annotated[str | None, typer.Option(help="The sandbox runtime; else the task's, else the settings'.")]
 
@@ -33,23 +33,23 @@ def import_(
     environment: Annotated[str, typer.Argument(metavar="ENV", help="The environment that the tasks are for.")],
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PATH]…", help="Files of rows or folders; none: the environment makes the tasks."),
+        typer.Argument(metavar="[PATH]…", help="Files of rows or folders; none: the environment generates tasks."),
     ] = None,
     options: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="An option of the importer; may be repeated."),
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Of a dataset with several, this split.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the tasks there; else, or with -, to stdout.")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out rows that cannot be imported.")] = False,
+    split: Annotated[str | None, typer.Option(help="Split of a dataset that has several.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N tasks.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the tasks to this file; else, or with -, to stdout.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip rows that cannot be imported.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make tasks of the data that you have, one JSON object per line.
+    """Convert existing data to tasks, one JSON object per line.
 
-    Rows are .jsonl, .json, .parquet and folders of Hugging Face datasets; what an environment wants of a row, and the
-    options it knows, its page in docs/how-to says. A row that makes no task is told with its place, and nothing is
-    written.
+    Rows are .jsonl, .json, .parquet and folders of Hugging Face datasets. An environment's page in docs/how-to has the
+    required fields of a row and the importer's options. A row that cannot be converted is reported with its place, and
+    nothing is written.
     """
     from rollyard.cli._import import ImportOptions, import_tasks, read_options
     from rollyard.core.failure import TaskInvalid
@@ -58,39 +58,39 @@ def import_(
 
     out = None if out == Path("-") else out
     if as_json and out is None:
-        raise CommandError("--json tells how it went, on the stdout that the tasks go to", "give --out", 2)
+        raise CommandError("--json prints a summary to stdout, where the tasks go", "give --out", 2)
     given = read_options(options or ())
 
-    async def work() -> ImportResult:  # a loop, since environments may begin something when they are made
+    async def work() -> ImportResult:  # environments may need an event loop when they are created
         async with all_environments(load_settings({}, os.environ).settings) as known:
             return import_tasks(ImportOptions(known.get(environment), paths or (), given, split, limit, skip_bad), out)
 
     try:
         done = run(work())
-    except TaskInvalid as error:  # its remedy is for whoever wrote the task, which here nobody did
+    except TaskInvalid as error:  # without its remedy, which is for the author of a task
         raise CommandError(error.detail) from error
     if as_json:
         print_json({"environment": environment, "tasks": done.tasks, "skipped": done.bad, "out": str(out)})
         return
-    left_out = f"; {done.bad} bad ones were left out" if done.bad else ""
+    left_out = f"; {done.bad} bad ones were skipped" if done.bad else ""
     note(f"{done.tasks} tasks{f' are in {out}' if out is not None else ''}{left_out}")
 
 
 @tasks.command("validate", epilog="Example: rollyard tasks validate tasks.jsonl --run --jobs 4")
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE…", help="JSON lines, one task each; - reads stdin.")],
-    plays: Annotated[bool, typer.Option("--run", help="Play each task with the agents oracle and noop.")] = False,
+    plays: Annotated[bool, typer.Option("--run", help="Run each task with the agents oracle and noop.")] = False,
     runtime: Runtime = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many lines.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="With --run: tasks played at once.")] = 2,
-    max_reward: Annotated[float, typer.Option(help="With --run: what the oracle has to get.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N lines.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="With --run: tasks that run at once.")] = 2,
+    max_reward: Annotated[float, typer.Option(help="With --run: the reward that the oracle must get.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Tell everything that is wrong with tasks, by file and line.
+    """Report all problems of tasks, by file and line.
 
-    Checked are the fields, the environment's data, the agent, the tools and the image, as a service would at submit.
-    With --run each task is played twice in real sandboxes: by its own solution, which has to get the highest reward,
-    and by an agent that does nothing, which has to get less. Ends with 1 if a task has a problem or was not played.
+    Checks the fields, the environment's data, the agent, the tools and the image, as a service does at submit. With
+    --run, each task also runs twice in real sandboxes: with its reference solution, which must get the highest reward,
+    and with an agent that does nothing, which must get less. Exits with 1 if a task has a problem or was not run.
     """
     from rollyard.cli._playing import open_resource_sets
     from rollyard.cli._validate import validate as look
@@ -114,7 +114,7 @@ def validate(
 
 
 def _show(findings: Sequence[Finding], plays: bool) -> None:
-    """What is wrong, one line each; with plays, a table of all."""
+    """Prints problems and warnings, one line each; with `plays`, also a table of all tasks."""
     if plays:
         made = table("task", "environment", "oracle", "no-op", "took", "", right=("oracle", "no-op", "took"))
         for finding in findings[:ROWS]:
@@ -151,7 +151,7 @@ def _summarize(findings: Sequence[Finding], plays: bool) -> None:
     warned = sum(bool(finding.warnings) for finding in findings)
     parts = [f"{len(findings)} tasks", f"{bad} with problems"]
     if plays:
-        parts.append(f"{not_tried} not tried for reasons outside of them")
+        parts.append(f"{not_tried} not tried for reasons outside the task")
     note(", ".join([*parts, f"{warned} with warnings"]))
 
 
@@ -163,18 +163,18 @@ def try_task(
     ] = None,
     runtime: Runtime = None,
     engine: Annotated[str | None, typer.Option(metavar="URL", help="The model, for agents that need one.")] = None,
-    tokenizer: Annotated[str, typer.Option(help="The engine's tokenizer, if it does not say where it is.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="The engine's tokenizer, if the engine does not report it.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Play one task in real sandboxes, and show what was said and how it was scored.
+    """Run one task in real sandboxes, and show its messages and its score.
 
-    oracle does what the task itself knows to be right, noop does nothing: neither needs a model. The exit status is 1
-    if there is no score.
+    oracle applies the task's reference solution, noop does nothing: neither needs a model. The exit status is 1 if
+    there is no score.
     """
     from rollyard.cli._playing import played_body, show_played
 
     if tokenizer and engine is None:
-        raise CommandError("--tokenizer says something of --engine", "name the engine", 2)
+        raise CommandError("--tokenizer needs --engine", "give the engine", 2)
     line = read_task(task)
     played = run(_try(line, agent, runtime, engine, tokenizer))
     if as_json:

@@ -1,4 +1,4 @@
-"""`rollyard tokens`: what a model's tokenizer and chat template can do, before anything is trained with them."""
+"""`rollyard tokens`: reports the properties of a model's tokenizer and chat template, before training."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def check(
     renderer: Annotated[str, typer.Option(help="The renderer to try, as engines name it; else the model's own.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Try out which properties a tokenizer and its chat template have: what extends exactly, and what does not.
+    """Report the properties of a tokenizer and its chat template: what extends exactly, and what does not.
 
-    The exit status is 0 whatever the properties are: it is a description, not a test.
+    The exit status is 0 whatever the properties are: this is a description, not a test.
     """
     from rollyard.tokens import Tokenizers, load_renderer
     from rollyard.tokens.properties import properties_of
@@ -32,8 +32,8 @@ def check(
         tokenizer = Tokenizers().load(model)
     except RollyardError:
         raise
-    except Exception as error:  # a broken tokenizer.json is whatever its library raises
-        raise CommandError(f"the tokenizer of {model} cannot be read: {error}", "fetch its files anew") from error
+    except Exception as error:  # the library raises various errors for a broken tokenizer.json
+        raise CommandError(f"the tokenizer of {model} cannot be read: {error}", "fetch its files again") from error
     try:
         chosen, reason = load_renderer(tokenizer, model, renderer), ""
     except InvalidRequest as error:
@@ -46,7 +46,7 @@ def check(
         print_json({"model": model, "renderer": name, "reason": reason, "properties": [asdict(item) for item in found]})
         return
     note(f"{model}: rendered by {name}" if name else f"{model}: {reason}")
-    made = table("property", "", "what was seen")
+    made = table("property", "", "observation")
     for item in found:
         made.add_row(item.name, f"[{_COLORS[item.verdict]}]{item.verdict}[/]", plain(item.says))
     show(made)

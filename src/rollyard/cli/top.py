@@ -1,4 +1,4 @@
-"""`rollyard top`: the stages, live. One question to /v1/status per frame; rates are differences between two of them."""
+"""`rollyard top`: a live view of the stages. One request to /v1/status per frame; rates are differences of two."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ async def _top(interval_s: float, once: bool, url: str | None, token: str | None
 
 @dataclass(slots=True)
 class Rates:
-    """Per second, since the frame before: model calls (turns), sampled tokens, ended rollouts.
+    """Rates per second since the previous frame: model calls (turns), sampled tokens, ended rollouts.
 
-    The ended ones are counted by the store: a sweep or a deleted run makes the count shrink, which is no rate.
+    The store counts ended rollouts: a sweep or a deleted run lowers the count, which is shown as a rate of 0.
     """
 
     at: float = 0.0
@@ -84,7 +84,7 @@ class Rates:
 
 
 def frame(status: Mapping[str, Any], rates: Mapping[str, float | None], url: str) -> Group:
-    """One picture of the service."""
+    """Renders one frame."""
     from rich.console import Group
 
     from rollyard.cli.engines import engines_table

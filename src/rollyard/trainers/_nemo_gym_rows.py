@@ -1,14 +1,14 @@
-"""Rows of NeMo Gym's datasets: as tasks of ours on the way in, as results on the way out.
+"""Converts rows of NeMo Gym's datasets to tasks, and trajectories to result rows.
 
-A row that names a task of Rollyard's, `"rollyard_task": {"environment": …, "data": …}`, is that task. Any other is one
-of the environment `gym`: a resources server of Gym's seeds, offers its tools, and verifies. What the trainer says of
-sampling (`responses_create_params`) counts in both.
+A row with a Rollyard task, `"rollyard_task": {"environment": …, "data": …}`, becomes that task. Any other row becomes a
+task of the environment `gym`, in which a Gym resources server seeds, offers its tools, and verifies. The trainer's
+sampling parameters (`responses_create_params`) apply to both.
 
-What a result says. A rollout with a reward is a good row, its true reward in it; if it is not to be trained on
-(`run_s` ran out, an engine without logprobs), its items carry no tokens and `mask_sample` is true. Everything else is
-a failure row: `_ng_failure_class` is our stable code, `_ng_failure_message` says what happened, `reward` is 0.0 beside
-them and means nothing, and no item carries tokens. `_ng_failure_terminal`: another attempt would end in the same way.
-`_ng_no_persist`: it was cancelled, which counts as never having been tried.
+Result rows. A rollout with a reward becomes a good row with its true reward; if it must not be trained on (`run_s` ran
+out, an engine without logprobs), its items have no tokens and `mask_sample` is true. Everything else becomes a failure
+row: `_ng_failure_class` is Rollyard's stable code, `_ng_failure_message` the detail, `reward` is 0.0 and has no
+meaning, and no item has tokens. `_ng_failure_terminal`: another attempt would end in the same way. `_ng_no_persist`:
+the rollout was cancelled, which counts as never tried.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ Row = Mapping[str, Any]
 
 PARAMS = "responses_create_params"
 TASK = "rollyard_task"
-SERVER = "rollyard_server"  # of this row; else the agent's own
+SERVER = "rollyard_server"  # of this row; else the agent's
 
 COHORT = frozenset({"_ng_group_id", "_ng_group_attempt", "_ng_rollout_index"})
-"""What a verifier that compares the rollouts of a group tells them apart by; it refuses a row without (422)."""
+"""Needed by a verifier that compares the rollouts of a group; it rejects a row without them (422)."""
 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
 _LATER = (QueueFull, Draining, Unauthorized, Forbidden)
-"""Refusals that have nothing to do with the row."""
+"""Refusals that do not depend on the row."""
 
 
 def rollout_id(row: Row, run: str) -> tuple[str, bool]:
-    """The rollout that this row means, and whether the trainer named it: then the same again is the same rollout.
+    """Returns the rollout id of this row, and whether the trainer named it: then a repeated row is the same rollout.
 
-    `_ng_task_index` and `_ng_rollout_index` name nothing: they are the same in every epoch."""
+    `_ng_task_index` and `_ng_rollout_index` are not names: they are the same in every epoch."""
     name = row.get("_ng_rollout_id")
     if name is None:
         return new_id("gym"), False
     attempt = row.get("_ng_attempt_index")
-    # The attempt stands where no name can look like it: "3.1" is not the second attempt of "3".
+    # The attempt is placed where it cannot be part of a name: "3.1" is not the second attempt of "3".
     whole = f"{run}.{name}" if attempt in (None, 0) else f"{run}:{attempt}.{name}"
     try:
         return check_id(whole), True
@@ -62,10 +62,10 @@ def rollout_id(row: Row, run: str) -> tuple[str, bool]:
 
 
 def task_of(row: Row, server: str) -> dict[str, Any]:
-    """The body of a task; TaskInvalid if there is none in it."""
+    """Returns the body of the row's task. Raises TaskInvalid if the row has none."""
     params = row.get(PARAMS)
     if not isinstance(params, Mapping):
-        raise TaskInvalid(f"a row of a Gym dataset has an object {PARAMS!r}", field=PARAMS)
+        raise TaskInvalid(f"a row of a Gym dataset must have an object {PARAMS!r}", field=PARAMS)
     sampling = {ours: params[theirs] for theirs, ours in _SAMPLING.items() if params.get(theirs) is not None}
     own = row.get(TASK)
     if own is None:
@@ -76,12 +76,12 @@ def task_of(row: Row, server: str) -> dict[str, Any]:
     elif isinstance(own, Mapping) and own.get("environment"):
         body = dict(own)
     else:
-        raise TaskInvalid(f"{TASK}: an object with an environment was expected", field=TASK)
+        raise TaskInvalid(f"{TASK}: expected an object with an environment", field=TASK)
     return {**body, "sampling": {**(body.get("sampling") or {}), **sampling}} if sampling else body
 
 
 def bare(row: Row) -> dict[str, Any]:
-    """The row without Gym's and our bookkeeping, as it stands in the dataset, and its place in its group."""
+    """Returns the row as in the dataset, without the bookkeeping of Gym and Rollyard, except its place in its group."""
     return {
         key: value
         for key, value in row.items()
@@ -90,7 +90,7 @@ def bare(row: Row) -> dict[str, Any]:
 
 
 def result(row: Row, trajectory: Trajectory) -> dict[str, Any]:
-    """The row, with what came of it."""
+    """Returns the row with its result."""
     record = trajectory.record
     about = {"rollyard": _about(record, trajectory)}
     if record.reward is None:
@@ -116,7 +116,7 @@ def result(row: Row, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def refused(row: Row, error: RollyardError) -> dict[str, Any]:
-    """A row that was not taken in, or of which nothing was heard any more."""
+    """Returns a failure row for a rollout that was refused or lost."""
     is_the_rows = isinstance(error, RequestError | TaskInvalid) and not isinstance(error, _LATER)
     return failure_row(row, error.code, error.detail, is_terminal=is_the_rows or error.blame is Blame.TASK)
 
@@ -133,7 +133,7 @@ def failure_row(
         "_ng_failure_message": detail,
         **about,
     }
-    if is_terminal:  # these two are there, or they are not: some read no more than that
+    if is_terminal:  # both are either true or absent: some readers only check their presence
         made["_ng_failure_terminal"] = True
     if is_cancelled:
         made["_ng_no_persist"] = True
@@ -141,7 +141,7 @@ def failure_row(
 
 
 def _nothing(row: Row) -> dict[str, Any]:
-    """A response in which nothing was sampled: no trainer can take it for one."""
+    """Returns a response without samples, which no trainer can take for a real one."""
     record = Record(id="none")
     return {**response_of(row, Trajectory(record)), "status": "failed"}
 

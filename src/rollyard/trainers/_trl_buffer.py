@@ -1,4 +1,4 @@
-"""What TRL's AsyncGRPOTrainer holds in its hands: the buffer that it reads samples from, the way weights go out."""
+"""The objects that TRL's AsyncGRPOTrainer uses: the buffer of samples, and the weight transfer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Buffer(queue.Queue[Any]):
-    """Filled by a coroutine, emptied by the trainer's thread. Bounded; who fills it waits without a thread or a timer.
+    """Filled by a coroutine, emptied by the trainer's thread. Bounded: the coroutine waits without a thread or a timer.
 
     `given` and `taken` count samples.
     """
@@ -23,7 +23,7 @@ class Buffer(queue.Queue[Any]):
 
     @contextlib.contextmanager
     def filled_here(self) -> Generator[None, None, None]:
-        """From this loop, for now."""
+        """Lets coroutines of this loop fill the buffer while the context is open."""
         loop, room = asyncio.get_running_loop(), asyncio.Event()
         self._room, self._on_taken = room, lambda: loop.call_soon_threadsafe(room.set)
         try:
@@ -32,7 +32,7 @@ class Buffer(queue.Queue[Any]):
             self._on_taken = None
 
     async def until(self, is_enough: Callable[[], bool]) -> None:
-        """Until what was taken is enough."""
+        """Waits until `is_enough` returns true; checks it after each sample that is taken."""
         while True:
             self._room.clear()
             if is_enough():
@@ -40,13 +40,13 @@ class Buffer(queue.Queue[Any]):
             await self._room.wait()
 
     async def offer(self, item: object) -> None:
-        """Waits for a place. Nobody else fills it."""
+        """Waits for space, then adds the item. There must be only one such coroutine."""
         await self.until(lambda: not self.full())
         self.put_nowait(item)
         self.given += 1
 
     def _get(self) -> Any:
-        item = super()._get()  # type: ignore[misc]  # queue.Queue's own place for this
+        item = super()._get()  # type: ignore[misc]  # the hook of queue.Queue
         self.taken += 1
         if (tell := self._on_taken) is not None:
             with contextlib.suppress(RuntimeError):  # its loop has just ended
@@ -55,7 +55,7 @@ class Buffer(queue.Queue[Any]):
 
 
 class WeightTransfer(Protocol):
-    """What brings weights to the engines: of TRL's WeightTransferProtocol, all but pausing, which Rollyard does."""
+    """Sends weights to the engines: TRL's WeightTransferProtocol without pause and resume, which Rollyard does."""
 
     def init_weight_transfer(self) -> None: ...
 
@@ -67,9 +67,9 @@ class WeightTransfer(Protocol):
 class RollyardWeights:
     """TRL's weight transfer with Rollyard's pause around it.
 
-    TRL's order is pause, send_weights, resume, `worker.update_model_version(n)`. Rollyard is resumed by the last of
-    them, the only one that is told the number. It pauses and resumes the engines itself: if `inner` did, an engine
-    would go on with new weights under the old number.
+    TRL calls pause, send_weights, resume, `worker.update_model_version(n)`, in this order. The last one resumes
+    Rollyard, since only it gets the number. Rollyard pauses and resumes the engines itself: if `inner` did, an engine
+    would continue with new weights under the old number.
     """
 
     def __init__(self, pause: Callable[[], object], inner: WeightTransfer | None) -> None:
@@ -87,11 +87,11 @@ class RollyardWeights:
         if self._inner is not None:
             self._inner.send_weights(iterator)
         else:
-            for _ in iterator:  # other ranks gather each parameter with us
+            for _ in iterator:  # each parameter is gathered together with the other ranks
                 pass
 
     def resume(self) -> None:
-        """Not yet: see the class."""
+        """Does nothing: `update_model_version` resumes."""
 
     def destroy(self) -> None:
         if self._inner is not None:

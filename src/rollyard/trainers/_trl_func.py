@@ -1,13 +1,14 @@
-"""`rollout_func` for TRL's GRPOTrainer: the prompts as they were handed over, one rollout for each.
+"""`rollout_func` for TRL's GRPOTrainer: one rollout for each given prompt.
 
     rollouts = RollyardRolloutFunc(tasks.__getitem__, run="grpo")
     trainer = GRPOTrainer(..., reward_funcs=rollyard_reward, rollout_func=rollouts)
 
-GRPOTrainer asks, waits and trains in turn, and makes its own advantages of the rewards: no dynamic sampling, nothing is
-carried over. `RollyardRolloutWorker` with AsyncGRPOTrainer is the better way; this is for those who have a GRPOTrainer.
+GRPOTrainer requests rollouts, waits and trains in turn, and computes advantages from the rewards itself: there is no
+dynamic sampling, and no rollouts are carried over. Prefer `RollyardRolloutWorker` with AsyncGRPOTrainer; this function
+is for existing uses of GRPOTrainer.
 
-Each row is a rollout that ended. One that infrastructure failed is replaced by a spare; a group that is still short is
-tried again, `tries` times in all; then `RolloutsMissing` is raised, as GRPOTrainer has no place for "none".
+Each row is a rollout that ended. A rollout that infrastructure failed is replaced by a spare; a group that is still
+short is tried again, `tries` times in all; then `RolloutsMissing` is raised, since GRPOTrainer needs every row.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from rollyard.core import Json, RollyardError, Task
 from rollyard.trainers._trl_samples import RolloutsMissing, row_of
 
 WAIT_S = 20.0
-"""For one look at a group; how long it may take is for the task's own limits to say."""
+"""For one request for a group. The task's limits bound the total time."""
 
 
 class RollyardRolloutFunc:
-    """See the module.
+    """A `rollout_func` that runs the prompts as groups of a Rollyard service.
 
-    `task_of` says which task a prompt of the dataset means: the prompt itself is only its name, as the environment
-    tells the model what to do. `run` is a run of the service. `push_weights(trainer)`, if given, brings the trained
-    weights to the engines: it is called on every rank whenever the trainer has made a step, while Rollyard is paused.
+    `task_of` returns the task of a prompt in the dataset: the prompt only names it, as the environment gives the model
+    its instruction. `run` is a run of the service. `push_weights(trainer)`, if given, sends the trained weights to the
+    engines: it is called on every rank after each step of the trainer, while Rollyard is paused.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class RollyardRolloutFunc:
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         with Client(*self._place) as pipeline:
             self._push_weights(pipeline, trainer)
-            # The n copies of a prompt stand together; with several processes, each has its part of them.
+            # The n copies of a prompt are adjacent; with several processes, each has a part of them.
             wanted = [(prompt, len([*copies])) for prompt, copies in itertools.groupby(prompts)]
             rows = [row_of(rollout) for group in self._roll(pipeline, wanted) for rollout in group.rollouts]
         if len(rows) != len(prompts):
@@ -71,7 +72,7 @@ class RollyardRolloutFunc:
         }
 
     def _roll(self, pipeline: Client, wanted: Sequence[tuple[Any, int]]) -> list[Group]:
-        """A whole group for each, in order."""
+        """Returns a complete group for each prompt, in order."""
         found: dict[int, Group] = {}
         for _ in range(self._tries):
             started: dict[int, Group] = {}
@@ -92,7 +93,7 @@ class RollyardRolloutFunc:
         short = [group for group in found.values() if group.state != "complete"]
         if short:
             raise RolloutsMissing(
-                f"{len(short)} of {len(wanted)} prompts have no whole group after {self._tries} tries; the first, "
+                f"{len(short)} of {len(wanted)} prompts have no complete group after {self._tries} tries; the first, "
                 f"{short[0].id}, is {short[0].state}: {short[0].reason}"
             )
         return [pipeline.get_group(found[place].id, traces=True) for place in range(len(wanted))]
@@ -102,7 +103,7 @@ class RollyardRolloutFunc:
             return
         processes = trainer.accelerator
         policy = pipeline.policy(str(pipeline.get_run(self._run).get("policy") or "default"))
-        # The others wait inside for the main process, whose pause it is.
+        # The main process pauses; the others wait for it inside.
         with (
             policy.update(int(policy.status()["version"]) + 1)
             if processes.is_main_process
@@ -111,14 +112,14 @@ class RollyardRolloutFunc:
             processes.wait_for_everyone()
             self._push(trainer)
             processes.wait_for_everyone()
-        processes.wait_for_everyone()  # nobody asks for rollouts before it is over
+        processes.wait_for_everyone()  # no process requests rollouts before the update is over
         self._pushed_step = trainer.state.global_step
 
 
 def rollyard_reward(
     completions: Sequence[Any], rollyard_reward: Sequence[float | None], **_: Any
 ) -> list[float | None]:
-    """GRPOTrainer's reward function: what the environments said. None: there is none, which is not 0."""
+    """GRPOTrainer's reward function: returns the environments' rewards. None means no reward, which is not 0."""
     if len(rollyard_reward) != len(completions):
         raise ValueError(f"{len(completions)} completions and {len(rollyard_reward)} rewards")
     return [*rollyard_reward]

@@ -1,7 +1,7 @@
-"""From groups to what TRL learns from: samples for AsyncGRPOTrainer, rows for GRPOTrainer.
+"""Converts groups to TRL's training data: samples for AsyncGRPOTrainer, rows for GRPOTrainer.
 
-Invariants. The mask, the logprobs and the versions are the trace's own, token for token. Whoever is not trainable
-becomes no sample; where GRPOTrainer insists on a row, it is masked out whole and has no reward. No row is made up.
+Invariants. The mask, the logprobs and the versions are those of the trace, token for token. An untrainable rollout
+becomes no sample; where GRPOTrainer requires a row, it is masked completely and has no reward. No row is invented.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rollyard.client.records import JsonObject
 
 
 class RolloutsMissing(RuntimeError):
-    """A prompt has fewer rollouts than GRPOTrainer asked for, and none is made up."""
+    """A prompt has fewer rollouts than GRPOTrainer requested."""
 
 
 class Decoder(Protocol):
-    """A tokenizer, as far as logs need one."""
+    """The part of a tokenizer that logs need."""
 
     def decode(self, token_ids: list[int], /) -> Any: ...
 
@@ -34,7 +34,7 @@ def sample_type() -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class SampleBuilder:
-    """How traces become `RolloutSample`s. `first` is Rollyard's number of the version that TRL calls 0."""
+    """Converts traces to `RolloutSample`s. `first` is Rollyard's number of the version that is 0 in TRL."""
 
     kind: Kind
     temperature: float
@@ -42,7 +42,7 @@ class SampleBuilder:
     tokenizer: Decoder | None = None
 
     def samples(self, group: Group, number: int) -> list[Any]:
-        """One for each trace that is learned from; TRL knows the group by that number."""
+        """Returns one sample for each trace to learn from. `number` is the group's id in TRL."""
         signals = advantages([group], self.kind)
         return [
             self._sample(group, number, rollout, trace, signals[rollout.id])
@@ -56,8 +56,8 @@ class SampleBuilder:
 
         if trace.sampling.temperature != self.temperature:
             raise ValueError(
-                f"rollout {rollout.id} was sampled at temperature {trace.sampling.temperature:g}, and the trainer "
-                f"computes its logprobs at {self.temperature:g}: make the run's sampling and the trainer's alike"
+                f"rollout {rollout.id} was sampled at temperature {trace.sampling.temperature:g}, but the trainer "
+                f"computes its logprobs at {self.temperature:g}: use the same one in the run's sampling and the trainer"
             )
         prompt, completion = self._texts(trace)
         return sample_type()(
@@ -67,7 +67,7 @@ class SampleBuilder:
             completion_mask=np.asarray(trace.mask, dtype=np.int64),
             old_log_probs=np.asarray(trace.logprobs, dtype=np.float32),
             advantage=float(advantage),
-            # The oldest: TRL takes a sample for as old as the weights that it was begun with.
+            # The oldest: for TRL, a sample is as old as the weights that it was started with.
             model_version=int(trace.versions[trace.mask == 1].min()) - self.first,
             group_id=number,
             metrics=metrics_of(group, rollout),
@@ -86,14 +86,14 @@ class SampleBuilder:
 
 
 def learned(rollout: GroupRollout) -> list[Trace]:
-    """Those traces of a trainable rollout that a loss can be taken over."""
+    """Returns the traces of a trainable rollout that can be in a loss."""
     if not rollout.traces:
-        raise ValueError(f"rollout {rollout.id} is trainable and came without its traces")
+        raise ValueError(f"rollout {rollout.id} is trainable, but has no traces")
     return [t for t in rollout.traces if t.trainable and t.logprobs is not None and t.mask.any()]
 
 
 def metrics_of(group: Group, rollout: GroupRollout) -> dict[str, float]:
-    """What TRL averages over a step's samples, under its own names where it has one."""
+    """Returns what TRL averages over a step's samples, under TRL's names where they exist."""
     stats, score, summary = group.stats or {}, rollout.record.score or {}, rollout.record.summary or {}
     found = {"reward": rollout.reward, "reward_std": stats.get("spread"), "rollyard/turns": summary.get("turns")}
     found |= {f"rewards/{name}": value for name, value in (score.get("components") or {}).items()}
@@ -102,7 +102,7 @@ def metrics_of(group: Group, rollout: GroupRollout) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class TrlRow:
-    """What GRPOTrainer takes of one rollout."""
+    """The fields of one rollout for GRPOTrainer."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -113,12 +113,12 @@ class TrlRow:
 
 
 def row_of(rollout: GroupRollout) -> TrlRow:
-    """A rollout as one row. An untrainable one is masked out whole and has no reward: TRL leaves it out of loss and
-    baseline. ValueError where it forked into several sequences, RolloutsMissing where it has no token at all."""
+    """Converts a rollout to one row. An untrainable one is masked completely and has no reward: TRL leaves it out of
+    loss and baseline. Raises ValueError if it forked into several sequences, RolloutsMissing if it has no tokens."""
     traces = learned(rollout) if rollout.trainable and rollout.reward is not None else []
     if len(traces) > 1:
         raise ValueError(
-            f"the history of rollout {rollout.id} forked into {len(traces)} sequences, and GRPOTrainer takes one for "
+            f"the history of rollout {rollout.id} forked into {len(traces)} sequences, but GRPOTrainer takes one for "
             "each prompt: train with AsyncGRPOTrainer and RollyardRolloutWorker"
         )
     trace = traces[0] if traces else max(rollout.traces, key=len, default=None)

@@ -1,8 +1,8 @@
-"""verl's prompts as groups to ask for: which task a row stands for, how many rollouts of it, in which run.
+"""Converts verl's prompts to groups: the task of a row, the number of its rollouts, and their run.
 
 A row's task is its field `rollyard_task`, or the one of that name in its `extra_info`: a task as an object, or as JSON
-text (parquet gives every row the fields of all others, as nulls, and an environment may refuse these). Else the
-environment named in the configuration gets the data that `rollyard.data` points at, each value from a place in the row:
+text (parquet adds the fields of all other rows as nulls, which an environment may reject). Otherwise the environment is
+the one in the configuration, and `rollyard.data` maps each field of its data to a path in the row:
 `{"question": "raw_prompt.0.content", "answer": "reward_model.ground_truth"}`.
 """
 
@@ -23,26 +23,26 @@ GREEDY: dict[str, Json] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """A prompt of verl's, and the group that stands for it."""
+    """A prompt of verl, and its group."""
 
     uid: str
-    group: str  # its id
+    group: str  # the group's id
     run: str
     size: int
     task: dict[str, Any]
-    fields: Mapping[str, Any]  # verl's own, which come back with each row
-    step: int  # verl's, when it asked
+    fields: Mapping[str, Any]  # of verl, returned with each row
+    step: int  # verl's step at the request
     is_validation: bool = False
     is_greedy: bool = False
 
     @property
     def version(self) -> int:
-        """Of the weights by now: verl trains step g on what step g − 1 sampled, and validates after its update."""
+        """Of the current weights: verl trains step g on samples of step g − 1, and validates after its update."""
         return self.step if self.is_validation else max(0, self.step - 1)
 
 
 def asks_of_prompts(rows: Sequence[dict[str, Any]], rollout: Any, settings: Settings) -> list[PromptGroup]:
-    """V1: one row for each uid. n is the configuration's, unless the row says otherwise."""
+    """For V1: one row for each uid. n is from the configuration, unless the row overrides it."""
     asks: list[PromptGroup] = []
     for row in rows:
         fields = dict(row)
@@ -56,7 +56,7 @@ def asks_of_prompts(rows: Sequence[dict[str, Any]], rollout: Any, settings: Sett
 
 
 def asks_of_repeated(prompts: Any, settings: Settings) -> tuple[list[PromptGroup], list[int]]:
-    """The older trainer: a DataProto in which each prompt stands n times. Also: of which ask each row is."""
+    """For the older trainer: a DataProto that has each prompt n times. Also returns the index of each row's group."""
     columns: Mapping[str, Sequence[Any]] = prompts.non_tensor_batch
     is_validation = bool(prompts.meta_info.get("validate", False))
     step = int(prompts.meta_info.get("global_steps", 0))
@@ -88,13 +88,13 @@ def _ask(
     if is_greedy:
         task["sampling"] = {**task.get("sampling", {}), **GREEDY}
     run = settings.run + (".val" if is_validation else "")
-    # verl makes new uids in every process; one that it hands over again is the group that is there.
+    # verl makes new uids in every process; a repeated uid names the existing group.
     group = f"{run}-{uid}{'-greedy' if is_greedy else ''}"
     return PromptGroup(uid, group, run, size, task, fields, step, is_validation, is_greedy)
 
 
 def task_of(row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The task of one row of verl's data. See the module."""
+    """Returns the task of one row of verl's data, as described above."""
     given = row.get(TASK)
     if given is None:
         given = at(row, f"extra_info.{TASK}")
@@ -105,11 +105,11 @@ def task_of(row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
             raise ValueError(f"{TASK} of a row is not JSON: {error}") from None
     if given is None:
         if settings.environment is None:
-            raise ValueError(f"a row has no {TASK}, and rollyard.environment names none for it")
+            raise ValueError(f"a row has no {TASK}, and rollyard.environment is not set")
         data = {name: at(row, place) for name, place in settings.data.items()}
         missing = [settings.data[name] for name, value in data.items() if value is None]
         if missing:
-            raise ValueError(f"a row has nothing at {missing[0]!r}, where rollyard.data points")
+            raise ValueError(f"a row has no {missing[0]!r}, to which rollyard.data refers")
         given = {"environment": settings.environment, "data": data}
     if not isinstance(given, Mapping) or not given.get("environment"):
         raise ValueError(f"{TASK} of a row is not a task: it names no environment")
@@ -117,10 +117,10 @@ def task_of(row: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: numpy's arrays and numbers are Python's."""
+    """Converts a value to JSON types: numpy arrays and numbers become Python's."""
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
-    if hasattr(value, "tolist"):  # its scalars have it, too
+    if hasattr(value, "tolist"):  # numpy's scalars also have it
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]

@@ -1,12 +1,12 @@
-"""From groups to verl's rows, in numpy: what of a group verl may learn from, and the padded arrays of its DataProto.
+"""Converts groups to verl's rows, in numpy: the trainable part of a group, and the padded arrays of verl's DataProto.
 
-verl cuts a sequence in two, prompt and response. A trace's prompt is all before the first token that it owns, its
-response all from there to the last one: what a tool said after that trains nothing, and a reward on a masked token
-would be lost to those estimators that look at the mask.
+verl divides a sequence into prompt and response. A trace's prompt is everything before the first token that it owns,
+its response everything from there to the last one. A tool's output after that trains nothing, and estimators that use
+the mask would lose a reward on a masked token.
 
-Invariants. A training row has a reward, logprobs, and at least one sampled token. What infrastructure failed is no row.
-A member that is not trainable is no row. Where verl insists on one (its DataProto), that row is a `BlankRow`: no response,
-no mask, and as its score the mean of the members that count, which leaves the group's baseline where it was.
+Invariants. A training row has a reward, logprobs, and at least one sampled token. A rollout that infrastructure failed
+has no row. An untrainable member has no row. Where verl requires one (its DataProto), it is a `BlankRow`: no response,
+no mask, and as its score the mean of the members that count, which keeps the group's baseline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerlRow:
-    """One trace, cut where verl wants it cut. The last four arrays have the response's length."""
+    """One trace, divided into prompt and response. The last four arrays have the response's length."""
 
     rollout: GroupRollout
     reward: float
@@ -54,14 +54,14 @@ class VerlRow:
 
     @property
     def components(self) -> dict[str, float]:
-        """Parts of the reward, by name, without two of verl's own: "reward" is the whole, and "acc" would make it count
-        a validation sample that infrastructure took as a wrong one."""
+        """Components of the reward, by name, except two names of verl: "reward" is the whole, and with "acc" verl would
+        count a validation sample that infrastructure failed as wrong."""
         found = (self.rollout.record.score or {}).get("components") or {}
         return {str(name): float(value) for name, value in found.items() if name not in ("reward", "acc")}
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where its time went, under verl's names."""
+        """Durations, under verl's names."""
         timings = self.rollout.record.timings or {}
         names = {"generate_sequences": "model_s", "tool_calls": "tool_s", "compute_score": "eval_s"}
         return {name: float(timings.get(ours) or 0.0) for name, ours in names.items()}
@@ -69,7 +69,7 @@ class VerlRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlankRow:
-    """A row that trains nothing and moves no baseline, where verl wants one. `prompt_ids` is never empty."""
+    """A row that trains nothing and keeps the baseline, where verl requires one. `prompt_ids` is never empty."""
 
     prompt_ids: NDArray[np.int64]
     reward: float
@@ -77,17 +77,17 @@ class BlankRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRows:
-    """What of a group goes to verl: for each member that counts its rows, by index; and what does not."""
+    """The rows of a group for verl: those of each member that counts, by index; and how many members do not count."""
 
     members: tuple[tuple[VerlRow, ...], ...]
-    size: int  # that was asked for
-    lost: int  # members that infrastructure took, beyond the spares
-    untrainable: int  # members that are there, and in neither loss nor baseline
+    size: int  # as requested
+    lost: int  # members that infrastructure failed, beyond the spares
+    untrainable: int  # members in neither loss nor baseline
     reason: str | None = None  # why the group is short, if it is
 
     @property
     def mean(self) -> float | None:
-        """Of the rewards of those that count. None: there is nobody."""
+        """The mean reward of the members that count; None if there is no such member."""
         return mean_of([each[0].reward for each in self.members])
 
     @property
@@ -96,9 +96,9 @@ class GroupRows:
 
 
 def harvest(group: Group, size: int, *, is_training: bool, temperature: float | None = None) -> GroupRows:
-    """In training, only what is trainable; else whatever has a score (nothing in a run of mode eval is trainable).
+    """In training, takes only trainable members; else all with a score (nothing in a run of mode eval is trainable).
 
-    `temperature`: what the trainer computes its logprobs with; a trace that was sampled with another is a ValueError.
+    `temperature` is that of the trainer's logprobs. Raises ValueError for a trace that was sampled with another one.
     """
     members: list[tuple[VerlRow, ...]] = []
     for rollout in group.rollouts:
@@ -120,8 +120,8 @@ def _rows(rollout: GroupRollout, *, is_training: bool, temperature: float | None
             continue
         if is_training and temperature is not None and trace.sampling.temperature != temperature:
             raise ValueError(
-                f"rollout {rollout.id} was sampled at temperature {trace.sampling.temperature:g}, and verl computes "
-                f"its logprobs at {temperature:g} (actor_rollout_ref.rollout.temperature): make them alike"
+                f"rollout {rollout.id} was sampled at temperature {trace.sampling.temperature:g}, but verl computes "
+                f"its logprobs at {temperature:g} (actor_rollout_ref.rollout.temperature): use the same one"
             )
         found.append(_row(rollout, rollout.reward, trace))
     return tuple(found)
@@ -142,10 +142,10 @@ def _row(rollout: GroupRollout, reward: float, trace: Trace) -> VerlRow:
 
 
 def fill(found: GroupRows, pad_id: int, otherwise: float = 0.0) -> tuple[list[VerlRow | BlankRow], list[VerlRow]]:
-    """One row for each member that was asked for, and the rows that found no place there.
+    """Returns one row for each requested member, and the rows that are left out.
 
-    Of a rollout whose history forked, the trace that owns most tokens is the row. `otherwise` is the score of blank
-    rows in a group that has nothing else: validation takes the mean over all rows, and theirs must not be a 0 in it.
+    Of a rollout whose history forked, the row is the trace that owns the most tokens. `otherwise` is the score of blank
+    rows in a group without other rows: validation takes the mean over all rows, and they must not count as 0.
     """
     import numpy as np
 
@@ -164,10 +164,10 @@ def fill(found: GroupRows, pad_id: int, otherwise: float = 0.0) -> tuple[list[Ve
 def padded(
     rows: Sequence[VerlRow | BlankRow], prompt_length: int, response_length: int, pad_id: int
 ) -> dict[str, NDArray[Any]]:
-    """Prompts padded on the left, responses on the right, to verl's two lengths, or to the longest row's.
+    """Pads prompts on the left and responses on the right, to verl's two lengths, or to the longest row.
 
-    A longer one is never cut, since half a trajectory did not earn the whole one's reward. What must not be longer is
-    bound by the tasks' `limits.max_context`.
+    A longer row is never cut, since half a trajectory did not earn the reward of the whole. The tasks'
+    `limits.max_context` bounds the length.
     """
     import numpy as np
 

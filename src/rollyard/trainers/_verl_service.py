@@ -1,9 +1,9 @@
-"""The service, as verl's process holds it: a client in a thread of its own, two runs, verl's engines, and the weights.
+"""The connection of verl's process to the service: a client in its own thread, two runs, verl's engines, the weights.
 
-Invariant: while verl has the weights, the policy is paused. It is paused when the last group that verl waits for has
-ended, before verl is told of that group, since what verl does next is to write weights; and it is resumed, with the
-version's number, when verl hands over prompts again. (verl tells nobody before it updates; and where no rollout is
-left, that is soon enough. Where rollouts are left, it is paused by `verl_sampler.py`.)
+Invariant: the policy is paused while verl updates the weights. It is paused when the last group that verl waits for has
+ended, before verl gets that group, since verl writes weights next. It is resumed, with the version's number, when verl
+submits prompts again. (verl does not announce an update. If no rollout is left, this pause is early enough; if rollouts
+are left, `verl_sampler.py` pauses the policy.)
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rollyard.trainers._verl_settings import Settings, defaults_of
 
 T = TypeVar("T")
 
-POLL_S = 60.0  # of one wait for a group
-HOLDER = "verl"  # of its pauses: more than one process of a trainer makes them
+POLL_S = 60.0  # for one request for a group
+HOLDER = "verl"  # of its pauses, which more than one process of a trainer makes
 
 
 class VerlService:
-    """See the module. `config` is verl's whole configuration; `llm_client` knows its rollout servers."""
+    """A client in a thread. `config` is verl's whole configuration; `llm_client` has its rollout servers."""
 
     def __init__(self, config: Any, settings: Settings, llm_client: Any) -> None:
         self._settings = settings
@@ -39,14 +39,14 @@ class VerlService:
         self._end = asyncio.Event()
         self._pipeline: AsyncClient | None = None
         self._is_prepared = False
-        self._version: int | None = None  # that is sampled from; None: none is, or not by our word
+        self._version: int | None = None  # being sampled; None: paused, or not resumed by this process
         self._open = 0  # groups that verl waits for
         self._weights = asyncio.Lock()
 
     # --- its thread -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises what keeps the service from being reached."""
+        """Starts the thread. Raises if the service cannot be reached."""
         opened: Future[None] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._live(opened)), name="rollyard-verl", daemon=True
@@ -55,7 +55,7 @@ class VerlService:
         opened.result()
 
     def stop(self) -> None:
-        """Ends the thread. verl has no word for that: its process ends with it."""
+        """Ends the thread. verl does not call it: the thread ends with its process."""
         if self._thread is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join()
@@ -75,10 +75,10 @@ class VerlService:
             opened.set_exception(error)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs it there."""
+        """Runs the coroutine in the thread."""
         if self._loop is None:
             work.close()
-            raise RuntimeError("the manager was not started: it is made by create()")
+            raise RuntimeError("the manager was not started: use create()")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -92,8 +92,8 @@ class VerlService:
     # --- groups ---------------------------------------------------------------------------------------
 
     async def begin(self, asks: Sequence[PromptGroup]) -> None:
-        """All handed in, to be sampled from the weights that verl has by now. What is refused is raised, and of the
-        others nothing is left running."""
+        """Submits all groups, to be sampled from verl's current weights. If one is refused, cancels all and raises its
+        error."""
         if not asks:
             return
         async with self._weights:
@@ -110,13 +110,13 @@ class VerlService:
             raise refused[0]
 
     async def _hand_in(self, ask: PromptGroup) -> Group:
-        # One member at least: what verl can do with a short group, the manager knows better than the service.
+        # One member is enough: the manager decides whether verl can use a short group.
         options: dict[str, Any] = {"size": ask.size, "spares": self._settings.spares, "min_members": 1}
         return await self._client.group(ask.task, id=ask.group, run=ask.run, **options)
 
     @asynccontextmanager
     async def ended(self, ask: PromptGroup) -> AsyncIterator[Group]:
-        """The group at its end, with its traces; verl may be told of it after the context."""
+        """Yields the ended group with its traces. verl may get it only after the context."""
         try:
             while not (await self._client.get_group(ask.group, wait_s=POLL_S, run=ask.run)).is_ended:
                 pass
@@ -135,10 +135,10 @@ class VerlService:
         self._version = None
 
     async def _resume(self, version: int) -> None:
-        is_running = (await self._policy.status())["state"] == "running"  # others pause it, too: `verl_sampler.py`
+        is_running = (await self._policy.status())["state"] == "running"  # `verl_sampler.py` also pauses it
         if is_running and version == self._version:
             return
-        if is_running:  # the first time: nobody is to sample from weights whose number changes
+        if is_running:  # the first time: no sampling while the number of the weights changes
             await self._pause()
         await self._policy.resume(version)
         self._version = version
@@ -146,7 +146,7 @@ class VerlService:
     # --- runs and engines -----------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
-        """Not before the first prompts: only then has verl woken its servers."""
+        """Creates the runs and adds the engines. Called with the first prompts: before, verl's servers are asleep."""
         if self._is_prepared:
             return
         settings = self._settings
@@ -172,7 +172,7 @@ class VerlService:
         wanted = {f"{mine}{i}": url.rstrip("/") for i, url in enumerate(urls)}
         for id, url in there.items():
             if id.startswith(mine) and wanted.get(id) != url:
-                await self._client.remove_engine(id)  # of a trainer before this one
+                await self._client.remove_engine(id)  # of an earlier trainer
         for id, url in wanted.items():
             if there.get(id) != url:
                 await self._client.add_engine(
@@ -195,10 +195,10 @@ class VerlService:
 
 
 def _servers(llm_client: Any) -> list[str]:
-    """Where verl's rollout servers listen: its load balancer knows them by their addresses."""
+    """Returns the addresses of verl's rollout servers, which its load balancer uses as their names."""
     import ray  # type: ignore[import-not-found]
 
     balancer = getattr(llm_client, "_load_balancer", None)
     if balancer is None:
-        raise ValueError("verl gave no rollout servers: name their URLs in rollyard.engines")
+        raise ValueError("verl gave no rollout servers: set their URLs in rollyard.engines")
     return [str(server) for server in ray.get(balancer.get_all_servers.remote())]

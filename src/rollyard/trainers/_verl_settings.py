@@ -1,6 +1,6 @@
-"""What the verl adapter is told: `rollyard` beside verl's own configuration, and what of that it takes or refuses.
+"""Settings of the verl adapter: the section `rollyard` of verl's configuration, and checks of verl's own settings.
 
-+rollyard.url=http://yard:8700 +rollyard.run=grpo-7b +rollyard.environment=math
++rollyard.url=http://rollyard:8700 +rollyard.run=grpo-7b +rollyard.environment=math
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ SAMPLER = "RollyardReplayBuffer"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Under `rollyard` in verl's configuration. Url and token left out: as `AsyncClient` finds them."""
+    """The section `rollyard` of verl's configuration. Without `url` and `token`, `AsyncClient` finds them."""
 
     url: str | None = None
     token: str | None = None
     run: str = "verl"  # of mode train; validation goes into NAME.val, of mode eval
     policy: str = "default"
-    spares: int = 1  # of each group, for members that infrastructure takes
-    engines: tuple[str, ...] | None = None  # URLs; None: verl's own rollout servers; empty: those that are there
+    spares: int = 1  # of each group, for members that infrastructure fails
+    engines: tuple[str, ...] | None = None  # URLs; None: verl's rollout servers; empty: the existing ones
     tokenizer: str | None = None  # of these engines; None: actor_rollout_ref.model.path
     renderer: str | None = None
-    environment: str | None = None  # for rows that bring no task of their own
-    data: Mapping[str, str] = field(default_factory=dict[str, str])  # its fields: places in the row
-    defaults: Mapping[str, Json] = field(default_factory=dict[str, Json])  # a partial task, laid under each
-    lease_s: float = 7200.0  # how long the weights may be in verl's hands between two batches
-    retry_s: float = 600.0  # how long a silent service is waited for
+    environment: str | None = None  # for rows without a task
+    data: Mapping[str, str] = field(default_factory=dict[str, str])  # its fields: paths in the row
+    defaults: Mapping[str, Json] = field(default_factory=dict[str, Json])  # of each task: a partial task
+    lease_s: float = 7200.0  # of the pause between two batches
+    retry_s: float = 600.0  # how long to wait for a service that does not answer
 
 
 def read_settings(config: Any) -> Settings:
-    """Of verl's whole configuration."""
+    """Reads the settings from verl's whole configuration."""
     given = config.get("rollyard") or {}
     if not isinstance(given, dict):  # OmegaConf's
         from omegaconf import OmegaConf  # type: ignore[import-not-found]
@@ -54,18 +54,18 @@ def read_settings(config: Any) -> Settings:
 
 
 def refuse(config: Any) -> None:
-    """What of verl cannot be had together with Rollyard, said before anything runs."""
+    """Raises ValueError for settings of verl that do not work with Rollyard, before anything runs."""
     if at(config, "reward.reward_model.enable"):
-        raise ValueError("reward.reward_model.enable: rewards come from Rollyard's environments, and from nowhere else")
+        raise ValueError("reward.reward_model.enable: rewards come only from Rollyard's environments")
     if at(config, "distillation.enabled"):
-        raise ValueError("distillation.enabled: Rollyard's rows bring no teacher's logprobs")
+        raise ValueError("distillation.enabled: Rollyard's rows have no teacher's logprobs")
     mode, sampler = at(config, "trainer.v1.trainer_mode"), at(config, "trainer.v1.sampler.custom_sampler.name")
     if not at(config, "trainer.use_v1") or mode in (None, "sync"):
         return
     if mode != "colocate_async":
         raise ValueError(
-            f"trainer.v1.trainer_mode={mode}: it changes weights while rollouts go on, and tells nobody before it "
-            "does, so no token could be numbered; use sync or colocate_async"
+            f"trainer.v1.trainer_mode={mode}: it changes weights during rollouts without notice, so that tokens would "
+            "have no known version; use sync or colocate_async"
         )
     if sampler != SAMPLER:
         raise ValueError(
@@ -75,9 +75,9 @@ def refuse(config: Any) -> None:
 
 
 def defaults_of(rollout: Any, settings: Settings, *, is_validation: bool) -> dict[str, Json]:
-    """What lies under each task of a run: verl's sampling parameters and lengths, then `rollyard.defaults`.
+    """Returns the defaults of a run's tasks: verl's sampling parameters and lengths, then `rollyard.defaults`.
 
-    `rollout` is actor_rollout_ref.rollout. A sequence is bound by verl's two lengths together.
+    `rollout` is actor_rollout_ref.rollout. The sum of verl's two lengths bounds a sequence.
     """
     source = rollout.val_kwargs if is_validation else rollout
     sampling: dict[str, Json] = {
@@ -97,9 +97,9 @@ def defaults_of(rollout: Any, settings: Settings, *, is_validation: bool) -> dic
 
 
 def at(place: Any, path: str) -> Any:
-    """What is at `a.b.0`, or None: in a configuration, or in a row of data."""
+    """Returns the value at a path such as `a.b.0` in a configuration or a row of data, or None."""
     for name in path.split("."):
-        if hasattr(place, "tolist"):  # numpy's arrays
+        if hasattr(place, "tolist"):  # numpy arrays
             place = place.tolist()
         if isinstance(place, list | tuple):
             place = place[int(name)] if name.isdigit() and int(name) < len(place) else None

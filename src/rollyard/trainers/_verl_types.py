@@ -1,8 +1,10 @@
-"""verl's own types, read and filled: its prompts, rows of its TransferQueue, its DataProto. Only this module needs it.
+"""Reads and writes verl's types: its prompts, rows of its TransferQueue, its DataProto.
 
-The TransferQueue holds a tag below a prompt's uid, which says how far it is, and each row under
-`{uid}_{session}_{index}`: session counts the rollouts of the prompt, index the traces of one. verl takes a rollout's
-advantage from its last index, and gives it to all of them.
+Besides `verl_sampler.py`, only this module imports verl.
+
+The TransferQueue holds a tag with a prompt's status under its uid, and each row under `{uid}_{session}_{index}`:
+session counts the rollouts of the prompt, index the traces of a rollout. verl computes a rollout's advantage from its
+last index, and assigns it to all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def rows_of(prompts: Any) -> list[dict[str, Any]]:
-    """The rows of a TensorDict: tensors, and what is not one, by itself or the same for all."""
+    """Returns the rows of a TensorDict: tensors, and other values, one per row or the same for all."""
     from tensordict import NonTensorData, NonTensorStack  # type: ignore[import-not-found]
 
     def value(column: Any, i: int) -> Any:
@@ -31,15 +33,15 @@ def rows_of(prompts: Any) -> list[dict[str, Any]]:
 
 
 async def put_status(ask: PromptGroup, status: str) -> None:
-    """running; at its end finished, or failure where a member is missing."""
+    """Sets the status: running; at the end finished, or failure if a member is missing."""
     import transfer_queue as tq  # type: ignore[import-not-found]
 
-    # In a thread, not by its async twin: the sockets belong to a loop of the client's own.
+    # In a thread, not by the async variant: the sockets belong to a loop of the client.
     await asyncio.to_thread(tq.kv_put, key=ask.uid, partition_id=_partition(ask), tag={"status": status})
 
 
 async def put_rows(ask: PromptGroup, rows: Sequence[tuple[int, VerlRow]]) -> None:
-    """Each with the number of its rollout among those that count."""
+    """Writes rows, each with the number of its rollout among those that count."""
     keys: list[str] = []
     values: list[dict[str, Any]] = []
     tags: list[dict[str, Any]] = []
@@ -74,7 +76,7 @@ def _put(keys: list[str], values: list[dict[str, Any]], tags: list[dict[str, Any
 
 
 def _fields(row: VerlRow) -> dict[str, Any]:
-    """As verl's own agent loops leave them: an AgentLoopOutput, and the whole sequence."""
+    """Returns the fields as verl's agent loops do: an AgentLoopOutput, and the whole sequence."""
     import torch  # type: ignore[import-not-found]
     from verl.experimental.agent_loop.agent_loop import (  # type: ignore[import-not-found]
         AgentLoopMetrics,
@@ -108,7 +110,7 @@ def _fields(row: VerlRow) -> dict[str, Any]:
 def data_proto(
     prompts: Any, arrays: Mapping[str, NDArray[Any]], rows: Sequence[VerlRow | BlankRow], figures: Mapping[str, float]
 ) -> Any:
-    """As many rows as there were prompts, in their order, with what the prompts brought."""
+    """Returns one row per prompt, in order, with the prompts' own fields."""
     import numpy as np
     import torch  # type: ignore[import-not-found]
     from tensordict import TensorDict  # type: ignore[import-not-found]

@@ -1,17 +1,17 @@
-"""NeMo Gym: Rollyard as one of its agent servers, so that NeMo RL trains through it.
+"""An agent server for NeMo Gym, with which NeMo RL trains on Rollyard's rollouts.
 
     POST /run                    a row of a dataset → a rollout → the row with `response` and `reward`
     POST /v1/responses           one reply of the policy, without an environment and without a reward
     POST /aggregate_metrics      means over the rows of an evaluation
-    GET  /                       a sign of life
+    GET  /                       a health check
 
-`rollyard gym-agent` serves it (`create_app` is a Starlette app, for who serves it otherwise). It holds nothing: every
-row is a rollout of a Rollyard service, found by `rollyard.client` as everywhere.
+`rollyard gym-agent` serves it; `create_app` returns it as a Starlette app for other servers. It keeps no state: every
+row is a rollout of a Rollyard service, which `rollyard.client` finds as usual.
 
 Invariants. A row that the trainer named (`_ng_rollout_id`, `_ng_attempt_index`) is one rollout of this agent's run,
-however often it is sent; a caller that goes away leaves it as it is. Of a row without a name nobody could ask again:
-it is cancelled when its caller goes. Failures are told as `_nemo_gym_rows` says, never as a good row. With
-`failures="status"` what infrastructure failed is a 503 instead, for trainers that try such calls again by themselves.
+however often it is sent, and continues if its caller disconnects. A row without a name cannot be requested again: it is
+cancelled when its caller disconnects. Failures are returned as described in `_nemo_gym_rows`, never as a good row. With
+`failures="status"`, an infrastructure failure is a 503 instead, for trainers that retry such calls themselves.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ TASK_INDEX = "_ng_task_index"
 
 
 class Failed503(Exception):
-    """Infrastructure failed a row, and the trainer wants to be told by status."""
+    """Infrastructure failed a row, and `failures` is "status"."""
 
 
 @dataclass(slots=True)
 class GymAgent:
-    """See the module. `run` is made if it is not there; without one, it is new with every start of the agent, since
-    trainers count their rollouts anew with each of theirs. `server` is the resources server of rows that name none."""
+    """Runs rows as rollouts. `run` is created if it does not exist; by default it is new with every start of the agent,
+    since trainers restart their counters with each start. `server` is the resources server of rows that name none."""
 
     client: AsyncClient
     run: str = field(default_factory=lambda: new_id("gym"))
@@ -70,7 +70,7 @@ class GymAgent:
             await self.client.create_run(self.run, policy=self.policy, defaults=self.defaults)
 
     async def play(self, row: Mapping[str, Any], gone: Awaitable[object] | None = None) -> dict[str, Any]:
-        """The result of a row, whatever becomes of it. `gone` ends when its caller does."""
+        """Returns the result of a row, also if it fails. `gone` ends when its caller disconnects."""
         try:
             name, is_named = rollout_id(row, self.run)
             body = task_of(row, self.server)
@@ -88,7 +88,7 @@ class GymAgent:
             return refused(row, error)
 
     async def respond(self, params: Mapping[str, Any]) -> tuple[int, bytes]:
-        """One reply of the policy, in a session of its own that has no reward."""
+        """Returns one reply of the policy, in its own session without a reward."""
         names = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
         sampling = {ours: params[theirs] for theirs, ours in names.items() if params.get(theirs) is not None}
         async with (
@@ -119,7 +119,7 @@ class GymAgent:
 
 
 def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means per task and over all. Failure rows are counted, and are in no mean."""
+    """Returns means per task and over all. Failure rows are counted, but are in no mean."""
     scored: dict[Any, list[float]] = defaultdict(list)
     failures = 0
     for row in rows:
@@ -154,7 +154,7 @@ def _moments(values: list[float]) -> dict[str, float]:
 
 
 def create_app(agent: GymAgent) -> ASGIApp:
-    """The agent's face. Its client is opened and closed with the app."""
+    """Returns the agent's ASGI app, which opens and closes its client."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -165,7 +165,7 @@ def create_app(agent: GymAgent) -> ASGIApp:
     async def run(request: Request) -> Response:
         row = await _object(request)
         if row is None:
-            return _reply({"detail": "a row of a dataset was expected, an object"}, 422)
+            return _reply({"detail": "expected a row of a dataset, an object"}, 422)
         gone = asyncio.create_task(_disconnected(request.receive))
         try:
             return _reply(await agent.play(row, gone))
@@ -182,7 +182,7 @@ def create_app(agent: GymAgent) -> ASGIApp:
     async def responses(request: Request) -> Response:
         params = await _object(request)
         if params is None:
-            return _reply({"detail": "the parameters of a response were expected, an object"}, 422)
+            return _reply({"detail": "expected the parameters of a response, an object"}, 422)
         try:
             status, body = await agent.respond(params)
         except (RollyardError, aiohttp.ClientError, TimeoutError) as error:
@@ -193,7 +193,7 @@ def create_app(agent: GymAgent) -> ASGIApp:
         body = await _object(request) or {}
         rows = body.get("verify_responses")
         if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
-            return _reply({"detail": "verify_responses: a list of rows was expected"}, 422)
+            return _reply({"detail": "verify_responses: expected a list of rows"}, 422)
         return _reply(metrics_of(rows))
 
     async def alive(_: Request) -> Response:
@@ -209,14 +209,14 @@ def create_app(agent: GymAgent) -> ASGIApp:
 
 
 class _NoPages:
-    """ASGI: refuses whatever comes from a browser's page. The agent has a token of the service, and asks for none."""
+    """ASGI: refuses requests of web pages. The agent has a token of the service, but requires none itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and any(name == b"origin" for name, _ in scope["headers"]):
-            await _reply({"detail": "a call with an Origin header comes from a browser's page"}, 403)(
+            await _reply({"detail": "requests with an Origin header, from web pages, are refused"}, 403)(
                 scope, receive, send
             )
             return
@@ -224,7 +224,7 @@ class _NoPages:
 
 
 async def _unless(work: Awaitable[Record], gone: Awaitable[object] | None) -> Record:
-    """The record; CancelledError as soon as the caller is gone."""
+    """Returns the record. Raises CancelledError as soon as the caller disconnects."""
     task = asyncio.ensure_future(work)
     other = asyncio.ensure_future(gone) if gone is not None else None
     try:

@@ -1,19 +1,19 @@
-"""TRL: `RollyardRolloutWorker` for its AsyncGRPOTrainer, `RollyardRolloutFunc` for its GRPOTrainer (`_trl_func.py`).
+"""TRL adapters: `RollyardRolloutWorker` for AsyncGRPOTrainer, `RollyardRolloutFunc` for GRPOTrainer (`_trl_func.py`).
 
     worker = RollyardRolloutWorker(run="grpo", tasks=tasks, group_size=8, want=16)
     trainer = AsyncGRPOTrainer(..., rollout_worker=worker, weight_transfer=worker.weights(backend))
 
-A thread of its own drives a draw. Each trainable trace of a delivered group becomes one `RolloutSample`: its tokens,
-its mask (0 on what tools said), the logprobs that it was sampled with, its rollout's advantage in the group, the oldest
-version of its sampled tokens (`_trl_samples.py`).
+The worker drives a draw in its own thread. Each trainable trace of a delivered group becomes one `RolloutSample`: its
+tokens, its mask (0 on tool output), the logprobs that it was sampled with, its rollout's advantage in the group, the
+oldest version of its sampled tokens (`_trl_samples.py`).
 
-Invariants. Whoever is not trainable is in neither loss nor baseline; what infrastructure failed is not there at all. A
-group is handed over whole. The buffer is bounded: while it is full, nothing is read, and no further batch is asked for.
-Weights change in one order: Rollyard pauses, the trainer writes, Rollyard resumes with the version's number.
+Invariants. An untrainable rollout is in neither loss nor baseline; a rollout that infrastructure failed is in no
+sample. A group is delivered completely. The buffer is bounded: while it is full, nothing is read, and no further batch
+is requested. A weight update has a fixed order: Rollyard pauses, the trainer writes, Rollyard resumes with the number.
 
-TRL counts versions from 1 in every process; Rollyard's go on where they were, or where the checkpoint was. The
-difference stays in here. A checkpoint's weights are in the engines before the draw goes back to it: until then the
-policy has those of the process that died, which may be newer.
+TRL counts versions from 1 in every process; Rollyard's continue from the last one, or from that of the checkpoint. This
+module converts them. A checkpoint's weights are in the engines before the draw rewinds to it: until then the policy has
+those of the process that died, which may be newer.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ T = TypeVar("T")
 log = logging.getLogger("rollyard.trainers")
 
 HEALTH_S = 10.0
-"""For one sign of life. TRL asks every five seconds, while it has nothing to train on."""
+"""Timeout of one health check. TRL makes one every five seconds while it has nothing to train on."""
 
 LEASE_S = 30.0
-"""Of a pause. It is renewed while weights are written; a trainer that is killed meanwhile holds the policy so long."""
+"""Lease of a pause. It is renewed while weights are written; a trainer killed then holds the policy this long."""
 
 METRICS = 1024
-"""Reports of batches that wait to be logged; beyond that the oldest goes."""
+"""Maximum reports of batches that wait to be logged; beyond it, the oldest is dropped."""
 
 TOTALS = ("filtered", "failed", "dropped", "all_zero", "all_one", "stale", "infra_rollouts", "tokens_lost")
 GAUGES = ("reward_before", "pass_rate_before", "keep_rate")
@@ -60,18 +60,18 @@ STATE_FILE = "rollyard.json"  # in a checkpoint
 
 
 class RollyardRolloutWorker:
-    """TRL's rollout worker, on a draw. See the module.
+    """TRL's rollout worker, based on a draw.
 
-    `run` is a run of the service, and its policy the one that is trained. Further arguments are those of
-    `AsyncClient.draw`: keep, max_staleness, epochs, seed… A draw that is given an `id` is left open when training ends,
-    for whoever comes back to it; any other is closed.
-    `want` groups are asked for at a time; `want * group_size` should be about what one optimizer step takes.
-    The next batch is asked for when no more than `ahead` samples wait for the trainer. Every batch ahead is one more
+    `run` is a run of the service; its policy is the one that is trained. Further arguments are those of
+    `AsyncClient.draw`: keep, max_staleness, epochs, seed… A draw with an `id` is left open when training ends, so that
+    it can be continued; any other is closed.
+    `want` groups are requested at a time; `want * group_size` should be about the size of one optimizer step.
+    The next batch is requested when no more than `ahead` samples wait for the trainer. Every batch ahead is one more
     version of age, on top of the draw's `max_staleness`; and TRL itself reads one micro-batch ahead.
-    `temperature` is what the trainer computes its own logprobs with (`AsyncGRPOConfig.temperature`): a trace that was
-    sampled with another one is an error, as no ratio of the two would mean anything.
-    With a `tokenizer`, samples carry their text, for TRL's own logs.
-    `resume` is the checkpoint that training goes on from (see `callback`); the draw then needs its `id`.
+    `temperature` is that of the trainer's own logprobs (`AsyncGRPOConfig.temperature`): a trace that was sampled with
+    another one is an error, since the ratio of the two would be meaningless.
+    With a `tokenizer`, samples contain their text, for TRL's own logs.
+    `resume` is the checkpoint to continue from (see `callback`); the draw then needs its `id`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RollyardRolloutWorker:
         **draw: Any,
     ) -> None:
         if resume is not None and draw.get("id") is None:
-            raise ValueError("going on from a checkpoint takes the id that the draw was given")
+            raise ValueError("to continue from a checkpoint, give the id of its draw")
         self.rollout_buffer = Buffer(ahead + want * group_size)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(METRICS)
         self._place = (url, token)
@@ -102,7 +102,7 @@ class RollyardRolloutWorker:
         self._request = {**draw, "tasks": tasks, "source": source, "group_size": group_size}
         self._resume = None if resume is None else json.loads(Path(resume, STATE_FILE).read_text())
         self._sampler = lambda first: SampleBuilder(advantage, temperature, first, tokenizer)
-        self._first = 0  # Rollyard's number of the version that TRL calls 0
+        self._first = 0  # Rollyard's number of the version that is 0 in TRL
         self._version = 0  # TRL's number of the weights that are in the engines
         self._update: AsyncUpdate | None = None  # while weights are written
         self._silent_since: float | None = None
@@ -113,21 +113,21 @@ class RollyardRolloutWorker:
         self._end: asyncio.Event | None = None
         self._policy = ""
         self._driving: Future[None] | None = None
-        self._ends: deque[tuple[int, int]] = deque()  # how many samples there were at the end of which batch
-        self._taken = self._trained = 0  # batches: given to the trainer whole, and surely trained on
+        self._ends: deque[tuple[int, int]] = deque()  # the number of samples at the end of a batch, and its number
+        self._taken = self._trained = 0  # batches: completely taken by the trainer, and certainly trained on
 
-    # --- what TRL calls -------------------------------------------------------------------------------
+    # --- called by TRL --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to ask for batches. Weights may have been sent before."""
+        """Starts to request batches. Weights may have been sent before."""
         if self._driving is None:
             self._open()
-            self._go_back()  # where no weights are sent, the engines have them already
+            self._go_back()  # if no weights are sent, the engines have them already
             assert self._loop is not None
             self._driving = asyncio.run_coroutine_threadsafe(self._drive(), self._loop)
 
     def stop(self) -> None:
-        """Ends the thread, whatever it waits for. May be called twice."""
+        """Ends the thread, also while it waits. May be called twice."""
         thread, loop = self._thread, self._loop
         if thread is None or loop is None:
             return
@@ -144,11 +144,11 @@ class RollyardRolloutWorker:
             self._thread = self._loop = self._pipeline = self._draw = self._driving = self._update = None
 
     def update_model_version(self, model_version: int) -> None:
-        """The weights of that version are in the engines: rollouts go on."""
+        """Resumes rollouts with the weights of that version, which are in the engines."""
         update, self._update = self._update, None
         if update is None:
             raise RuntimeError(
-                "weights were sent while rollouts went on, so nobody knows which tokens are theirs: give the trainer "
+                "weights were sent during rollouts, so the versions of tokens are unknown: give the trainer "
                 "weight_transfer=worker.weights(...), and no LoRA that vLLM loads by name"
             )
         update.version = self._first + model_version
@@ -157,7 +157,7 @@ class RollyardRolloutWorker:
         self._go_back(update.version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raises when nothing more will come: the draw has ended or failed, or the service is silent for that long."""
+        """Raises if the draw has ended or failed, or the service has not answered for that long."""
         driving = self._driving
         if driving is None:
             raise RuntimeError("the rollout worker was not started")
@@ -171,16 +171,16 @@ class RollyardRolloutWorker:
             now = time.monotonic()
             self._silent_since = self._silent_since or now
             if now - self._silent_since >= stale_after_s:
-                raise RuntimeError(f"Rollyard has been silent for {now - self._silent_since:.0f} s") from error
+                raise RuntimeError(f"Rollyard has not answered for {now - self._silent_since:.0f} s") from error
 
-    # --- what you call --------------------------------------------------------------------------------
+    # --- called by the user ---------------------------------------------------------------------------
 
     def weights(self, inner: WeightTransfer | None = None) -> RollyardWeights:
-        """`inner` is what writes them: TRL's own or yours. None: nothing is written."""
+        """Returns the trainer's weight transfer. `inner` writes the weights: TRL's or your own; None writes nothing."""
         return RollyardWeights(self.pause, inner)
 
     def pause(self) -> None:
-        """Before weights are written; `update_model_version` goes on. What is being sampled is kept and continued."""
+        """Pauses before weights are written; `update_model_version` resumes. Partial completions are kept."""
         self._open()
         assert self._pipeline is not None
         if self._update is None:
@@ -190,9 +190,9 @@ class RollyardRolloutWorker:
             self._update = update
 
     def callback(self) -> Any:
-        """A TrainerCallback that ties the draw to checkpoints: each gets a `rollyard.json` that says how far it is, and
-        what was surely trained on by then is acknowledged. Give the checkpoint's folder to `resume` to go on from it:
-        later batches are undone, and what newer weights had sampled is void."""
+        """Returns a TrainerCallback that writes the draw's position to `rollyard.json` in each checkpoint, and
+        acknowledges the batches that were certainly trained on by then. Pass the checkpoint's folder as `resume` to
+        continue from it: later batches are undone, and samples of newer weights are discarded."""
         from transformers import TrainerCallback  # type: ignore[import-not-found]
 
         worker = self
@@ -207,8 +207,8 @@ class RollyardRolloutWorker:
         return Checkpoints()
 
     def _stepped(self) -> None:
-        # TRL reads one micro-batch ahead, and may hold one sample more that did not fit into it: what it had taken a
-        # step ago, but for the last sample, is trained on by now.
+        # TRL reads one micro-batch ahead, and may hold one more sample that did not fit into it: what it had taken a
+        # step ago, except the last sample, is trained on by now.
         self._trained = self._taken
         while self._ends and self._ends[0][0] < self.rollout_buffer.taken:
             self._taken = self._ends.popleft()[1]
@@ -224,13 +224,13 @@ class RollyardRolloutWorker:
     # --- its thread -----------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """The thread, with an open client and the draw; raises what keeps it from opening."""
+        """Starts the thread, with an open client and the draw. Raises if either cannot be opened."""
         if self._thread is not None:
             return
         opened: Future[None] = Future()
         work = threading.Thread(target=lambda: asyncio.run(self._live(opened)), name="rollyard-trl", daemon=True)
         work.start()
-        opened.result()  # where that raises, the thread ends by itself
+        opened.result()  # if that raises, the thread ends by itself
         self._thread = work
 
     async def _live(self, opened: Future[None]) -> None:
@@ -249,18 +249,18 @@ class RollyardRolloutWorker:
             opened.set_exception(error)
 
     def _begin_at(self, draw_id: str) -> None:
-        """Where the checkpoint is, if there is one."""
+        """Sets the position of the checkpoint, if there is one."""
         state = self._resume
         if state is None:
             return
         if state["draw"] != draw_id:
-            raise ValueError(f"the checkpoint is one of draw {state['draw']}, not of {draw_id}")
-        self._first = state["version"]  # its own weights may be newer than the last that were sent: they are the next
+            raise ValueError(f"the checkpoint belongs to draw {state['draw']}, not to {draw_id}")
+        self._first = state["version"]  # its weights may be newer than the last ones sent: they are the next version
         self._taken = self._trained = state["batch"]
 
     def _go_back(self, policy_version: int | None = None) -> None:
-        """To the checkpoint, once, when its weights are in the engines, under that number if it is a new one. What was
-        begun before is void, so that no token of the weights that are gone is left."""
+        """Rewinds the draw to the checkpoint, once, when its weights are in the engines. `policy_version` is their
+        number, if it is new. Groups started before are discarded, so that no token of the lost weights remains."""
         if self._resume is None:
             return
         assert self._draw is not None
@@ -269,7 +269,7 @@ class RollyardRolloutWorker:
         self._resume = None
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """On the thread's loop, from the trainer's."""
+        """Runs a coroutine on the thread's loop, called from the trainer's thread."""
         assert self._loop is not None
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -279,7 +279,7 @@ class RollyardRolloutWorker:
             raise
 
     async def _drive(self) -> None:
-        """Batch after batch into the buffer, until the draw has no more: an error to whoever waits for more."""
+        """Puts batch after batch into the buffer. Raises when the draw has ended, for callers that wait for more."""
         draw, buffer = self._draw, self.rollout_buffer
         assert draw is not None
         sampler, numbers = self._sampler(self._first), itertools.count()
@@ -291,7 +291,7 @@ class RollyardRolloutWorker:
                         for sample in sampler.samples(group, next(numbers)):
                             await buffer.offer(sample)
                 except ServiceUnreachable as error:
-                    # The draw is durable, and is read on from where it was; `check_health` says when it is too long.
+                    # The draw is durable and continues from its position; `check_health` raises if it takes too long.
                     log.warning("the service cannot be reached", extra={"code": error.code})
                     continue
                 batch = draw.last_batch
@@ -299,10 +299,10 @@ class RollyardRolloutWorker:
                 self._ends.append((buffer.given, batch.number))
                 self._report(batch)
                 if batch.is_last:
-                    raise RuntimeError(f"the draw has ended ({batch.reason}) and its last group was handed over")
+                    raise RuntimeError(f"the draw has ended ({batch.reason}) and its last group was delivered")
 
     def _report(self, batch: Batch) -> None:
-        """What the trainer cannot see: how it was before the filter, and what did not get through it."""
+        """Reports figures that the trainer does not have: rewards before the filter, and what was filtered out."""
         names = {f"rollyard/{name}": name for name in GAUGES} | {f"rollyard/{name}_total": name for name in TOTALS}
         figures = {name: batch.figures.get(figure) for name, figure in names.items()}
         with contextlib.suppress(queue.Empty):

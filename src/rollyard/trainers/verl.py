@@ -1,14 +1,14 @@
-"""verl: `RollyardAgentLoopManager`, in the place of its own agent loops.
+"""Adapter for verl: `RollyardAgentLoopManager` replaces verl's agent loops.
 
     +actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollyard.trainers.verl.RollyardAgentLoopManager
 
-verl hands over prompts, each with the task that it stands for; what has one `uid` is one group. Its trainer (0.9, "V1")
-takes what comes back from its TransferQueue: any number of rows for each prompt, all traces of a rollout among them.
-Its older one takes a `DataProto` of exactly as many rows as it gave, in their order. Both are served, by the kind of
-what is handed over.
+verl passes prompts, each with its task; prompts with the same `uid` are one group. Its trainer (0.9, "V1") reads the
+results from its TransferQueue: any number of rows for each prompt, including all traces of a rollout. Its older trainer
+takes a `DataProto` of exactly as many rows as it passed, in their order. The type of the prompts selects between them.
 
-Invariants. What infrastructure failed is never a row with a reward of its own. Whoever is not trainable is in no loss
-and moves no baseline. Nothing is sampled while verl has the weights (`_verl_service.py`). Versions are its `global_steps`.
+Invariants. A rollout that infrastructure failed is never a row with a reward of its own. An untrainable rollout is in
+no loss and does not change the baseline. Nothing is sampled while verl updates weights (`_verl_service.py`). Versions
+are verl's `global_steps`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["RollyardAgentLoopManager"]
 
 log = logging.getLogger(__name__)
 
-PAD_ID = 0  # in places that verl's attention mask leaves out
+PAD_ID = 0  # where verl's attention mask is 0
 
 
 class RollyardAgentLoopManager:
-    """See the module. `config` is verl's whole configuration; `_verl_settings.py` has what is ours in it.
+    """Runs verl's prompts as groups. `config` is verl's whole configuration; `_verl_settings.py` reads Rollyard's part.
 
-    The other arguments that verl has for agent loops (teachers, reward workers) have no meaning here.
+    verl's other arguments for agent loops (teachers, reward workers) are ignored.
     """
 
     def __init__(self, config: Any, llm_client: Any = None, **_: Any) -> None:
@@ -47,23 +47,23 @@ class RollyardAgentLoopManager:
         self._rollout = config.actor_rollout_ref.rollout
         self._pipeline = VerlService(config, self._settings, llm_client)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: Exception | None = None  # what a group in the background was lost to, here
+        self._broken: Exception | None = None  # why a group in the background was lost
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> RollyardAgentLoopManager:
-        """As verl calls it. The service must be there by now; verl's servers, when the first prompts come."""
+        """Called by verl. The service must be reachable now; verl's servers, with the first prompts."""
         manager = cls(*args, **kwargs)
         manager._pipeline.start()
         return manager
 
     def close(self) -> None:
-        """For who makes managers by hand; verl's processes just end."""
+        """For callers other than verl, whose processes just end."""
         self._pipeline.stop()
 
     def generate_sequences(self, prompts: Any) -> Any:
-        """A `DataProto` for a `DataProto`. For a `TensorDict` nothing: its rows go into the TransferQueue as they end.
+        """Returns a `DataProto` for a `DataProto`. For a `TensorDict`, returns None: rows go into the TransferQueue.
 
-        Some of verl's trainers await the answer, others do not: a coroutine that calls gets something to await.
+        Some of verl's trainers await the result, others do not: if the caller is a coroutine, returns an awaitable.
         """
         if self._broken is not None:
             raise RuntimeError(f"rollouts of an earlier batch were lost: {self._broken}") from self._broken
@@ -87,10 +87,10 @@ class RollyardAgentLoopManager:
             task.add_done_callback(self._tasks.discard)
 
     async def _deliver(self, ask: PromptGroup) -> None:
-        """A group's rows, then its status, whatever happens: verl waits for that, for ever if need be.
+        """Writes a group's rows, then its status, also after an error: verl waits for the status without a limit.
 
-        A group in which a member is missing is a failure to verl, which by its settings replaces it, or takes the rows
-        that are there. One with a single row would be neither: verl would take that row's reward for its advantage.
+        For verl, a group with a missing member is a failure: depending on its settings, verl replaces it or uses its
+        rows. A group with a single row is not written: verl would use that row's reward as its advantage.
         """
         from rollyard.trainers._verl_types import put_rows, put_status
 
@@ -117,7 +117,7 @@ class RollyardAgentLoopManager:
         await self._pipeline.begin(asks)
         found = await asyncio.gather(*(self._collect(ask) for ask in asks))
         if not any(each.members for each in found):
-            raise RuntimeError(f"none of {len(asks)} groups has a rollout to learn from: {found[0].reason}")
+            raise RuntimeError(f"no group of {len(asks)} has a rollout to learn from: {found[0].reason}")
         filled = [fill(each, PAD_ID, score) for each, score in zip(found, _means(asks, found), strict=True)]
         of_ask = [iter(rows) for rows, _ in filled]
         rows = [next(of_ask[ask]) for ask in place]
@@ -126,7 +126,7 @@ class RollyardAgentLoopManager:
         figures = {
             **_seconds([row for row in rows if isinstance(row, VerlRow)]),
             "agent_loop/rollyard/batch": time.monotonic() - began,
-            # Counts, in the one place where this trainer looks for what a manager has to say.
+            # Counts, in the only place that this trainer reads from a manager.
             "agent_loop/rollyard/blank_rows": float(sum(not isinstance(row, VerlRow) for row in rows)),
             "agent_loop/rollyard/lost_members": float(sum(each.lost for each in found)),
             "agent_loop/rollyard/traces_left_out": float(len(left_out)),
@@ -148,8 +148,8 @@ class RollyardAgentLoopManager:
 
 
 def _means(asks: Sequence[PromptGroup], found: Sequence[GroupRows]) -> list[float]:
-    """For each ask, the mean of the groups of its data source, by which verl sorts its figures of a validation; where
-    all of that source are lost, of all groups."""
+    """Returns for each ask the mean of the groups of its data source, by which verl groups its validation figures; if
+    all of that source are lost, the mean of all groups."""
     means: dict[str | None, list[float]] = {}
     for ask, each in zip(asks, found, strict=True):
         if each.mean is not None:
@@ -160,7 +160,7 @@ def _means(asks: Sequence[PromptGroup], found: Sequence[GroupRows]) -> list[floa
 
 
 def _seconds(rows: Sequence[VerlRow]) -> dict[str, float]:
-    """Where the time went, under the names that verl logs."""
+    """Returns durations, under the names that verl logs."""
     found: dict[str, float] = {}
     for name in ("generate_sequences", "tool_calls", "compute_score"):
         seconds = [row.seconds[name] for row in rows]

@@ -1,14 +1,14 @@
-"""verl's replay buffer with Rollyard's pause at the end of it, for `trainer.v1.trainer_mode=colocate_async`.
+"""verl's replay buffer with a pause of Rollyard after each sample, for `trainer.v1.trainer_mode=colocate_async`.
 
     trainer.v1.sampler.custom_sampler.path=pkg://rollyard.trainers.verl_sampler
     trainer.v1.sampler.custom_sampler.name=RollyardReplayBuffer
 
-In that mode rollouts go on while verl trains, but not while weights change: verl samples a batch, stops its servers,
-trains, writes the weights, starts them, and hands over the next prompts. It tells nobody before it stops them. The
-buffer is the last of ours that it asks, so here the policy is paused; `RollyardAgentLoopManager` resumes it with the
-next prompts. What was being sampled keeps its tokens, and goes on from the new weights.
+In that mode rollouts continue while verl trains, but not while weights change: verl samples a batch, stops its servers,
+trains, writes the weights, starts them, and passes the next prompts. It does not announce the stop. The buffer is the
+last code of Rollyard that it calls before, so the policy is paused here; `RollyardAgentLoopManager` resumes it with the
+next prompts. Running completions keep their tokens, and continue with the new weights.
 
-Only verl imports this module, since a class of its own is below.
+Only verl imports this module, since it subclasses a class of verl.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -24,7 +24,7 @@ from rollyard.trainers._verl_service import HOLDER
 
 
 class RollyardReplayBuffer(ReplayBufferAsync):
-    """See the module. `sampler_kwargs` may have url, token, policy, lease_s and retry_s, as `rollyard` has them."""
+    """Pauses after each training batch. `sampler_kwargs` may have url, token, policy, lease_s and retry_s."""
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         batch = super().sample(global_steps, partition_id, batch_size)
