@@ -423,7 +423,7 @@ async def test_what_can_never_run_is_refused_at_submit(tmp_path: Path):
 async def test_a_runtime_that_isolates_nothing_is_refused_at_submit(tmp_path: Path):
     async with site(tmp_path) as pipeline, LocalRuntime(root=tmp_path / "local") as local:
         resources = replace(pipeline.pipeline.resources, runtimes={"local": local}, default_runtime="local")
-        with pytest.raises(TaskInvalid, match="the runtime local makes none"):
+        with pytest.raises(TaskInvalid, match="the runtime local provides none"):
             resources.check(greeting_task("command", runs(PROGRAM)), pipeline.run)
 
 

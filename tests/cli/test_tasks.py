@@ -288,7 +288,7 @@ async def test_agent_programs_can_be_tried_on_a_task(cli: Cli, tmp_path: Path, m
     assert missing.status == 1 and "the agent tiny 1.0 is not installed" in missing.out
     assert (await cli("agents", "install", "tiny", "--from", tmp_path / "wheels")).status == 0
     bare = await cli("tasks", "validate", tmp_path / "m.jsonl", "--runtime", "local")
-    assert bare.status == 1 and "the runtime local makes none: choose another" in bare.out
+    assert bare.status == 1 and "the runtime local provides none: choose another" in bare.out
     async with ScriptedEngine(lambda _: "Done.", tokenizer=FolderTokenizer(tokenizer_dir())) as engine:
         words = ("--agent", "tiny", "--engine", engine.url, "--tokenizer", tokenizer_dir(), "--json")
         (body,) = (await cli("tasks", "try", file, *words)).json

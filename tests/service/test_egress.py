@@ -43,7 +43,7 @@ async def test_a_submit_is_held_to_the_ceiling(tmp_path: Path) -> None:
         assert nonsense.status == 422 and "sandbox.egress.hosts" in nonsense.body["detail"]
         local = {"task": task(sandbox={"egress": ASKS, "runtime": "local"})}
         unheld = await site.post("/v1/rollouts", local)
-        assert unheld.status == 422 and "cannot hold a task to a list of hosts" in unheld.body["detail"]
+        assert unheld.status == 422 and "cannot restrict a task to a list of hosts" in unheld.body["detail"]
         defaults = {"sandbox": {"egress": {"hosts": ["elsewhere.example"]}, "runtime": "bubblewrap"}}
         assert (await site.post("/v1/runs", {"id": "r", "defaults": defaults})).status == 201
         assert (await site.post("/v1/rollouts", {"run": "r", "task": task()})).code == "egress_not_allowed"
