@@ -311,7 +311,10 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body_leaves_no_traceback
     ("fields", "wrong"),
     [
         ({"mask_truncated": True, "trainable_on_deadline": True}, "set only one of them"),
-        ({"mode": "eval", "overlong_penalty": {"from_tokens": 1, "to_tokens": 2}}, "cannot be set for a run of mode eval"),
+        (
+            {"mode": "eval", "overlong_penalty": {"from_tokens": 1, "to_tokens": 2}},
+            "cannot be set for a run of mode eval",
+        ),
         ({"overlong_penalty": {"from_tokens": 2, "to_tokens": 2}}, "less than to_tokens"),
         ({"overlong_penalty": {"from_tokens": -1, "to_tokens": 2}}, "0 or more"),
         ({"overlong_penalty": {"from_tokens": 1, "to_tokens": 2, "most": -1}}, "greater than 0"),

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Protocol
 
 from rollyard.client.records import Event, Record
 from rollyard.core import RollyardError
-
-if TYPE_CHECKING:
-    from rollyard.client._async import AsyncClient
 
 log = logging.getLogger("rollyard.client")
 
@@ -23,8 +20,16 @@ POLL_S = 30.0  # one long poll; the service has its own maximum
 POLLS = 16  # concurrent long polls
 
 
+class Source(Protocol):
+    """The calls of `AsyncClient` that waiting needs."""
+
+    async def get(self, id: str, *, wait_s: float = 0.0, run: str | None = None) -> Record: ...
+
+    def events(self, *, after: str | None = None, run: str | None = None) -> AsyncIterator[Event]: ...
+
+
 async def wait_all(
-    client: AsyncClient,
+    client: Source,
     ids: Sequence[str],
     on_end: Callable[[Record], object] | None,
     on_event: Callable[[Event], object] | None,

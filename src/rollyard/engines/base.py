@@ -16,17 +16,16 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from rollyard.core import Deadline, Json, Message, Sampling
 from rollyard.core.engine import EngineSpec, Kind, Role
 from rollyard.core.policy import PauseMode
 from rollyard.core.trace import LogprobsKind
-from rollyard.engines.clients.http import Contact
-from rollyard.engines.clients.load import EngineLoad
 
 __all__ = [
     "ChatReply",
+    "Contact",
     "Control",
     "Engine",
     "EngineInfo",
@@ -42,6 +41,23 @@ __all__ = [
     "Top",
     "VersionSpan",
 ]
+
+
+class Contact(NamedTuple):
+    """While both numbers are unchanged, the same process answers at a target, unless a proxy is in between."""
+
+    losses: int = 0  # connections that the other side closed, or did not accept
+    gaps: int = 0  # connections opened while no other was open
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine's load at one moment."""
+
+    kv_use: float  # of its fullest rank, 0 to 1
+    running: int = 0  # requests being sampled
+    waiting: int = 0  # requests in the engine's own queue
+    preemptions: int = 0  # since the engine started
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import time
 from email.utils import formatdate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rollyard.core.failure import TooManyConnections
 from rollyard.http._exchange import AsgiApp
@@ -14,8 +14,15 @@ from rollyard.http._head import Refusal
 from rollyard.http.bounds import ListenerBounds
 from rollyard.http.refusals import Reason, Refusals
 
-if TYPE_CHECKING:
-    from rollyard.http._connection import Connection
+
+class OpenConnection(Protocol):
+    """A connection, as its group needs it."""
+
+    def finish(self) -> None:
+        """Closes it after the response in progress."""
+
+    def abort(self) -> None:
+        """Closes it immediately."""
 
 
 class ConnectionGroup:
@@ -37,8 +44,8 @@ class ConnectionGroup:
         self.owner = owner
         self.is_cancelling = is_cancelling
         self.is_eager = is_eager
-        self.connections: set[Connection] = set()
-        self.turned_away: set[Connection] = set()
+        self.connections: set[OpenConnection] = set()
+        self.turned_away: set[OpenConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.is_ending = False  # no connection is admitted any more
         self.is_closed = False
@@ -55,7 +62,7 @@ class ConnectionGroup:
             self._date = b"date: %s\r\n" % formatdate(now, usegmt=True).encode()
         return self._date
 
-    def admit(self, connection: Connection, address: str) -> Refusal | None:
+    def admit(self, connection: OpenConnection, address: str) -> Refusal | None:
         """Registers a connection, or returns why it is refused."""
         bounds = self.bounds
         if self.is_ending or len(self.connections) >= bounds.connections:
@@ -70,7 +77,7 @@ class ConnectionGroup:
         self.connections.add(connection)
         return None
 
-    def leave(self, connection: Connection, address: str) -> None:
+    def leave(self, connection: OpenConnection, address: str) -> None:
         self.turned_away.discard(connection)
         if connection in self.connections:
             self.connections.remove(connection)

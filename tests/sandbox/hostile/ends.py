@@ -1,7 +1,6 @@
 """Attacks on ends: on the sandbox's own, on what comes after it, and on everything that it can reach."""
 
 # Small files of the host, in cases that nobody waits for.
-# ruff: noqa: ASYNC221, ASYNC240
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ regular file of a bounded size, or it is refused with ValueError. An OSError wou
 """
 
 # Small files of the host, in cases that nobody waits for.
-# ruff: noqa: ASYNC240
 
 from __future__ import annotations
 

@@ -15,12 +15,13 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from rollyard.core.deadline import ResettableTimeout
+from rollyard.engines.base import Contact
 
 CONNECT_S = 10.0
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that this side, not the engine, closes an idle connection
@@ -64,13 +65,6 @@ class HttpReply:
     status: int
     content_type: str
     body: bytes  # empty for a stream, which goes to its reader
-
-
-class Contact(NamedTuple):
-    """While both numbers are unchanged, the same process answers at a target, unless a proxy is in between."""
-
-    losses: int = 0  # connections that the other side closed, or did not accept
-    gaps: int = 0  # connections opened while no other was open
 
 
 @dataclass(slots=True)

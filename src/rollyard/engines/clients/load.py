@@ -13,13 +13,10 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rollyard.core.failure import EngineFailure
-
-if TYPE_CHECKING:
-    from rollyard.engines.clients.transport import EngineTransport
+from rollyard.engines.base import EngineLoad
+from rollyard.engines.clients.transport import EngineTransport
 
 LOAD_S = 5.0
 """The same as a health check: an engine that prefills a long batch answers late."""
@@ -41,16 +38,6 @@ _SAMPLE = re.compile(
     rb"(?:\{[^\n]*\})?[ \t]+([^\s]+)",
     re.MULTILINE,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """An engine's load at one moment."""
-
-    kv_use: float  # of its fullest rank, 0 to 1
-    running: int = 0  # requests being sampled
-    waiting: int = 0  # requests in the engine's own queue
-    preemptions: int = 0  # since the engine started
 
 
 def parse_load(body: bytes) -> EngineLoad | None:

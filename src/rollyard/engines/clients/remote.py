@@ -20,10 +20,20 @@ import msgspec
 
 from rollyard.core import Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout
-from rollyard.engines.base import ChatReply, Control, EngineInfo, EngineSpec, GenerateRequest, Generation, OnTokens
+from rollyard.engines.base import (
+    ChatReply,
+    Contact,
+    Control,
+    EngineInfo,
+    EngineLoad,
+    EngineSpec,
+    GenerateRequest,
+    Generation,
+    OnTokens,
+)
 from rollyard.engines.clients.control import NoControl
-from rollyard.engines.clients.http import DRAIN_S, Contact, HttpPool
-from rollyard.engines.clients.load import EngineLoad, read_load, read_started
+from rollyard.engines.clients.http import DRAIN_S, HttpPool
+from rollyard.engines.clients.load import read_load, read_started
 from rollyard.engines.clients.sampling_extra import allowed_extra
 from rollyard.engines.clients.streaming import TokenStream
 from rollyard.engines.clients.transport import MAX_DETAIL, EngineTransport, session_headers

@@ -22,8 +22,8 @@ import msgspec
 import orjson
 
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineUnavailable
-from rollyard.engines.base import EngineSpec
-from rollyard.engines.clients.http import Contact, HttpFailure, HttpPool, HttpReply, OnBody, Target, TooLarge
+from rollyard.engines.base import Contact, EngineSpec
+from rollyard.engines.clients.http import HttpFailure, HttpPool, HttpReply, OnBody, Target, TooLarge
 
 MAX_REPLY_BYTES = 256 << 20  # 1M tokens with logprobs are about 100 MB of JSON
 MAX_DETAIL = 400  # characters of an engine's message that are repeated; some engines echo the whole prompt

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rollyard.core.engine import Admission, EngineSpec, Role
-from rollyard.engines.clients.load import EngineLoad
+from rollyard.engines.base import EngineLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from typing import Literal
 from rollyard.core import Deadline
 from rollyard.core.deadline import Alarm
 from rollyard.core.failure import EngineFailure, EngineRefused
-from rollyard.engines.base import Engine, GenerateRequest, Generation, OnTokens
-from rollyard.engines.clients.http import Contact
+from rollyard.engines.base import Contact, Engine, GenerateRequest, Generation, OnTokens
 from rollyard.engines.routing.pool import EngineCall, EnginePool, PoolMember
 from rollyard.engines.weights.provenance import with_versions
 

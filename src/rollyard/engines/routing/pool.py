@@ -33,8 +33,7 @@ from enum import StrEnum
 
 from rollyard.core import Deadline
 from rollyard.core.failure import EngineFailure, EngineUnavailable
-from rollyard.engines.base import Engine, EngineInfo, EngineLoad, EngineSpec, Generation, PauseMode
-from rollyard.engines.clients.http import Contact
+from rollyard.engines.base import Contact, Engine, EngineInfo, EngineLoad, EngineSpec, Generation, PauseMode
 from rollyard.engines.routing.admission import SessionCap
 from rollyard.engines.routing.remote_load import RemoteLoad
 from rollyard.engines.routing.seats import Seats

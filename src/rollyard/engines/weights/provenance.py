@@ -22,8 +22,7 @@ import asyncio
 from dataclasses import replace
 
 from rollyard.core.failure import EngineFailure
-from rollyard.engines.base import Generation, VersionSpan
-from rollyard.engines.clients.http import Contact
+from rollyard.engines.base import Contact, Generation, VersionSpan
 from rollyard.engines.routing.pool import EngineCall, Health, PoolMember
 
 ASK_S = 10.0
