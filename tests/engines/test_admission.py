@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollyard.core.engine import Admission
 from rollyard.engines import EngineSpec, Kind, Role
 from rollyard.engines.clients.load import EngineLoad
-from rollyard.engines.routing.admission import CapRules, SessionCap
+from rollyard.engines.pool.admission import CapRules, SessionCap
 
 RULES = CapRules()
 LOOK_S = 2.0

@@ -14,7 +14,7 @@ from rollyard.engines import EngineSpec, Kind, make_engine
 from rollyard.engines.base import GenerateRequest
 from rollyard.engines.clients.http import HttpPool
 from rollyard.engines.clients.sampling_extra import ALLOWED, check_extra
-from rollyard.engines.routing.pool import Health
+from rollyard.engines.pool.pool import Health
 from rollyard.testing.script import Reply, Rules
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import PROMPT, complete, probed, routed

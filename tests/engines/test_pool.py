@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollyard.engines import EngineSpec, Health, Kind, VllmEngine, open_http
-from rollyard.engines.routing.pool import EnginePool, PoolMember
+from rollyard.engines.pool.pool import EnginePool, PoolMember
 
 MOVES = st.lists(st.tuples(st.sampled_from(["seat", "unseat", "down", "up", "pick"]), st.integers(0, 3)), max_size=300)
 

@@ -8,7 +8,7 @@ import pytest
 
 from rollyard.core import Sampling
 from rollyard.engines import EngineSpec, GenerateRequest, Kind, Router
-from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.pool.admission import CapRules
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

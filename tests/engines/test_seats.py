@@ -12,8 +12,8 @@ from rollyard.core import Sampling
 from rollyard.core.engine import Admission
 from rollyard.engines import GenerateRequest, Health, Router
 from rollyard.engines.clients.load import EngineLoad
-from rollyard.engines.routing.admission import CapRules
-from rollyard.engines.routing.seats import Seat, Seats
+from rollyard.engines.pool.admission import CapRules
+from rollyard.engines.pool.seats import Seat, Seats
 from rollyard.testing.scripted_engine import ScriptedEngine
 from tests.engines.parts import QUICK, routed, spec_of
 

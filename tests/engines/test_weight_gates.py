@@ -16,7 +16,7 @@ from rollyard.core.failure import PolicyStuck
 from rollyard.core.policy import PauseMode, PolicyRecord
 from rollyard.engines import Health, Router
 from rollyard.engines.clients.load import EngineLoad
-from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.pool.admission import CapRules
 from rollyard.engines.weights.state import PolicyState
 from rollyard.engines.weights.weight_gates import EngineGate, WeightGates
 from rollyard.testing.scripted_engine import ScriptedEngine

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.pool.admission import CapRules
 from tests.service.site import engine_table, open_site, scripted
 
 SEEN = ("admission", "cap", "kv_use", "waiting")

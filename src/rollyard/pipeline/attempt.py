@@ -38,7 +38,7 @@ from rollyard.core.failure import (
     SandboxLost,
     SandboxStuck,
 )
-from rollyard.engines.routing.seats import Seat
+from rollyard.engines.pool.seats import Seat
 from rollyard.observe.spans import rollout_span, stage_span
 from rollyard.pipeline import retry, stages
 from rollyard.pipeline.base import AttemptHost, Shutdown, Verdict

@@ -8,7 +8,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollyard.core import State
-from rollyard.engines.routing.pool import Health
+from rollyard.engines.pool.pool import Health
 from rollyard.engines.routing.router import Router
 from rollyard.engines.weights.state import PolicyState
 from rollyard.fleet.head import HeadPipeline

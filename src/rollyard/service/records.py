@@ -14,7 +14,7 @@ import orjson
 from starlette.responses import Response
 
 from rollyard.core import Json, Rollout, Run, Trace, Trajectory, id_of
-from rollyard.engines.routing.pool import EngineStatus
+from rollyard.engines.pool.pool import EngineStatus
 from rollyard.sandbox.layers import LayerCache
 
 JsonObject = dict[str, Any]  # input of the encoder: may contain dataclasses and token columns

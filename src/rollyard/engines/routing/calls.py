@@ -16,7 +16,7 @@ from rollyard.core import Deadline
 from rollyard.core.deadline import Alarm
 from rollyard.core.failure import EngineFailure, EngineRefused
 from rollyard.engines.base import Contact, Engine, GenerateRequest, Generation, OnTokens
-from rollyard.engines.routing.pool import EngineCall, EnginePool, PoolMember
+from rollyard.engines.pool.pool import EngineCall, EnginePool, PoolMember
 from rollyard.engines.weights.provenance import with_versions
 
 log = logging.getLogger("rollyard.engines")

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from rollyard.core.failure import EngineUnavailable
 from rollyard.core.policy import PauseMode
 from rollyard.engines.base import EngineSpec, Role
+from rollyard.engines.pool.pool import Health, PoolMember
 from rollyard.engines.routing.health import HealthWatch, Vet
-from rollyard.engines.routing.pool import Health, PoolMember
 from rollyard.engines.routing.router import Router, RouterSettings, make_engine
 from rollyard.engines.weights.policies import Policies
 from rollyard.engines.weights.state import LEASE_S, PolicySettings, PolicyStatus

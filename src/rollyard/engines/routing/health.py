@@ -1,6 +1,6 @@
 """Health checks of engines: one watch task per engine, started by the router.
 
-A watch checks the health of an engine that is up, and reads its load for its session cap (`admission.py`). An engine
+A watch checks the health of an engine that is up, and reads its load for its session cap (`engines/pool/admission.py`). An engine
 that is down must sample a real token before sessions may use it again, so that no rollout is lost to find out. A
 quarantined engine is left alone: it may be able to sample, but its weights are unknown.
 """
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from rollyard.core import Sampling
 from rollyard.core.failure import EngineFailure, EngineTimeout
 from rollyard.engines.base import Engine, GenerateRequest, Generation, Kind, Role
-from rollyard.engines.routing.pool import Health, PoolMember
+from rollyard.engines.pool.pool import Health, PoolMember
 from rollyard.engines.routing.settings import RouterSettings
 from rollyard.engines.weights.provenance import verify
 

@@ -1,6 +1,6 @@
 """The router: holds the engines, watches their health, and assigns one to each session.
 
-A session stays on its engine for the prefix cache; a new one goes to the least loaded engine (`pool.py`). `session.py`
+A session stays on its engine for the prefix cache; a new one goes to the least loaded engine (`engines/pool/pool.py`). `session.py`
 describes how a completion survives the loss of its engine. Engines can be added and removed at any time. Policy engines
 are pooled by policy; judges have a pool of their own.
 
@@ -35,11 +35,11 @@ from rollyard.engines.clients.remote import RemoteEngine
 from rollyard.engines.clients.sglang import SglangEngine
 from rollyard.engines.clients.transport import open_http
 from rollyard.engines.clients.vllm import VllmEngine
-from rollyard.engines.routing.admission import SessionCap
+from rollyard.engines.pool.admission import SessionCap
+from rollyard.engines.pool.pool import EngineCall, EnginePool, EngineStatus, Health, PoolMember
+from rollyard.engines.pool.seats import Seats
 from rollyard.engines.routing.calls import RouterStats
 from rollyard.engines.routing.health import HealthWatch, Vet
-from rollyard.engines.routing.pool import EngineCall, EnginePool, EngineStatus, Health, PoolMember
-from rollyard.engines.routing.seats import Seats
 from rollyard.engines.routing.session import RoutedSession
 from rollyard.engines.routing.settings import RouterSettings
 from rollyard.engines.weights.policies import Policies

@@ -27,9 +27,9 @@ from rollyard.core import Deadline, DeadlineExpired, Json, Message, Sampling
 from rollyard.core.failure import EngineBroken, EngineFailure, EngineRefused, EngineTimeout, EngineUnavailable
 from rollyard.engines.base import ChatReply, Engine, GenerateRequest, Generation, OnTokens
 from rollyard.engines.clients.sampling_extra import CONSTRAINTS
+from rollyard.engines.pool.pool import EngineCall, EnginePool, Health, PoolMember
 from rollyard.engines.routing.calls import CompletionCaller, RouterStats, SessionSettings
 from rollyard.engines.routing.completion import PartialCompletion
-from rollyard.engines.routing.pool import EngineCall, EnginePool, Health, PoolMember
 
 UNBOUND = "the rest of an interrupted completion was sampled without the constraint that its beginning had"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollyard.core import Sampling
-from rollyard.engines.routing.admission import CapRules
+from rollyard.engines.pool.admission import CapRules
 from rollyard.engines.routing.calls import SessionSettings
 
 

@@ -31,7 +31,7 @@ from dataclasses import replace
 from rollyard.core.failure import NotFound, PolicyConflict, PolicyStuck
 from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
 from rollyard.engines.base import Role
-from rollyard.engines.routing.pool import EnginePool, Health, PoolMember
+from rollyard.engines.pool.pool import EnginePool, Health, PoolMember
 from rollyard.engines.weights.state import (
     ABANDONED,
     LEASE_S,

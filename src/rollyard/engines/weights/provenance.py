@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from rollyard.core.failure import EngineFailure
 from rollyard.engines.base import Contact, Generation, VersionSpan
-from rollyard.engines.routing.pool import EngineCall, Health, PoolMember
+from rollyard.engines.pool.pool import EngineCall, Health, PoolMember
 
 ASK_S = 10.0
 """How long an engine may take to report its version and the start of its process."""

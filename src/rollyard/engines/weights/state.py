@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from rollyard.core.failure import NotFound, PolicyConflict
 from rollyard.core.policy import PauseMode, PolicyEngine, PolicyRecord
-from rollyard.engines.routing.pool import EnginePool, Health, PoolMember
+from rollyard.engines.pool.pool import EnginePool, Health, PoolMember
 
 LEASE_S = 600.0
 

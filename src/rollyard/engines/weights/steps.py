@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from rollyard.core.failure import EngineFailure
 from rollyard.core.policy import PauseMode
-from rollyard.engines.routing.pool import Health, PoolMember
+from rollyard.engines.pool.pool import Health, PoolMember
 from rollyard.engines.weights.provenance import OtherWeights, UnknownWeights, compare, remember
 from rollyard.engines.weights.state import PolicySettings
 

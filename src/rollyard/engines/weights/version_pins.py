@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable
 
 from rollyard.core.failure import PolicyPinned
-from rollyard.engines.routing.pool import EnginePool, Health
+from rollyard.engines.pool.pool import EnginePool, Health
 
 
 class VersionPins:

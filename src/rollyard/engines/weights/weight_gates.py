@@ -24,7 +24,7 @@ from typing import Protocol
 
 from rollyard.core.engine import EngineSpec
 from rollyard.core.policy import PauseMode
-from rollyard.engines.routing.pool import EnginePool, Health, PoolMember
+from rollyard.engines.pool.pool import EnginePool, Health, PoolMember
 
 log = logging.getLogger("rollyard.engines")
 

@@ -34,9 +34,9 @@ from enum import StrEnum
 from rollyard.core import Deadline
 from rollyard.core.failure import EngineFailure, EngineUnavailable
 from rollyard.engines.base import Contact, Engine, EngineInfo, EngineLoad, EngineSpec, Generation, PauseMode
-from rollyard.engines.routing.admission import SessionCap
-from rollyard.engines.routing.remote_load import RemoteLoad
-from rollyard.engines.routing.seats import Seats
+from rollyard.engines.pool.admission import SessionCap
+from rollyard.engines.pool.remote_load import RemoteLoad
+from rollyard.engines.pool.seats import Seats
 
 log = logging.getLogger("rollyard.engines")
 
