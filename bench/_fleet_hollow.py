@@ -26,8 +26,8 @@ import uvloop
 
 from bench._fleet_parts import Result
 from bench._load import Line
-from rollyard import __version__
 from rollyard.core import Position, State
+from rollyard.core.version import __version__
 from rollyard.fleet.messages import (
     MEDIA_TYPE,
     PROTOCOL,

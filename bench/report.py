@@ -74,7 +74,7 @@ def run_all(*, quick: bool, peers: bool, as_json: bool) -> None:
 
 def machine() -> dict[str, object]:
     """Where the figures are from: without this they mean little."""
-    from rollyard import __version__
+    from rollyard.core.version import __version__
 
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

@@ -50,7 +50,7 @@ def test_the_public_names():
     assert rollyard.AsyncClient is AsyncClient and rollyard.Client is Client and rollyard.DrawEnded is DrawEnded
     assert all(hasattr(client, name) for name in client.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Clinet'"):
-        rollyard.Clinet
+        rollyard.Clinet  # noqa: B018
 
 
 @pytest.mark.parametrize("code", sorted(CODES))

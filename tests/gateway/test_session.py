@@ -171,7 +171,7 @@ async def test_a_client_that_goes_away_stops_its_generation_and_leaves_an_abando
 
 async def test_a_completion_that_was_cut_off_goes_on_when_its_client_asks_again():
     turns = iter([Reply("a b c d e f", stall_after=3)])
-    script = lambda turn: next(turns, "a b c d e f") if "go" in turn.text else "ok"
+    script = lambda turn: next(turns, "a b c d e f") if "go" in turn.text else "ok"  # noqa: E731
     async with gateway(script) as site, aiohttp.ClientSession() as http:
         asking = asyncio.create_task(ask(http, site, body("go")))
         await site.engine.busy()
@@ -190,7 +190,7 @@ async def test_a_completion_that_was_cut_off_goes_on_when_its_client_asks_again(
 async def test_a_retry_finds_its_own_among_requests_that_are_alike():
     """Two at once with one body: the first loses its connection, the second is answered."""
     replies = iter([Reply("a b c d", stall_after=2), Reply("e f")])
-    script = lambda turn: next(replies, "a b c d") if "go" in turn.text else "ok"
+    script = lambda turn: next(replies, "a b c d") if "go" in turn.text else "ok"  # noqa: E731
     async with gateway(script) as site, aiohttp.ClientSession() as http:
         first = asyncio.create_task(ask(http, site, body("go")))
         await site.engine.busy()
@@ -339,7 +339,7 @@ async def test_time_that_runs_out_keeps_what_was_sampled():
 async def test_what_a_client_left_long_before_time_ran_out_is_still_abandoned():
     limits = replace(LIMITS, run_s=1.0)
     replies = iter([Reply("a b c", stall_after=1), Reply("d e f", stall_after=2)])
-    script = lambda turn: next(replies) if "go" in turn.text else "ok"
+    script = lambda turn: next(replies) if "go" in turn.text else "ok"  # noqa: E731
     async with gateway(script, limits=limits) as site, aiohttp.ClientSession() as http:
         asking = asyncio.create_task(ask(http, site, body("go away")))
         await site.engine.busy()

@@ -456,6 +456,6 @@ def test_a_real_v2_group_is_entered_at_birth(real_v2: Path):
 
 def test_a_process_with_no_v2_of_its_own_asks_no_bus(mark: str):
     """Where v2 has no memory controller a scope would limit nothing; where there is no systemd, the call fails."""
-    if os.path.exists("/run/systemd/system"):
+    if os.path.exists("/run/systemd/system"):  # noqa: PTH110
         pytest.skip("systemd runs here: the call would move this process")
     assert _cgroups._find_by_systemd(mark) is None  # pyright: ignore[reportPrivateUsage]

@@ -408,13 +408,13 @@ def test_a_walk_in_slices_counts_what_du_counts(tmp_path: Path):
 
 def test_a_walk_leaves_no_descriptor_open(tmp_path: Path):
     deep_files(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     walked(tmp_path)
     unfinished = disk_walk.DiskWalk([str(tmp_path)], 1 << 50, list, lambda _: set())
     unfinished.go_on(until=0.0)
     assert not unfinished.is_done
     unfinished.stop()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
 
 

@@ -110,7 +110,7 @@ def test_what_cannot_be_a_tool_is_refused_where_it_is_declared() -> None:
     def untyped(a) -> None:  # type: ignore[no-untyped-def]
         "x"
 
-    def unknown(a: Nowhere) -> None:  # type: ignore[name-defined]
+    def unknown(a: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
         "x"
 
     def no_json(a: threading.Thread) -> None:

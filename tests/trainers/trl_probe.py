@@ -8,6 +8,7 @@ forward of each sample alone.
 """
 
 # pyright: reportMissingImports=false
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ def run_killed(folder: Path, model: Path, tasks: Path) -> dict[str, Any]:
         if len(spy.steps) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(RollyardWeights, "send_weights", killing)
+    setattr(RollyardWeights, "send_weights", killing)  # noqa: B010
     trl.LEASE_S = KILLED_LEASE_S
     return spy.run(folder, model, tasks, *KILLED)
 

@@ -7,6 +7,7 @@ All but the GPU's work is verl's own: settings by hydra, rows by its RLHFDataset
 """
 
 # pyright: reportMissingImports=false
+# ruff: noqa: E402
 
 from __future__ import annotations
 

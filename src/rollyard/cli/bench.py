@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-import rollyard
 from rollyard.cli._console import AsJson, CommandError, out, print_json
 
-CHECKOUT = Path(rollyard.__file__).parents[2]
+CHECKOUT = Path(__file__).parents[3]
 
 BENCHES = {
     "shell": "commands in a sandbox's shell: latency and throughput",

@@ -1,4 +1,4 @@
-"""What the embedded engine's models, caches and batcher share. Imports neither torch nor another module of the package."""
+"""What the models, caches and batcher share. Imports neither torch nor another module of this package."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rollyard import __version__
 from rollyard.core import Deadline, DeadlineExpired, Rollout
 from rollyard.core.failure import (
     EnvironmentBroken,
@@ -29,6 +28,7 @@ from rollyard.core.failure import (
     TaskFailure,
     ToolUnreachable,
 )
+from rollyard.core.version import __version__
 from rollyard.envs.base import EnvContext, Environment, Plan
 from rollyard.envs.protected import EVAL_ENV, home_paths, search_paths
 from rollyard.observe.metrics import Metrics

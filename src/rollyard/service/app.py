@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard import __version__
+from rollyard.core.version import __version__
 from rollyard.service import openapi, problems, prorl
 from rollyard.service.app_state import AppState
 from rollyard.service.auth import OPEN_PATHS, Gate

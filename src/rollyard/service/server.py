@@ -28,9 +28,9 @@ from pathlib import Path
 
 import uvloop
 
-from rollyard import __version__
 from rollyard.agents.registry import Agents
 from rollyard.core.address import with_pin
+from rollyard.core.version import __version__
 from rollyard.envs.registry import Environments
 from rollyard.fleet.ray_host import RayHost, RayUnavailable
 from rollyard.http import HttpServer, ListenerBounds, Refusals

@@ -5,7 +5,7 @@ import socket
 import ssl
 import struct
 import sys
-import time
+import time  # noqa: F401  (for the scripts)
 
 PROXY = ("127.0.0.1", 8130)
 AP, AT, FP, FT = map(int, sys.argv[1:5])

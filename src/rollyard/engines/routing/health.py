@@ -1,8 +1,8 @@
 """Health checks of engines: one watch task per engine, started by the router.
 
-A watch checks the health of an engine that is up, and reads its load for its session cap (`engines/pool/admission.py`). An engine
-that is down must sample a real token before sessions may use it again, so that no rollout is lost to find out. A
-quarantined engine is left alone: it may be able to sample, but its weights are unknown.
+A watch checks the health of an engine that is up, and reads its load for its session cap (`engines/pool/admission.py`).
+An engine that is down must sample a real token before sessions may use it again, so that no rollout is lost to find
+out. A quarantined engine is left alone: it may be able to sample, but its weights are unknown.
 """
 
 from __future__ import annotations

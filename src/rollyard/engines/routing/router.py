@@ -1,8 +1,8 @@
 """The router: holds the engines, watches their health, and assigns one to each session.
 
-A session stays on its engine for the prefix cache; a new one goes to the least loaded engine (`engines/pool/pool.py`). `session.py`
-describes how a completion survives the loss of its engine. Engines can be added and removed at any time. Policy engines
-are pooled by policy; judges have a pool of their own.
+A session stays on its engine for the prefix cache; a new one goes to the least loaded engine (`engines/pool/pool.py`).
+`session.py` describes how a completion survives the loss of its engine. Engines can be added and removed at any time.
+Policy engines are pooled by policy; judges have a pool of their own.
 
 The router is opened with `async with` and owns everything that it starts: the HTTP connections that all engines share,
 and one watch per engine (`health.py`).

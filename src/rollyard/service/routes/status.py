@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollyard import __version__
 from rollyard.core import Json, id_of
 from rollyard.core.failure import InvalidRequest
+from rollyard.core.version import __version__
 from rollyard.fleet.head import HeadPipeline
 from rollyard.service.access import caller_of, require_admin
 from rollyard.service.app_state import AppState, app_state_of
