@@ -238,7 +238,7 @@ STUBBORN = "import signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)
 DEAF = STUBBORN.replace("message = ask()", "try: message = ask()\n    except OSError: continue")
 
 
-@pytest.mark.parametrize("code", [LOOPS, STUBBORN, DEAF], ids=["loops", "ignores SIGTERM", "hears no error"])
+@pytest.mark.parametrize("code", [LOOPS, STUBBORN, DEAF], ids=["loops", "ignores SIGTERM", "ignores errors"])
 async def test_the_turn_limit_ends_the_program_and_is_scored(tmp_path: Path, mark: str, code: str):
     async with site(tmp_path, [FIX, LOOK]) as pipeline:
         rollout = await pipeline.rolled(greeting_task("command", runs(code, mark), max_turns=3))
