@@ -37,7 +37,7 @@ log = logging.getLogger("rollyard.agents")
 Tell = Callable[[str], None]
 
 FORMAT = 1
-"""Part of the digest: incremented when the way of creating folders changes."""
+"""Part of the digest: incremented when the layout of the folder changes."""
 
 PROGRAM_S = 900.0
 """The time limit of each program that an installation runs; the largest agent takes a minute."""

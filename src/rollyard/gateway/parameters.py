@@ -180,7 +180,7 @@ class ParameterRules:
             return "no tools are offered", {}
         grammar = self._call_grammar([name] if name else names, bool(name))
         if grammar is None:
-            return "there is no grammar for calls in this model's format", {}
+            return "there is no grammar for such a call in this model's format", {}
         if len(grammar) > MOST_SCHEMA_BYTES:
             return f"its grammar has more than {MOST_SCHEMA_BYTES} bytes", {}
         return "", {"structured_outputs": {"grammar": grammar}} if kind is Kind.VLLM else {"ebnf": grammar}
