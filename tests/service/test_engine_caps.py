@@ -1,4 +1,4 @@
-"""Session caps as a person sees and sets them: the engine list, the status page, the metrics."""
+"""Session caps in the engine list, the status and the metrics, and how to set them."""
 
 from pathlib import Path
 
