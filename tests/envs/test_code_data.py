@@ -60,7 +60,7 @@ def test_good_data_passes_and_only_the_solution_is_kept():
     assert CodeEnvironment().plan(task("code", GOOD)).eval_mode == "fresh"
 
 
-def test_addresses_are_limited_by_the_language_unless_the_task_says_otherwise():
+def test_address_space_is_limited_by_the_language_unless_the_task_sets_a_limit():
     for more, limit in (
         ({}, 4 << 30),
         ({"memory_bytes": 1 << 30}, 1 << 30),
@@ -99,7 +99,7 @@ def test_addresses_are_limited_by_the_language_unless_the_task_says_otherwise():
         ("10000000000000000001", "10000000000000000000", False),
     ],
 )
-def test_output_is_compared_by_words(given, expected, is_same):
+def test_output_is_compared_word_by_word(given, expected, is_same):
     assert is_same_output(given, expected) is is_same
 
 
@@ -128,11 +128,11 @@ def test_output_is_compared_by_words(given, expected, is_same):
         (object(), 1, False),
     ],
 )
-def test_results_are_compared_as_json_has_them(given, expected, is_same):
+def test_results_are_compared_as_json(given, expected, is_same):
     assert is_same_result(given, expected) is is_same
 
 
-def test_a_tolerance_can_be_chosen():
+def test_the_tolerance_can_be_set():
     assert is_same_output("0.51", "0.5", 0.1)
     assert not is_same_output("0.5000001", "0.5", 1e-12)
     assert is_same_result(0.51, 0.5, 0.1)

@@ -1,4 +1,4 @@
-"""A task's data, which any client may send: what is refused at submit; and what counts as a verdict."""
+"""Checks of a task's data, which any client may send, and the parsing of verdicts."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def test_good_data_passes():
     check({"name": "x", "metadata": {"any": [1]}, "notes": ["n"], "keep": ["/etc/nginx"], "workdir": "/x/../y"})
 
 
-def test_files_are_written_as_they_were_and_no_link_is_followed(tmp_path: Path):
+def test_files_are_written_unchanged_and_no_link_is_followed(tmp_path: Path):
     files: dict[str, Any] = {
         "b/c": {"base64": "/wA="},
         "d": {"link": "/etc/hosts"},
@@ -100,7 +100,7 @@ def test_files_are_written_as_they_were_and_no_link_is_followed(tmp_path: Path):
         ("reward.json", b"[" * 100_000, None),
     ],
 )
-def test_a_verdict_is_a_finite_number_under_its_name(name: str, text: bytes, verdict: dict[str, float] | None):
+def test_a_verdict_needs_a_finite_reward(name: str, text: bytes, verdict: dict[str, float] | None):
     assert parse_verdict(name, text) == verdict
 
 
