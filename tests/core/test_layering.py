@@ -1,4 +1,4 @@
-"""A package imports only from packages of lower layers."""
+"""The plan of the house: a wing imports only from wings below it."""
 
 import ast
 from pathlib import Path
@@ -56,7 +56,7 @@ def imports_of(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("wing", sorted(BELOW))
-def test_a_package_imports_only_from_lower_layers(wing: str):
+def test_nothing_imports_upward(wing: str):
     allowed = BELOW[wing] | {wing} | ({"observe"} if wing != "core" else set())
     wings = {path.name for path in ROOT.iterdir() if path.is_dir()}
     for file in (ROOT / wing).rglob("*.py"):
@@ -64,7 +64,7 @@ def test_a_package_imports_only_from_lower_layers(wing: str):
         assert not upward, f"{file.relative_to(ROOT)} imports from {', '.join(sorted(upward))}"
 
 
-def test_core_imports_no_third_party_package():
+def test_the_core_needs_no_package_at_all():
     for file in (ROOT / "core").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
