@@ -9,5 +9,5 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_the_store_agrees_with_a_plain_model_of_it(seed: int, open_any: AnyOpener) -> None:
+async def test_the_store_agrees_with_a_plain_model(seed: int, open_any: AnyOpener) -> None:
     await ModelWalk(open_any, seed).go(steps=150)

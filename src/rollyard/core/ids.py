@@ -52,4 +52,4 @@ def sampling_seed(run_seed: int, rollout_id: str, turn: int) -> int:
     """Returns the seed of one model call. It depends neither on the attempt (a retry samples the same way) nor on the
     name of the run."""
     raw = blake2b(f"{run_seed}\0{id_of(rollout_id)}\0{turn}".encode(), digest_size=4).digest()
-    return int.from_bytes(raw, "big") >> 1  # engines want a non-negative int32
+    return int.from_bytes(raw, "big") >> 1  # engines require a non-negative int32
