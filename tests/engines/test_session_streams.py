@@ -1,4 +1,4 @@
-"""A streamed completion passes on each token once, however often it is interrupted, and loses no token that it passed on."""
+"""A streamed completion passes on each token once, however often it is interrupted, and keeps all of them."""
 
 from __future__ import annotations
 
