@@ -44,10 +44,7 @@ TOOLS = [
 
 
 def called(name: str, content: str = "", **arguments: object) -> dict:
-    function = {
-        "name": name,
-        "arguments": json.dumps(arguments, separators=(",", ":")),
-    }  # more compact than any template
+    function = {"name": name, "arguments": json.dumps(arguments, separators=(",", ":"))}  # unlike any template
     return {
         "role": "assistant",
         "content": content,

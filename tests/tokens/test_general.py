@@ -218,9 +218,7 @@ def test_a_template_that_writes_calls_without_text(make):
     renderer = TemplateRenderer(make(LLAMA_LIKE))
     assert added(renderer, "yes", GO_ON) == ("<|im_end|><|im_start|>user\n\ngo on<|im_end|><|im_start|>assistant\n\n")
     assert added(renderer, "{}<|im_end|>", RESULT) == ("<|im_start|>ipython\n\n42<|im_end|><|im_start|>assistant\n\n")
-    assert (
-        added(renderer, "{}<|im_end|>", [*RESULT, *RESULT]) is None
-    )  # the template does not support two calls in one turn
+    assert added(renderer, "{}<|im_end|>", [*RESULT, *RESULT]) is None  # it does not support two calls in a turn
 
 
 def test_a_template_that_moves_the_tools_is_refused_when_they_move(make):
