@@ -1,4 +1,4 @@
-"""The heap against the plain rule: whatever happens, `pick` is the least loaded engine that is up."""
+"""The heap against the plain rule: `pick` always returns the least loaded engine that is up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["seat", "unseat", "down", "up", "pic
 
 
 @given(MOVES)
-async def test_pick_is_always_the_least_loaded_that_is_up(moves: list[tuple[str, int]]) -> None:
+async def test_pick_always_returns_the_least_loaded_engine_that_is_up(moves: list[tuple[str, int]]) -> None:
     async with open_http() as http:
         pool = EnginePool("p")
         members = [

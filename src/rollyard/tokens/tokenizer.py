@@ -112,7 +112,7 @@ class Tokenizer:
 
     def stands_alone(self, token: str) -> bool:
         """Whether text may be cut before and after this token and encoded in pieces: the token is matched before
-        anything else, absorbs none of the text around it, and is part of no other such token."""
+        anything else, absorbs no text around it, and is part of no other such token."""
         flags = self._flags.get(token)
         if flags is None or flags.lstrip or flags.rstrip or flags.single_word or flags.normalized:
             return False

@@ -353,7 +353,7 @@ class Policies:
             except Exception:  # the weights have changed, whether or not a listener fails
                 log.exception("a listener for versions failed", extra={"policy": name})
 
-    # --- engines that come and go
+    # --- engines that are added or removed
 
     def is_waiting(self, member: PoolMember) -> bool:
         """Whether the engine was paused or quarantined when saved: it may be unable to sample before a resume."""

@@ -73,7 +73,7 @@ class Update:
     resuming: asyncio.Task[None] | None = None
     is_begun: bool = True  # False while a pause is being saved, before its engines are paused
     is_abandoned: bool = False
-    turned: set[PoolMember] = field(default_factory=set["PoolMember"])  # quarantined by the end of the lease alone
+    turned: set[PoolMember] = field(default_factory=set["PoolMember"])  # quarantined only because the lease expired
 
     @property
     def state(self) -> PolicyState:
