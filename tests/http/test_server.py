@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 
 from rollyard.http import HttpServer, ListenerBounds, Reason, Refusals
+from rollyard.http._connection import Connection
 from rollyard.http._connection_group import network_of
 from tests.http.loops import on_both_loops
 
@@ -107,6 +108,7 @@ async def test_a_slow_reader_receives_a_large_response_completely() -> None:
         await loop.sock_sendall(client, GET)
         got = len(await loop.sock_recv(client, 10_000))
         (connection,) = server._group.connections
+        assert isinstance(connection, Connection)
         transport = connection._transport
         assert transport is not None
         for _ in range(3):
