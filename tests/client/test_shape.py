@@ -42,6 +42,12 @@ def test_sync_and_async_classes_have_the_same_methods(of_ours: type, of_theirs: 
         assert returns == theirs[name].return_annotation, name
 
 
+def test_the_synchronous_client_is_generated_from_the_asynchronous_one():
+    script = Path(__file__).parents[2] / "scripts" / "sync-client"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_sync_and_async_clients_have_the_same_constructor():
     assert inspect.signature(AsyncClient.__init__) == inspect.signature(Client.__init__)
 

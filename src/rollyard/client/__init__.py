@@ -4,11 +4,11 @@
 """
 
 from rollyard.client._async import AsyncClient
-from rollyard.client._draws import AsyncDraw, Draw
+from rollyard.client._draws import AsyncDraw
 from rollyard.client._errors import DrawEnded, ServiceUnreachable, UnexpectedReply
-from rollyard.client._policies import AsyncPolicy, AsyncUpdate, Policy, Update
-from rollyard.client._sessions import AsyncSession, Session
-from rollyard.client._sync import Client
+from rollyard.client._policies import AsyncPolicy, AsyncUpdate
+from rollyard.client._sessions import AsyncSession
+from rollyard.client._sync import Client, Draw, Policy, Session, Update
 from rollyard.client.groups import Batch, Group, GroupRollout
 from rollyard.client.records import Evaluation, Event, Page, Record, Trace, Trajectory
 

@@ -17,9 +17,8 @@ One consumer: a handle must not be used by two tasks at once, and two handles of
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollyard.client._bodies import TaskLike, given, part, task_body
 from rollyard.client._errors import DrawEnded, UnexpectedReply
@@ -50,11 +49,15 @@ class _Reading:
 class AsyncDraw:
     """A trainer's handle of a draw. `last_batch` is the batch that was read last, without its groups."""
 
+    id: str
+    run: str
+    last_batch: Batch | None
+
     def __init__(self, wire: Transport, facts: JsonObject) -> None:
         self._wire = wire
         self.id = str(facts["id"])
         self.run = str(facts.get("run", ""))
-        self.last_batch: Batch | None = None
+        self.last_batch = None
         self._path = f"/draws/{part(self.id)}"
         self._in = {"run": self.run or None}
         self._last: int | None = None  # the number of the batch before the next one
@@ -218,59 +221,3 @@ class AsyncDraw:
             raise DrawEnded(f"draw {self.id} has ended ({reason}{why})", reason=reason, figures=figures)
         self._last = reading.facts.number
         self.last_batch = batch_of(reading.facts, ())
-
-
-class Draw:
-    """`AsyncDraw` without `await`, on the loop of a `Client`."""
-
-    def __init__(
-        self,
-        run: Callable[[Coroutine[object, object, Any]], Any],
-        iterate: Callable[[AsyncIterator[Group]], Iterator[Group]],
-        draw: AsyncDraw,
-    ) -> None:
-        self._run = run
-        self._iterate = iterate
-        self._draw = draw
-
-    @property
-    def id(self) -> str:
-        return self._draw.id
-
-    @property
-    def run(self) -> str:
-        return self._draw.run
-
-    @property
-    def last_batch(self) -> Batch | None:
-        return self._draw.last_batch
-
-    def batch(
-        self,
-        want: int | None = None,
-        *,
-        number: int | None = None,
-        timeout_s: float | None = None,
-        limit: int = PAGE_GROUPS,
-    ) -> Batch:
-        return self._run(self._draw.batch(want, number=number, timeout_s=timeout_s, limit=limit))
-
-    def stream(
-        self, want: int | None = None, *, number: int | None = None, limit: int = PAGE_GROUPS
-    ) -> Iterator[Group]:
-        return self._iterate(self._draw.stream(want, number=number, limit=limit))
-
-    def ack(self, batch: Batch | int) -> int:
-        return self._run(self._draw.ack(batch))
-
-    def rewind(self, batch: Batch | int, version: int, *, policy_version: int | None = None) -> JsonObject:
-        return self._run(self._draw.rewind(batch, version, policy_version=policy_version))
-
-    def push(self, tasks: Sequence[TaskLike], *, ids: Sequence[str] | None = None, close: bool = False) -> int:
-        return self._run(self._draw.push(tasks, ids=ids, close=close))
-
-    def status(self) -> JsonObject:
-        return self._run(self._draw.status())
-
-    def close(self) -> JsonObject:
-        return self._run(self._draw.close())

@@ -19,10 +19,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 from urllib.parse import quote
 
 from rollyard.client._bodies import given
@@ -52,6 +51,8 @@ class Holder:
 
 class AsyncPolicy:
     """A handle of a policy, without state of its own."""
+
+    name: str
 
     def __init__(self, wire: Transport, name: str, holder: Holder) -> None:
         self._wire = wire
@@ -154,6 +155,8 @@ class AsyncPolicy:
 class AsyncUpdate:
     """One change of weights, as an asynchronous context manager."""
 
+    version: int
+
     def __init__(
         self,
         policy: AsyncPolicy,
@@ -220,80 +223,3 @@ class AsyncUpdate:
         )
         error.add_note(how)
         log.error("a change of weights failed: the policy stays paused", extra={"policy": name})
-
-
-class Policy:
-    """`AsyncPolicy` without `await`, on the loop of a `Client`."""
-
-    def __init__(self, run: Callable[[Coroutine[object, object, Any]], Any], policy: AsyncPolicy) -> None:
-        self._run = run
-        self._policy = policy
-
-    @property
-    def name(self) -> str:
-        return self._policy.name
-
-    def status(self) -> JsonObject:
-        return self._run(self._policy.status())
-
-    def pause(
-        self,
-        *,
-        mode: str = "abort",
-        lease_s: float = LEASE_S,
-        engines: Sequence[str] | None = None,
-        timeout_s: float | None = None,
-        outlast_s: float = 0.0,
-    ) -> JsonObject:
-        pausing = self._policy.pause(
-            mode=mode, lease_s=lease_s, engines=engines, timeout_s=timeout_s, outlast_s=outlast_s
-        )
-        return self._run(pausing)
-
-    def resume(
-        self,
-        version: int,
-        *,
-        engines: Sequence[str] | None = None,
-        after: int | None = None,
-        take_over: bool = False,
-    ) -> JsonObject:
-        return self._run(self._policy.resume(version, engines=engines, after=after, take_over=take_over))
-
-    def renew(self, lease_s: float = LEASE_S) -> JsonObject:
-        return self._run(self._policy.renew(lease_s))
-
-    def update(
-        self,
-        version: int,
-        *,
-        mode: str = "abort",
-        lease_s: float = UPDATE_LEASE_S,
-        engines: Sequence[str] | None = None,
-        timeout_s: float | None = None,
-        outlast_s: float = OUTLAST_S,
-    ) -> Update:
-        update = self._policy.update(
-            version, mode=mode, lease_s=lease_s, engines=engines, timeout_s=timeout_s, outlast_s=outlast_s
-        )
-        return Update(self._run, update)
-
-
-class Update:
-    """`AsyncUpdate` without `await`."""
-
-    def __init__(self, run: Callable[[Coroutine[object, object, Any]], Any], update: AsyncUpdate) -> None:
-        self._run = run
-        self._update = update
-
-    @property
-    def version(self) -> int:
-        return self._update.version
-
-    def __enter__(self) -> JsonObject:
-        return self._run(self._update.__aenter__())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._run(self._update.__aexit__(kind, error, trace))

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 from urllib.parse import quote
 
 from rollyard.client._transport import Transport
@@ -29,6 +28,10 @@ log = logging.getLogger("rollyard.client")
 
 class AsyncSession:
     """A session as a context manager. `base_url` is for OpenAI's SDK, `root_url` for Anthropic's, which adds /v1."""
+
+    id: str
+    key: str
+    model: str
 
     def __init__(self, wire: Transport, body: Mapping[str, object], timeout_s: float | None) -> None:
         self._wire = wire
@@ -115,56 +118,6 @@ class AsyncSession:
             await self._wire.json("DELETE", self._path, params={"run": self._run})
         except RollyardError as error:  # its deadline ends it; the error of the block matters more
             log.warning("a session could not be cancelled", extra={"session": self.id, "code": error.code})
-
-
-class Session:
-    """`AsyncSession` without `await`, on the loop of a `Client`."""
-
-    def __init__(self, run: Callable[[Coroutine[object, object, Any]], Any], session: AsyncSession) -> None:
-        self._run = run
-        self._session = session
-
-    @property
-    def id(self) -> str:
-        return self._session.id
-
-    @property
-    def key(self) -> str:
-        return self._session.key
-
-    @property
-    def model(self) -> str:
-        return self._session.model
-
-    @property
-    def base_url(self) -> str:
-        return self._session.base_url
-
-    @property
-    def root_url(self) -> str:
-        return self._session.root_url
-
-    def __enter__(self) -> Session:
-        self._run(self._session.__aenter__())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._run(self._session.__aexit__(kind, error, trace))
-
-    def reward(
-        self,
-        reward: float,
-        *,
-        components: Mapping[str, float] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        answer: str | None = None,
-    ) -> Record:
-        return self._run(self._session.reward(reward, components=components, metrics=metrics, answer=answer))
-
-    def status(self) -> JsonObject:
-        return self._run(self._session.status())
 
 
 def _is_refusal(error: BaseException) -> bool:
