@@ -49,7 +49,7 @@ InRun = Annotated[str | None, Query(description="The run of the object; only nee
 class RunQuery(BaseModel):
     """The query of a call about an object with an id."""
 
-    model_config = ConfigDict(extra="forbid", defer_build=True)
+    model_config = ConfigDict(extra="forbid")
 
     run: str | None = Field(default=None, description="The run of the object; only needed if two runs use its id.")
 
