@@ -26,7 +26,7 @@ TASKS = [task(PLAIN), task(RESCUED), task(BROKEN), task(SLOW, limits={"run_s": 2
 
 
 def script(turn: Turn) -> Reply:
-    """Odd rollouts solve the task. Infrastructure fails one of RESCUED, one and a spare of BROKEN; a SLOW one stalls."""
+    """Odd rollouts solve the task. Infrastructure fails one of RESCUED, one and a spare of BROKEN; a SLOW one hangs."""
     if not turn.session_id or "<|im_start|>" not in turn.text:
         return Reply("ok")  # the probe
     index = int(turn.session_id.rpartition("-")[2])
